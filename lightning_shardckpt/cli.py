@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -176,8 +177,6 @@ def _add_prove_resume(tools: Any) -> None:
     prove.add_argument("--interrupt_at", type=int | None, help="the batch after which it is saved; by default half")
     arguments = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
     prove.add_argument("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=arguments)
-    another = "in quotes: the whole command of the resumed run, in place of the other one"
-    prove.add_argument("--resumed_command", type=str | None, metavar="COMMAND", help=another)
     bits = "relative; by default bits are compared, and on another topology values within 1e-4"
     prove.add_argument("--tolerance", type=float | None, help=bits)
     names = "what not to compare, such as 'callbacks/Timer*'"
@@ -220,19 +219,17 @@ def _map(arguments: Namespace) -> int:
 def _prove_resume(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.prove_resume import prove_resume
 
-    whole = arguments.resumed_command
     report = prove_resume(
         arguments.command,
         steps=arguments.steps,
         interrupt_at=arguments.interrupt_at,
         resumed_args=shlex.split(arguments.resumed_args),
-        resumed_command=None if whole is None else shlex.split(whole),
         tolerance=arguments.tolerance,
         ignore=arguments.ignore,
         output=arguments.output,
         timeout_s=arguments.timeout,
     )
-    print(report.to_json() if arguments.json else report)
+    _print(asdict(report), arguments.json, lambda: str(report))
     return report.status
 
 

@@ -2,7 +2,7 @@
 
 ``RunRecorder`` is a callback. It comes last of all callbacks, so that it sees their effects, changes nothing of the
 training, and ends the run as a kill would: no hook runs, so that the script writes nothing that an interrupted run
-would not have written. ``tools.run_records`` has the plan and the records; nothing here compares.
+would not have written. ``tools.run_records`` has the plan, the records and their comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_attributes import SET_LATER
 from lightning_shardckpt.compat.lightning_loops import logged_values, train_loaders
-from lightning_shardckpt.compat.lightning_trainer import set_default_root_dir, validated_metrics
+from lightning_shardckpt.compat.lightning_trainer import set_default_root_dir
 from lightning_shardckpt.compat.trainer_fit import intercept_fit, is_tuning
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import checksum
@@ -65,9 +65,7 @@ def recorder_of(plan_file: str) -> RunRecorder:
     Args:
         plan_file: a ``RunPlan`` as JSON.
     """
-    plan = RunPlan(**json.loads(Path(plan_file).read_text()))
-    os.makedirs(plan.records, exist_ok=True)  # tells that there is a Trainer
-    recorder = RunRecorder(plan)
+    recorder = RunRecorder(RunPlan(**json.loads(Path(plan_file).read_text())))
     intercept_fit(recorder.begin)
     return recorder
 
@@ -90,11 +88,8 @@ class RunRecorder(Callback):
         self._plan, self._end = plan, end
         self._trainer: Any = None
         self._step = plan.first_step
-        self._values = _Values({plan.own_saves: "…", plan.root_dir: "…"})
+        self._values = _Values({plan.files: "…"})
         self._file: TextIO | None = None
-        self._logger = _StandInLogger(plan.root_dir)
-        self._began_from: str | None = None
-        self._validation: dict[str, Entry] = {}
 
     def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
         """Prepare a fit that is about to begin; all but the first that trains are left alone.
@@ -106,20 +101,16 @@ class RunRecorder(Callback):
         if self._trainer is not None or self not in trainer.callbacks or is_tuning(trainer):  # type: ignore[attr-defined]  # set later
             return
         self._trainer = trainer
-        began_from = arguments.get("ckpt_path")
-        self._began_from = str(began_from) if began_from else None
         if self._plan.resume_from is not None:
             arguments["ckpt_path"] = self._plan.resume_from
         self._redirect_saves()
-        set_default_root_dir(trainer, self._plan.root_dir)
-        trainer.loggers = [
-            self._logger if number == 0 else _StandInLogger("") for number, _ in enumerate(trainer.loggers)
-        ]
+        set_default_root_dir(trainer, self._plan.files)
+        trainer.loggers = [_StandInLogger(self._plan.files) for _ in trainer.loggers]
 
     def _redirect_saves(self) -> None:
         for number, callback in enumerate(self._trainer.checkpoint_callbacks):
             if isinstance(callback, ModelCheckpoint):
-                callback.dirpath = os.path.join(self._plan.own_saves, str(number))
+                callback.dirpath = os.path.join(self._plan.files, "saves", str(number))
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,10 +123,8 @@ class RunRecorder(Callback):
         trainer.callbacks = [*others, self]  # a new list: Lightning goes through the old
         os.makedirs(self._plan.records, exist_ok=True)
         self._file = rank_file(self._plan.records, trainer.global_rank).open("w", encoding="utf-8")
-        share = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        ranks = trainer.global_rank, trainer.world_size, int(share["rank"]), int(share["num_replicas"])
-        setting = Setting(*ranks, type(trainer.strategy).__name__, str(trainer.precision))
-        self._write(setting=setting, began_from=self._began_from)
+        ranks = trainer.global_rank, trainer.world_size
+        self._write(setting=Setting(*ranks, type(trainer.strategy).__name__, str(trainer.precision)))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -147,22 +136,13 @@ class RunRecorder(Callback):
         if not self._records(trainer):
             return
         self._step += 1
-        validation, self._validation = self._validation, {}
         sections: Sections = {
-            "batch": self._values.entries("batch", batch, shared=False),
-            "samples": dict(_samples("batch", batch)),
+            "batch": self._values.entries("batch", batch),
             "random": self._random(),
             "param_groups": self._param_groups(),
             "counters": self._counters(),
-            "validation": validation,
-            "logger": self._values.entries("logged", self._logger.take()),
         }
         self._record("before", sections)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._records(trainer) and not trainer.sanity_checking:
-            self._validation = self._values.entries("validation", dict(validated_metrics(trainer)))
 
     @override
     def on_train_batch_end(
@@ -171,7 +151,7 @@ class RunRecorder(Callback):
         if not self._records(trainer):
             return
         sections = self._state() | {
-            "loss": self._values.entries("what training_step returned", outputs, shared=False),
+            "loss": self._values.entries("what training_step returned", outputs),
             "logged": self._logged(),
             "gradients": self._tensors((name, p.grad) for name, p in trainer.lightning_module.named_parameters()),
             "random": self._random(),
@@ -180,11 +160,6 @@ class RunRecorder(Callback):
         self._record("after", sections)
         if self._step >= self._plan.last_step:
             self._finish(trainer)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._records(trainer):
-            self._write(ended=self._step)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -233,7 +208,7 @@ class RunRecorder(Callback):
                 if not callable(value)
             ),
             "precision": values.entries("precision", trainer.precision_plugin.state_dict()),
-            "metrics": _merged(values.entries(name, dict(of.metric_state), shared=False) for name, of in metrics),
+            "metrics": _merged(values.entries(name, dict(of.metric_state)) for name, of in metrics),
             "module": self._attributes(module),
             "datamodule": self._datamodule(),
             "callbacks": _merged(map(self._callback, range(len(trainer.callbacks)), trainer.callbacks)),
@@ -244,31 +219,31 @@ class RunRecorder(Callback):
         return _merged(self._values.entries(name, tensor) for name, tensor in present if not is_elsewhere(tensor))
 
     def _optimizers(self) -> dict[str, Entry]:
-        names, found = parameter_names(self._trainer.lightning_module), list[dict[str, Entry]]()
+        names, entries = parameter_names(self._trainer.lightning_module), list[dict[str, Entry]]()
         for number, optimizer in enumerate(self._trainer.optimizers):
             with self._outside_hooks():
                 state = list(optimizer.state.items())
             for parameter, values in state:
                 name = f"{number}/{names.get(id(parameter), _NO_PARAMETER)}"
                 items = values.items() if isinstance(values, Mapping) else (("", values),)
-                found += [self._values.entries(f"{name}/{key}", value) for key, value in items]
-        return _merged(found)
+                entries += [self._values.entries(f"{name}/{key}", value) for key, value in items]
+        return _merged(entries)
 
     def _outside_hooks(self) -> Any:
         """Look at optimizers as they are: in hooks, a pipeline shows a whole that no stage has, or refuses to."""
         return self._trainer.profiler.profile("[prove-resume]record")
 
     def _param_groups(self) -> dict[str, Entry]:
-        names, found = parameter_names(self._trainer.lightning_module), dict[str, Entry]()
+        names, entries = parameter_names(self._trainer.lightning_module), dict[str, Entry]()
         for number, optimizer in enumerate(self._trainer.optimizers):
             for i, group in enumerate(optimizer.param_groups):
                 for key in group.keys() - {"params", "param_names"}:
-                    found |= self._values.entries(f"{number}/param_groups/{i}/{key}", group[key])
+                    entries |= self._values.entries(f"{number}/param_groups/{i}/{key}", group[key])
                 with self._outside_hooks():
                     parameters = list(group["params"])
                 has = [names.get(id(parameter), _NO_PARAMETER) for parameter in parameters]
-                found |= {f"{number}/param_groups/{i} has {name}": Entry("yes") for name in has}
-        return found
+                entries |= {f"{number}/param_groups/{i} has {name}": Entry("yes") for name in has}
+        return entries
 
     def _attributes(self, module: nn.Module) -> dict[str, Entry]:
         skipped = ("torch.", "lightning.", "torchmetrics.")
@@ -289,27 +264,27 @@ class RunRecorder(Callback):
             self._values.unobserved[f"callback {name}"] = "it measures time, which is never the same"
         if isinstance(callback, Timer | RunRecorder):
             return {}
-        own = not type(callback).__module__.startswith("lightning")
+        only = (Tensor, *_GENERATORS) if type(callback).__module__.startswith("lightning") else (object,)
         state = self._values.entries(f"{name}/state_dict", callback.state_dict())
-        return state | self._values.attributes(name, callback, {"_trainer"}, scalars=own)
+        return state | self._values.attributes(name, callback, {"_trainer"}, only=only)
 
     def _random(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        streams: dict[str, Entry] = {}
         for name, state in get_rng_state().items():
             many = {f"cuda:{i}": each for i, each in enumerate(state)} if name == "cuda" else {name: state}
-            found |= {name: Entry(_state_digest(each), shared=False) for name, each in many.items()}
-        found |= self._values.attributes("module", self._trainer.lightning_module, (), scalars=False)
+            streams |= {name: Entry(_state_digest(each)) for name, each in many.items()}
+        streams |= self._values.attributes("module", self._trainer.lightning_module, (), only=_GENERATORS)
         for number, loader in enumerate(train_loaders(self._trainer)):
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             for name, owner in ((f"loader {number}", loader), (f"loader {number} sampler", sampler)):
                 for key in ("generator", "seed", "epoch"):
                     value = getattr(owner, key, None)
-                    if isinstance(value, torch.Generator | random.Random | int):
-                        found |= self._values.entries(f"{name} {key}", value, shared=False)
+                    if isinstance(value, (*_GENERATORS, int)):
+                        streams |= self._values.entries(f"{name} {key}", value)
             if workers := getattr(loader, "num_workers", 0):
                 name = f"loader {number}: random streams of its workers"
                 self._values.unobserved[name] = f"they are in {workers} other processes"
-        return {name: entry for name, entry in found.items() if entry.shape is None}
+        return streams
 
     def _counters(self) -> dict[str, Entry]:
         trainer = self._trainer
@@ -319,23 +294,20 @@ class RunRecorder(Callback):
         return {name: Entry(str(value), float(value)) for name, value in counters.items()}
 
     def _logged(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for logged in logged_values(self._trainer):
-            if logged.of_batch is not None:
-                found |= self._values.entries(logged.name, _number(logged.of_batch), shared=logged.synced)
+            values = {} if logged.of_batch is None else {logged.name: (logged.of_batch, logged.synced)}
             for part, value in logged.of_epoch.items():
-                name = f"{logged.name} over the epoch so far ({part})"
-                found |= self._values.entries(name, _number(value), shared=False)
-        return found
+                values[f"{logged.name} over the epoch so far ({part})"] = value, False
+            for name, (value, shared) in values.items():
+                number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # can be printed
+                of_value = self._values.entries(name, number)
+                entries |= {key: dataclasses.replace(entry, shared=shared) for key, entry in of_value.items()}
+        return entries
 
 
 def _merged(many: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
     return {name: entry for each in many for name, entry in each.items()}
-
-
-def _number(value: Any) -> Any:
-    """Return a tensor of one element as a number, which a report can print."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 @cache
@@ -345,7 +317,7 @@ def _given_by(kind: type) -> frozenset[str]:
 
 
 class _StandInLogger(DummyLogger):
-    """Takes the place of a logger and keeps the metrics until they are taken: nothing is written or sent anywhere.
+    """Takes the place of a logger: nothing is written or sent anywhere.
 
     Args:
         directory: for code that asks a logger where to write.
@@ -354,7 +326,6 @@ class _StandInLogger(DummyLogger):
     def __init__(self, directory: str) -> None:
         super().__init__()
         self._directory = directory
-        self._metrics: list[dict[str, Any]] = []
 
     @property
     @override
@@ -362,18 +333,9 @@ class _StandInLogger(DummyLogger):
         return self._directory
 
     @property
-    def log_dir(self) -> str:
-        """The same; loggers that write files have it."""
-        return self._directory
-
     @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._metrics.append({"step": step, **metrics})
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the metrics that were logged since the last call."""
-        taken, self._metrics = self._metrics, []
-        return taken
+    def log_dir(self) -> str:
+        return self._directory
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -383,6 +345,7 @@ _SHORT, _DEEPEST, _MOST = 80, 6, 1000
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range)
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
+_GENERATORS = (torch.Generator, random.Random)
 
 
 class _Values:
@@ -396,69 +359,65 @@ class _Values:
         self._replaced = replaced
         self.unobserved: dict[str, str] = {}
 
-    def entries(self, name: str, value: Any, *, shared: bool = True) -> dict[str, Entry]:
+    def entries(self, name: str, value: Any) -> dict[str, Entry]:
         """Return the entries of a value and of all values in it, by name."""
-        return dict(self._walk(name, value, shared, 0))
+        return dict(self._walk(name, value, 0))
 
     def attributes(
-        self, name: str, owner: object, without: Collection[str], *, scalars: bool = True
+        self, name: str, owner: object, without: Collection[str], *, only: tuple[type, ...] = (object,)
     ) -> dict[str, Entry]:
-        """Return the entries of an object's attributes; without ``scalars``, of tensors and generators alone."""
-        found: dict[str, Entry] = {}
+        """Return the entries of an object's attributes of some types, but for code and the names in ``without``."""
+        entries: dict[str, Entry] = {}
         for key, value in list(vars(owner).items()):
-            if key in without or isinstance(value, _CODE) or (isinstance(value, nn.Module) and not scalars):
-                continue
-            if scalars or isinstance(value, Tensor | torch.Generator | random.Random):
-                found |= self.entries(f"{name}.{key}" if name else key, value)
-        return found
+            if key not in without and isinstance(value, only) and not isinstance(value, _CODE):
+                entries |= self.entries(f"{name}.{key}" if name else key, value)
+        return entries
 
-    def _walk(self, name: str, value: Any, shared: bool, depth: int) -> Iterator[tuple[str, Entry]]:
+    def _walk(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Entry]]:
         if isinstance(value, Tensor):
             try:
                 yield from _tensor_entries(name, value).items()
             except (StateError, RuntimeError, NotImplementedError) as error:
                 self.unobserved[name] = str(error)
         elif isinstance(value, _SCALARS):
-            yield name, self._scalar(value, shared)
+            yield name, self._scalar(value)
         elif isinstance(value, GENERATORS):
             yield name, Entry(_state_digest(generator_state(value)), shared=False)
         elif isinstance(value, np.ndarray | np.generic):
             yield name, Entry(f"{value.dtype} {value.shape} {checksum(np.ascontiguousarray(value).tobytes())}")
         elif isinstance(value, nn.Module):
             for key, tensor in value.state_dict().items():
-                yield from self._walk(f"{name}.{key}", tensor, shared, depth + 1)
+                yield from self._walk(f"{name}.{key}", tensor, depth + 1)
         elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
-            yield from self._contents(name, value, shared, depth)
+            yield from self._contents(name, value, depth)
         elif type(value).__module__.startswith(_OURS):
             return  # the strategy keeps it with a module
         elif depth < _DEEPEST and dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {of.name: getattr(value, of.name, None) for of in dataclasses.fields(value)}
-            yield from self._walk(name, fields, shared, depth + 1)
+            yield from self._walk(name, fields, depth + 1)
         elif not isinstance(value, _CODE):
             self.unobserved[name] = f"a value of {type(value).__module__}.{type(value).__qualname__}"
 
-    def _contents(self, name: str, value: Any, shared: bool, depth: int) -> Iterator[tuple[str, Entry]]:
+    def _contents(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Entry]]:
         if isinstance(value, set | frozenset):
             value = sorted(value, key=repr)
         items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
-        yield f"{name} (its length)", Entry(str(len(items)), float(len(items)), shared)
+        yield f"{name} (its length)", Entry(str(len(items)), float(len(items)))
         if len(items) <= _MOST:
             for key, item in items:
-                yield from self._walk(f"{name}[{key!r}]", item, shared, depth + 1)
+                yield from self._walk(f"{name}[{key!r}]", item, depth + 1)
         elif all(isinstance(item, _SCALARS) for _, item in items):
-            yield name, Entry(checksum(repr(items).encode()), None, shared)
+            yield name, Entry(checksum(repr(items).encode()))
         else:
             self.unobserved[name] = f"more than {_MOST} items"
 
-    def _scalar(self, value: Any, shared: bool) -> Entry:
+    def _scalar(self, value: Any) -> Entry:
         if isinstance(value, str):
             for old, new in self._replaced.items():
                 value = value.replace(old, new)
         text = repr(value)
         is_exact = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 53)
-        return Entry(
-            text if len(text) <= _SHORT else checksum(text.encode()), float(value) if is_exact else None, shared
-        )
+        return Entry(text if len(text) <= _SHORT else checksum(text.encode()), float(value) if is_exact else None)
 
 
 def _state_digest(state: Any) -> str:
@@ -532,19 +491,3 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _samples(name: str, value: Any) -> Iterator[tuple[str, Entry]]:
-    """Yield a digest of each row (along dim 0) of every tensor in a batch."""
-    if isinstance(value, Tensor) and value.ndim and value.layout is torch.strided and not value.is_nested:
-        yield name, Entry("", rows=row_digests(value))
-    elif isinstance(value, Mapping | list | tuple):
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _samples(f"{name}[{key!r}]", item)
-
-
-@torch.no_grad()
-def row_digests(tensor: Tensor) -> tuple[str, ...]:
-    """Return a digest of each row (along dim 0) of a plain tensor, whatever its place."""
-    rows = tensor.detach().cpu().contiguous()
-    return tuple(checksum(row.reshape(-1).view(torch.uint8).numpy().tobytes()) for row in rows)

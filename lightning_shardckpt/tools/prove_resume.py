@@ -15,42 +15,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.text import count_text
-from lightning_shardckpt.tools.run_comparison import Difference, compare_runs, same_topology
-from lightning_shardckpt.tools.run_records import RankRecords, RunPlan, read_records
+from lightning_shardckpt.tools.run_records import (
+    Difference,
+    RankRecords,
+    RunPlan,
+    compare_runs,
+    read_records,
+    same_topology,
+)
 
 DEFAULT_STEPS = 8
 DEFAULT_TIMEOUT_S = 1800.0
 OTHER_TOPOLOGY_TOLERANCE = 1e-4
 
 _PHASES = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
-_SECTIONS = {
-    "batch": "",
-    "samples": "samples of",
-    "random": "random stream",
-    "param_groups": "hyper-parameter of the optimizer",
-    "counters": "counter",
-    "loss": "",
-    "logged": "logged value",
-    "logger": "metric for the loggers",
-    "validation": "metric",
-    "gradients": "gradient of",
-    "weights": "weight",
-    "buffers": "buffer",
-    "optimizer": "optimizer state",
-    "metrics": "torchmetrics state",
-    "precision": "precision plugin",
-    "schedulers": "scheduler",
-    "module": "attribute of the module",
-    "datamodule": "datamodule",
-    "callbacks": "callback",
-}
 _MOST_DIFFERENCES, _MOST_REASONS, _LOG_LINES = 10, 40, 20
 
 
@@ -87,10 +72,6 @@ class ResumeReport:
         """The exit status: 0 equal, 1 different, 2 if it cannot be told."""
         return 2 if self.equal is None else int(not self.equal)
 
-    def to_json(self) -> str:
-        """Return the report as a JSON text."""
-        return json.dumps(asdict(self), indent=1)
-
     def __str__(self) -> str:
         how = f"within {self.tolerance:g}" if self.tolerance else "bit by bit"
         lines = [
@@ -101,28 +82,32 @@ class ResumeReport:
         if self.equal:
             lines.append("EQUAL")
         else:
-            what = "DIFFERENT" if self.equal is False else "NOT REPRODUCIBLE: two runs differ before any resume"
-            lines += [f"{what}; first at:", *(f"  {difference_text(d)}" for d in self.differences[:_MOST_DIFFERENCES])]
-            if (more := len(self.differences) - _MOST_DIFFERENCES) > 0:
-                lines.append(f"  … and {more} more of this kind at this step")
+            result = "DIFFERENT" if self.equal is False else "NOT REPRODUCIBLE: two runs differ before any resume"
+            lines += [f"{result}; first at:", *_cut(map(difference_text, self.differences), _MOST_DIFFERENCES)]
         if self.equal is None:
             lines.append("Seed everything (seed_everything: 1), use deterministic kernels, or give --tolerance.")
         if self.not_compared:
-            reasons = [f"  {name}: {why}" for name, why in self.not_compared.items()]
-            lines += ["not compared:", *reasons[:_MOST_REASONS]]
-            if (more := len(reasons) - _MOST_REASONS) > 0:
-                lines.append(f"  … and {more} more; --json lists all")
+            reasons = (f"{name}: {why}" for name, why in self.not_compared.items())
+            lines += ["not compared:", *_cut(reasons, _MOST_REASONS)]
         if self.folder is not None:
             lines.append(f"Records and outputs are in {self.folder}")
         return "\n".join(lines)
 
 
+def _cut(texts: Iterable[str], most: int) -> Iterator[str]:
+    """Yield indented lines, at most so many; then how many more ``--json`` lists."""
+    lines = [f"  {text}" for text in texts]
+    yield from lines[:most]
+    if len(lines) > most:
+        yield f"  … and {len(lines) - most} more; --json lists all"
+
+
 def difference_text(difference: Difference) -> str:
-    """Return a difference as a line: when, what, where, expected and found."""
-    where = "of the whole" if difference.rank is None else f"on rank {difference.rank}"
-    when = _PHASES[difference.phase].format(difference.step)
-    what = f"{_SECTIONS[difference.section]} {difference.name}".strip()
-    return f"{when}: {what} {where}: expected {difference.expected}, found {difference.found}"
+    """Return a difference as a line: when, what (as ``--ignore`` takes it), where, expected and found."""
+    of = difference
+    where = "over all ranks" if of.rank is None else f"on rank {of.rank}"
+    when = _PHASES[of.phase].format(of.step)
+    return f"{when}: {of.section}/{of.name} {where}: expected {of.expected}, found {of.found}"
 
 
 def prove_resume(
@@ -131,7 +116,6 @@ def prove_resume(
     steps: int = DEFAULT_STEPS,
     interrupt_at: int | None = None,
     resumed_args: Sequence[str] = (),
-    resumed_command: Sequence[str] | None = None,
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
     output: str | None = None,
@@ -149,11 +133,13 @@ def prove_resume(
         steps: batches of training that each rank gets, over epochs.
         interrupt_at: batches after which the checkpoint is saved; by default half of them.
         resumed_args: more arguments, for the resumed run alone, such as those of another topology.
-        resumed_command: the whole command of the resumed run, in place of ``command``.
         tolerance: of values, relative; by default 0, and 1e-4 where the resumed run has another topology.
         ignore: patterns of ``SECTION/NAME`` that are not compared, such as ``callbacks/Timer*``.
         output: a folder that is new or empty, which stays; by default a temporary one, which stays if the runs differ.
         timeout_s: seconds for each of the three runs.
+
+    Returns:
+        The report of the comparison.
 
     Raises:
         RankError: if a run fails, takes too long, or records nothing.
@@ -165,10 +151,10 @@ def prove_resume(
     folder = Path(tempfile.mkdtemp(prefix="prove-resume-") if output is None else output).absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give a folder that is")
-    resumed = list(resumed_command or command) + list(resumed_args)
 
     def run(name: str, plan: RunPlan) -> str:
-        return _run_command(resumed if name == "resumed" else command, plan, folder / name, timeout_s)
+        arguments = [*command, *resumed_args] if name == "resumed" else command
+        return _run_command(arguments, plan, folder / name, timeout_s)
 
     report = prove_runs(run, folder, steps=steps, interrupt_at=middle, tolerance=tolerance, ignore=ignore)
     if output is None and report.equal:
@@ -194,81 +180,70 @@ def prove_runs(
         folder: for records and the checkpoint; absolute.
         steps, interrupt_at, tolerance, ignore: as of `prove_resume`.
 
+    Returns:
+        The report of the comparison.
+
     Raises:
         RankError: if a run records nothing, or not all.
     """
     checkpoint = str(folder / "checkpoint.ckpt")
 
-    def records(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
-        saves_of = "straight" if name == "straight" else "interrupted"  # a resumed run finds its own checkpoints
-        own_saves, root_dir = str(folder / saves_of / "own_saves"), str(folder / name / "root_dir")
-        plan = RunPlan(str(folder / name / "records"), own_saves, root_dir, first, last, save_to, resume_from)
-        return _checked_records(name, plan, run(name, plan))
+    def record(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
+        files = folder / ("straight" if name == "straight" else "interrupted") / "files"  # resumed: its own saves
+        plan = RunPlan(str(folder / name / "records"), str(files), first, last, save_to, resume_from)
+        said = run(name, plan)
+        ranks = read_records(plan.records)
+        if not ranks:
+            raise RankError(f"the {name} run ended by itself and recorded nothing: {_NO_FIT}\nThe command was {said}")
+        if len(ranks) != ranks[0].setting.world:
+            raise RankError(f"the {name} run has {ranks[0].setting.world} ranks, of which {len(ranks)} recorded here")
+        for records in ranks:
+            if (last, "after") not in records.moments:
+                raise RankError(
+                    f"the {name} run ended by itself after step {records.last_step} (rank {records.setting.rank}), "
+                    f"before step {last}. The first fit counts. Let it train for longer, or prove fewer --steps.\n"
+                    f"The command was {said}"
+                )
+        return ranks
 
-    straight = records("straight", 0, steps, None, None)
-    interrupted = records("interrupted", 0, interrupt_at, checkpoint, None)
-    resumed = records("resumed", interrupt_at, steps, None, checkpoint)
+    straight = record("straight", 0, steps, None, None)
+    interrupted = record("interrupted", 0, interrupt_at, checkpoint, None)
+    resumed = record("resumed", interrupt_at, steps, None, checkpoint)
 
     within = tolerance or 0.0
-    found = compare_runs(straight, interrupted, first=0, last=interrupt_at, tolerance=within, ignore=ignore)
-    equal = None if found.differences else True
+    result = compare_runs(straight, interrupted, first=0, last=interrupt_at, tolerance=within, ignore=ignore)
+    equal = None if result.differences else True
     if equal:
         if tolerance is None and not same_topology(straight, resumed):
             within = OTHER_TOPOLOGY_TOLERANCE
-        found = compare_runs(straight, resumed, first=interrupt_at, last=steps, tolerance=within, ignore=ignore)
-        equal = not found.differences
+        result = compare_runs(straight, resumed, first=interrupt_at, last=steps, tolerance=within, ignore=ignore)
+        equal = not result.differences
     unobserved = {name: why for of in (*straight, *interrupted, *resumed) for name, why in of.unobserved.items()}
     return ResumeReport(
         equal,
-        tuple(found.differences),
+        tuple(result.differences),
         _ranks_text(straight),
         _ranks_text(resumed),
         steps,
         interrupt_at,
         within,
-        dict(found.compared),
-        found.skipped | {name: f"cannot be observed: {why}" for name, why in unobserved.items()},
+        dict(result.compared),
+        result.skipped | {name: f"cannot be observed: {why}" for name, why in unobserved.items()},
         str(folder),
     )
 
 
-def _checked_records(name: str, plan: RunPlan, output: str) -> list[RankRecords]:
-    """Read the records of a run.
-
-    Raises:
-        RankError: if there are none, or not all.
-    """
-    ranks = read_records(plan.records)
-    if not ranks:
-        why = _NO_FIT if Path(plan.records).is_dir() else _NO_TRAINER
-        raise RankError(f"the {name} run ended by itself and recorded nothing: {why}\nThe command was {output}")
-    if len(ranks) != ranks[0].setting.world:
-        raise RankError(f"the {name} run has {ranks[0].setting.world} ranks, of which {len(ranks)} recorded here")
-    for records in ranks:
-        if (plan.last_step, "after") not in records.moments:
-            began = plan.resume_from is None and records.began_from
-            where = f", having begun from its own ckpt_path={began!r}" if began else ""
-            raise RankError(
-                f"the {name} run ended by itself after step {records.last_step} (rank {records.setting.rank}), before "
-                f"step {plan.last_step}{where}. The first fit counts. Let it train for longer, or prove fewer "
-                f"--steps.\nThe command was {output}"
-            )
-    return ranks
-
-
-_NO_FIT = "its Trainer began no fit. A script that validates, tests or predicts has nothing to resume."
-_NO_TRAINER = (
-    "it made no Trainer of Lightning. Give the command that trains, with the arguments by which it does. A loop of the "
-    "script's own, such as Fabric's, is not recorded: save at the end of a run that went straight and of one that "
-    "resumed, and compare both by `python -m lightning_shardckpt diff A B`. Nor is a Python that "
-    "was started without PYTHONPATH (-I, -E)."
+_NO_FIT = (
+    "it began no fit of a Trainer of Lightning. Give the command that trains, with the arguments by which it does. A "
+    "loop of the script's own, such as Fabric's, is not recorded: save at the end of a run that went straight and of "
+    "one that resumed, and compare both by `python -m lightning_shardckpt diff A B`. Nor is a Python that was started "
+    "without PYTHONPATH (-I, -E)."
 )
 
 
 def _ranks_text(ranks: list[RankRecords]) -> str:
     setting = ranks[0].setting
-    shares = f", {setting.data_size} data-parallel" if setting.data_size != setting.world else ""
-    return f"{count_text(setting.world, 'rank')}{shares} ({setting.strategy}, {setting.precision})"
+    return f"{count_text(setting.world, 'rank')} ({setting.strategy}, {setting.precision})"
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,9 +296,7 @@ def _run_command(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s:
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     said = "\n".join([" ".join(command), f"The last lines of {log}:", *(f"  {line}" for line in lines)])
     if status is None:
-        reached = max((records.last_step for records in read_records(plan.records)), default=None)
-        so_far = "before a Trainer began a fit" if reached is None else f"after step {reached} of {plan.last_step}"
-        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed {so_far}: {said}")
+        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed: {said}")
     if status:
         raise RankError(f"the {folder.name} run ended with status {status}: {said}")
     return said

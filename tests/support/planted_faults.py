@@ -26,8 +26,7 @@ from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.recording import RunRecorder
 from lightning_shardckpt.tools.prove_resume import difference_text
-from lightning_shardckpt.tools.run_comparison import compare_runs
-from lightning_shardckpt.tools.run_records import RunPlan, read_records
+from lightning_shardckpt.tools.run_records import RunPlan, compare_runs, read_records
 
 STEPS, MIDDLE = 8, 4
 Change = Callable[[pl.Trainer, "Net"], object]
@@ -193,52 +192,50 @@ def count_back(trainer: pl.Trainer, module: Net) -> None:
 LOADED = "as loaded after step 4: "
 NEXT = "step 5, at its start: "
 FAULTS = {
-    "a batch that is skipped": Fault(NEXT + "batch on rank 0", skip_batch),
-    "the position in the data": Fault(NEXT + "batch on rank 0", left_out="data"),
-    "the seed of the shuffle": Fault(NEXT + "batch on rank 0", set_shuffle_seed),
+    "a batch that is skipped": Fault(NEXT + "batch/batch on rank 0", skip_batch),
+    "the position in the data": Fault(NEXT + "batch/batch on rank 0", left_out="data"),
+    "the seed of the shuffle": Fault(NEXT + "batch/batch on rank 0", set_shuffle_seed),
     "torch's random stream": Fault(
-        NEXT + "random stream torch on rank 0", lambda t, m: torch.manual_seed(1), "on_train_batch_start"
+        NEXT + "random/torch on rank 0", lambda t, m: torch.manual_seed(1), "on_train_batch_start"
     ),
     "python's random stream": Fault(
-        NEXT + "random stream python on rank 0", lambda t, m: random.seed(1), "on_train_batch_start"
+        NEXT + "random/python on rank 0", lambda t, m: random.seed(1), "on_train_batch_start"
     ),
     "numpy's random stream": Fault(
-        NEXT + "random stream numpy on rank 0", lambda t, m: np.random.seed(1), "on_train_batch_start"
+        NEXT + "random/numpy on rank 0", lambda t, m: np.random.seed(1), "on_train_batch_start"
     ),
-    "a generator of the module": Fault(LOADED + "attribute of the module noise", lambda t, m: m.noise.manual_seed(1)),
+    "a generator of the module": Fault(LOADED + "module/noise", lambda t, m: m.noise.manual_seed(1)),
     "a momentum": Fault(
-        LOADED + "optimizer state 0/left.weight/exp_avg on", lambda t, m: first_optimizer_state(t, m)["exp_avg"].zero_()
+        LOADED + "optimizer/0/left.weight/exp_avg on", lambda t, m: first_optimizer_state(t, m)["exp_avg"].zero_()
     ),
     "a step of Adam": Fault(
-        LOADED + "optimizer state 0/left.weight/step", lambda t, m: first_optimizer_state(t, m)["step"].sub_(1)
+        LOADED + "optimizer/0/left.weight/step", lambda t, m: first_optimizer_state(t, m)["step"].sub_(1)
     ),
     "a state that is not there": Fault(
-        LOADED + "optimizer state 0/left.weight/step on rank 0: expected float32 () with a norm of 4, found nothing",
+        LOADED + "optimizer/0/left.weight/step on rank 0: expected float32 () with a norm of 4, found nothing",
         lambda t, m: t.optimizers[0].state.pop(m.left.weight),
     ),
-    "the scheduler's step": Fault(LOADED + "scheduler 0/StepLR/last_epoch on rank 0: expected 4,", step_scheduler),
-    "the lr of a group": Fault(LOADED + "hyper-parameter of the optimizer 0/param_groups/1/lr", set_lr),
-    "a buffer": Fault(LOADED + "buffer norm.running_mean", lambda t, m: m.norm.running_mean.zero_()),
+    "the scheduler's step": Fault(LOADED + "schedulers/0/StepLR/last_epoch on rank 0: expected 4,", step_scheduler),
+    "the lr of a group": Fault(LOADED + "param_groups/0/param_groups/1/lr", set_lr),
+    "a buffer": Fault(LOADED + "buffers/norm.running_mean", lambda t, m: m.norm.running_mean.zero_()),
     "a counter among the buffers": Fault(
-        LOADED + "buffer norm.num_batches_tracked", lambda t, m: m.norm.num_batches_tracked.zero_()
+        LOADED + "buffers/norm.num_batches_tracked", lambda t, m: m.norm.num_batches_tracked.zero_()
     ),
-    "a metric": Fault(LOADED + "torchmetrics state mean", lambda t, m: m.mean.reset()),
-    "an average of the weights": Fault(LOADED + "callback Average (0)/state_dict['weight']", reset_average),
-    "a callback's count": Fault(LOADED + "callback Average (0)/state_dict['batches']", reset_count),
-    "an attribute of the module": Fault(LOADED + "attribute of the module seen on rank 0: expected 4,", set_seen),
+    "a metric": Fault(LOADED + "metrics/mean", lambda t, m: m.mean.reset()),
+    "an average of the weights": Fault(LOADED + "callbacks/Average (0)/state_dict['weight']", reset_average),
+    "a callback's count": Fault(LOADED + "callbacks/Average (0)/state_dict['batches']", reset_count),
+    "an attribute of the module": Fault(LOADED + "module/seen on rank 0: expected 4,", set_seen),
     "precision of a weight": Fault(
-        LOADED + "weight left.weight", lambda t, m: m.left.weight.copy_(m.left.weight.bfloat16().float())
+        LOADED + "weights/left.weight", lambda t, m: m.left.weight.copy_(m.left.weight.bfloat16().float())
     ),
-    "two tensors swapped": Fault(LOADED + "weight left.weight", swap),
-    "two rows permuted": Fault(LOADED + "weight right.weight", permute_rows),
-    "a sign": Fault(LOADED + "weight head.bias", lambda t, m: m.head.bias.neg_()),
+    "two tensors swapped": Fault(LOADED + "weights/left.weight", swap),
+    "two rows permuted": Fault(LOADED + "weights/right.weight", permute_rows),
+    "a sign": Fault(LOADED + "weights/head.bias", lambda t, m: m.head.bias.neg_()),
     "one bit of an element": Fault(
-        LOADED + "weight right.weight", lambda t, m: m.right.weight.view(torch.int32)[2, 1].bitwise_xor_(1)
+        LOADED + "weights/right.weight", lambda t, m: m.right.weight.view(torch.int32)[2, 1].bitwise_xor_(1)
     ),
-    "a step in the count of steps": Fault(NEXT + "counter global_step on rank 0: expected 4, found 3", count_back),
-    "the loss scale": Fault(
-        LOADED + "precision plugin precision['scale'] on rank 0: expected 64.0, found 2.0", set_scale
-    ),
+    "a step in the count of steps": Fault(NEXT + "counters/global_step on rank 0: expected 4, found 3", count_back),
+    "the loss scale": Fault(LOADED + "precision/precision['scale'] on rank 0: expected 64.0, found 2.0", set_scale),
 }
 
 
@@ -258,7 +255,7 @@ def run(folder: Path, first: int, last: int, fault: Fault | None = None, **optio
     name, epoch_mean = f"{first}-{last}", options.pop("epoch_mean", False)
     save_to = str(folder / "a.ckpt") if (first, last) == (0, MIDDLE) else None
     resume_from = str(folder / "a.ckpt") if first else None
-    plan = RunPlan(str(folder / name), str(folder / "saves"), str(folder / "root"), first, last, save_to, resume_from)
+    plan = RunPlan(str(folder / name), str(folder / "files"), first, last, save_to, resume_from)
     recorder = RunRecorder(plan, end=lambda: None)
     kept = [part for part in PARTS if part != fault.left_out] if fault.left_out else None
     trainer = pl.Trainer(
