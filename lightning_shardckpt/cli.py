@@ -41,7 +41,6 @@ def _parser() -> ArgumentParser:
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
-    inspect.add_argument("--fold", action="store_true", help="tensors of layers that repeat, once")
     inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
     add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
@@ -73,7 +72,7 @@ def _inspect(arguments: Namespace) -> int:
 
     of = arguments
     found = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
-    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None, fold=of.fold))
+    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None))
     return 0
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning_shardckpt.tools.ownership import Owned, OwnedBox, boxes_of, coord
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
-_NUMBER = re.compile(r"(\d{1,9})")
 _OWNED = ("tensors", "boxes", "nbytes")
 
 
@@ -48,7 +46,7 @@ def inspect(
         listed = [t for t in _tensors(checkpoint) if is_selected((t["name"], *t["aliases"]), tensors)]
         problems: list[str] = []
         files = list(_files(checkpoint, problems))
-        found = {
+        report = {
             "path": os.fspath(path),
             "save_id": root.save_id,
             "step": root.step,
@@ -63,11 +61,11 @@ def inspect(
             "problems": problems,
         }
         if ranks:
-            found["by_rank"] = list(_by_rank(checkpoint, listed, files))
+            report["by_rank"] = list(_by_rank(checkpoint, listed, files))
             if tensors is not None:
                 for tensor in listed:
                     tensor["boxes"] = [_box(checkpoint, tensor, one) for one in _boxes_of(checkpoint, tensor)]
-        return found
+        return report
 
 
 def _component(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -179,66 +177,60 @@ def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(found: dict[str, Any], everything: bool = False, *, fold: bool = False) -> str:
+def render(report: dict[str, Any], everything: bool = False) -> str:
     """Render the result of ``inspect`` as text for people.
 
     Args:
-        found: the report.
+        report: the result.
         everything: show long tables in full.
-        fold: show tensors that are alike but for numbers in their names once, and no files.
     """
     limit = None if everything else _LISTED
-    blocks = [_summary(found), _components_table(found)]
-    if fold:
-        blocks += _folded_tables(found, limit)
-    elif found["tensors"]:
-        blocks.append(_tensors_table(found, limit))
-    if not found["tensors"]:
-        blocks.append("no tensor matches")
-    elif "by_rank" in found:
-        blocks += [_ranks_table(found, limit), *_boxes_tables(found)]
-    if not fold and "by_rank" not in found:
-        blocks.append(_files_table(found["files"], limit))
-    if found["problems"]:
-        blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *found["problems"]]))
+    blocks = [_summary(report), _components_table(report)]
+    blocks.append(_tensors_table(report, limit) if report["tensors"] else "no tensor matches")
+    if "by_rank" not in report:
+        blocks.append(_files_table(report["files"], limit))
+    elif report["tensors"]:
+        blocks += [_ranks_table(report, limit), *_boxes_tables(report)]
+    if report["problems"]:
+        blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *report["problems"]]))
     return "\n\n".join(blocks)
 
 
-def _summary(found: dict[str, Any]) -> str:
-    axes = [f"{axis} {size}" for axis, size in found["topology"].items()]
-    when = [f"{name} {found[name]}" for name in ("step", "epoch") if found[name] is not None]
+def _summary(report: dict[str, Any]) -> str:
+    axes = [f"{axis} {size}" for axis, size in report["topology"].items()]
+    when = [f"{name} {report[name]}" for name in ("step", "epoch") if report[name] is not None]
     lines = [
-        ("checkpoint", found["path"]),
-        ("holds", ", ".join([size_text(found["bytes"]), *when])),
-        ("world", count_text(found["world_size"], "rank") + (f": {' × '.join(axes)}" if axes else "")),
-        ("saved with", ", ".join(f"{name} {version}" for name, version in found["software"].items()) or "?"),
-        ("save id", found["save_id"]),
+        ("checkpoint", report["path"]),
+        ("holds", ", ".join([size_text(report["bytes"]), *when])),
+        ("world", count_text(report["world_size"], "rank") + (f": {' × '.join(axes)}" if axes else "")),
+        ("saved with", ", ".join(f"{name} {version}" for name, version in report["software"].items()) or "?"),
+        ("save id", report["save_id"]),
     ]
-    if earlier := [file["bytes"] for file in found["files"] if "save_id" in file]:
+    if earlier := [file["bytes"] for file in report["files"] if "save_id" in file]:
         lines.append(("unchanged", f"{size_text(sum(earlier))} in {count_text(len(earlier), 'file')} of earlier saves"))
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
-def _components_table(found: dict[str, Any]) -> str:
+def _components_table(report: dict[str, Any]) -> str:
     rows = []
-    for name, component in found["components"].items():
+    for name, component in report["components"].items():
         dtypes = ", ".join(f"{dtype} ({count:,})" for dtype, count in component["dtypes"].items())
         aliases = f" + {count_text(component['aliases'], 'alias', 'aliases')}" if component["aliases"] else ""
         rows.append((name, f"{component['tensors']:,}{aliases}", size_text(component["bytes"]), dtypes))
     return table(("component", "tensors", "size", "dtypes"), rows)
 
 
-def _tensors_table(found: dict[str, Any], limit: int | None) -> str:
-    all_ranks = [[0, found["world_size"]]]
+def _tensors_table(report: dict[str, Any], limit: int | None) -> str:
+    all_ranks = [[0, report["world_size"]]]
 
     def row(t: dict[str, Any]) -> tuple[str, ...]:
         return t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t, all_ranks)
 
     header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--all lists them, --tensors PATTERN picks"
-    return long_table(header, found["tensors"], row, limit=limit, noun="tensor", hint=hint)
+    return long_table(header, report["tensors"], row, limit=limit, noun="tensor", hint=hint)
 
 
-def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]], *, aliases: bool = True) -> str:
+def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
     """Return how a tensor is divided, the ranks that hold it where these are not all, and its other names."""
     cuts = [
         f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
@@ -247,7 +239,7 @@ def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]], *, aliases: b
     text = ", ".join(cuts) or "whole"
     if tensor["ranks"] != all_ranks and cuts:
         text += f" on ranks {_ranges_text(tensor['ranks'])}"
-    return text + (f"; also {', '.join(tensor['aliases'])}" if aliases and tensor["aliases"] else "")
+    return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
 
 
 def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
@@ -260,41 +252,7 @@ def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     return long_table(header, files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
-def _folded_tables(found: dict[str, Any], limit: int | None) -> Iterator[str]:
-    """Yield a table of each component with one row for all tensors that are alike but for numbers in their names."""
-    for component in found["components"]:
-        groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
-        for t in found["tensors"]:
-            if t["component"] == component:
-                kind = t["dtype"], shape_text(t["shape"]), _cuts_text(t, [[0, found["world_size"]]], aliases=False)
-                groups.setdefault((_NUMBER.sub("#", t["name"]), *kind), []).append(t)
-
-        def row(item: tuple[tuple[str, str, str, str], list[dict[str, Any]]]) -> tuple[str, ...]:
-            (_, dtype, shape, cuts), tensors = item
-            size = size_text(sum(t["bytes"] for t in tensors))
-            return _folded_name([t["name"] for t in tensors]), f"{len(tensors):,}", dtype, shape, size, cuts
-
-        header = (component, "tensors", "dtype", "shape of each", "size", "cut")
-        if groups:
-            yield long_table(header, list(groups.items()), row, limit=limit, right=("tensors", "size"))
-
-
-def _folded_name(names: Sequence[str]) -> str:
-    """Return one text for names that differ in numbers alone.
-
-    >>> _folded_name(["layers.0.up.weight", "layers.1.up.weight", "layers.11.up.weight"])
-    'layers.0…11.up.weight'
-    """
-    parts = [_NUMBER.split(name) for name in names]  # texts and, at odd places, numbers
-    text = parts[0][0]
-    for place in range(1, len(parts[0]), 2):
-        numbers = sorted({int(one[place]) for one in parts})
-        text += f"{numbers[0]}…{numbers[-1]}" if len(numbers) > 1 else parts[0][place]
-        text += parts[0][place + 1]
-    return text
-
-
-def _ranks_table(found: dict[str, Any], limit: int | None) -> str:
+def _ranks_table(report: dict[str, Any], limit: int | None) -> str:
     """Sum up components by rank; a rank holds more than it wrote where there are replicas."""
 
     def row(one: dict[str, Any]) -> tuple[str, ...]:
@@ -306,11 +264,11 @@ def _ranks_table(found: dict[str, Any], limit: int | None) -> str:
 
     header = ("rank", "coordinates", "tensors", "held", "boxes", "written", "files", "size")
     numbers = tuple(name for name in header if name != "coordinates")
-    return long_table(header, found["by_rank"], row, limit=limit, noun="rank", right=numbers)
+    return long_table(header, report["by_rank"], row, limit=limit, noun="rank", right=numbers)
 
 
-def _boxes_tables(found: dict[str, Any]) -> Iterator[str]:
-    for tensor in found["tensors"]:
+def _boxes_tables(report: dict[str, Any]) -> Iterator[str]:
+    for tensor in report["tensors"]:
         boxes = tensor.get("boxes")
         if boxes is None:
             return

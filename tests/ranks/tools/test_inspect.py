@@ -12,12 +12,11 @@ import pytest
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.format.box import Box, uncovered
-from lightning_shardckpt.format.index import TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, parts_of_rank
+from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.transfer.reader import Checkpoint
-from tests.support import worlds, zoo
+from tests.support import zoo
 from tests.support.pool import ROOT, run_ranks
 
 
@@ -107,28 +106,7 @@ def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytes
     assert "there is nothing at this path" in error and "did you mean" not in error
 
 
-# ── trees and ranks ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_tensors_that_are_alike_but_for_numbers_are_one_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shapes = {f"net.layers.{i}.{n}": s for i in range(12) for n, s in (("up.weight", (8, 4)), ("up.bias", (8,)))}
-    shapes |= {"net.layers.12.up.weight": (9, 4), "net.layers.12.up.bias": (9,), "head": (5,), "net.scale": ()}
-    specs = {name: TensorSpec("F32", shape, REPLICATED, ((0, 1),)) for name, shape in shapes.items()}
-    worlds.save(LocalStorage(), {"model": specs}, 1, path=str(tmp_path / "a.ckpt"))
-    assert main(["inspect", str(tmp_path / "a.ckpt"), "--fold"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [" ".join(line.split()) for line in lines[lines.index("") + 4 :]]
-    assert rows[0] == "model tensors dtype shape of each size cut"
-    assert set(rows[1:]) == {
-        "net.layers.0…11.up.weight 12 F32 8 × 4 1.50 KiB whole",
-        "net.layers.0…11.up.bias 12 F32 8 384 B whole",
-        "net.layers.12.up.weight 1 F32 9 × 4 144 B whole",
-        "net.layers.12.up.bias 1 F32 9 36 B whole",
-        "head 1 F32 5 20 B whole",
-        "net.scale 1 F32 scalar 4 B whole",
-    }
+# ── ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_ranks_hold_what_their_memory_held_and_wrote_what_their_indexes_say(saved: Path) -> None:
@@ -184,7 +162,6 @@ def test_with_a_pattern_every_box_is_listed_with_who_wrote_and_who_holds_it(
 @pytest.mark.parametrize(
     "tool",
     [
-        ["inspect", "--fold"],
         *(
             pytest.param(tool, marks=pytest.mark.slow)
             for tool in (["inspect"], ["inspect", "--json", "--ranks"], ["verify", "--quick"])
