@@ -1,9 +1,9 @@
-"""Find the checkpoints that words in ``ckpt_path`` mean, so that the rest of a run sees paths.
+"""Resolve the words that ``ckpt_path`` may have, so that the rest of a run sees paths. Rank 0 decides for all.
 
 Of ``"last"``, Lightning takes the ``last*`` with the newest modification time, complete or not, and nothing if that is
 a broken link. Here it is the newest complete checkpoint by the step that it recorded, among all that lie where the
-callbacks save; of ``"best"``, the best one that is complete. What was passed over is told, with the reason. What
-``"hpc"``, a requeued SLURM job and ``"registry:…"`` mean is what Lightning says.
+callbacks save; of ``"best"``, the best one that is complete. A warning lists those that were passed over, and why.
+``"hpc"``, a requeued SLURM job and ``"registry:…"`` are resolved as Lightning does.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,8 +31,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.did_you_mean import READABLE
 from lightning_shardckpt.sources.paths import dcp_place, leaves_out
@@ -43,18 +40,17 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
 _ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
-_STEP, _HEAD_BYTES = re.compile(rb'"step":(\d{1,18}),"epoch":'), 1024
 
 
 class ResolvingLauncher(ScriptLauncher):
-    """Starts the processes that are not there yet; replaces words in ``ckpt_path`` before Lightning sees them.
+    """Starts the processes that are not there yet, and replaces words in ``ckpt_path`` before Lightning sees them.
 
     One process alone starts none, and leaves no ``LOCAL_RANK`` in the environment: that would tell the next Trainer and
     each program that is started from here that it is a rank of this run. So it may be a notebook.
 
     Args:
         args: for Lightning's launcher.
-        meet: makes this process one of the ranks, which decide together.
+        meet: makes this process one of the ranks.
     """
 
     resumes_from: str | os.PathLike[str] | None = None
@@ -85,54 +81,27 @@ class ResolvingLauncher(ScriptLauncher):
 
     def _resolve_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         self.weights_only = call.arguments.get("weights_only")
-        given = call.arguments.get("ckpt_path")
-        find = partial(resolved, trainer, given, weights_only=self.weights_only is not False)
-        ranks = self._meet()
-        found = agreed(find, given, ranks, _storage_of(trainer).visible_within_s)
-        self.resumes_from = found
-        if found != given:
-            call.arguments["ckpt_path"] = found
+        ranks, given = self._meet(), call.arguments.get("ckpt_path")
+        if is_word_of_lightning(given):
+            self.resumes_from = _ask_lightning(trainer, given)  # on every rank: each node downloads from the registry
+        else:
+            self.resumes_from = self._decide_on_rank_0(trainer, given, ranks)
+        if self.resumes_from != given:
+            call.arguments["ckpt_path"] = self.resumes_from
         with ranks.watched():
             return function(*call.args, **call.kwargs)
 
+    def _decide_on_rank_0(self, trainer: pl.Trainer, given: Any, ranks: Ranks) -> Any:
+        """Return the path that rank 0 resolves ``given`` to. Collective: every rank of ``ranks`` must call it."""
 
-def agreed(find: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: float) -> Any:
-    """Return what ``find`` finds on all ranks, which look again while they see different checkpoints.
+        def look() -> str | None:
+            if ranks.rank != 0:
+                return None
+            path = resolve_ckpt_path(trainer, given, weights_only=self.weights_only is not False)
+            return None if path == given else os.fspath(path)
 
-    Collective: every rank of ``ranks`` must call it. What is equal to ``given`` is not compared.
-
-    Raises:
-        CheckpointNotFoundError: if no rank finds a complete one, though there are some.
-        MismatchError: if they still differ when a network file system should have shown all of them the same.
-    """
-    found = given
-
-    def look() -> dict[str, str | None]:
-        nonlocal found
-        try:
-            found = find()
-        except CheckpointNotFoundError as error:
-            return {"problem": str(error)}
-        return {"path": None if found == given else os.fspath(found)}
-
-    def same(views: list[dict[str, str | None]], look_again: bool) -> bool:
-        problems = [view["problem"] for view in views if "problem" in view]
-        if len(problems) == len(views):
-            raise CheckpointNotFoundError(problems[0])
-        other = next((rank for rank, view in enumerate(views) if view != views[0]), None)
-        if other is not None and not look_again:
-            raise MismatchError(
-                f"the ranks find different checkpoints to resume from: rank 0 {_seen(views[0])}, rank {other} "
-                f"{_seen(views[other])}; the directory must be on a file system that all ranks share"
-            )
-        return other is None
-
-    ranks.step_until("agreeing on ckpt_path", look, same, visible_within_s)
-    return found
-
-
-def _seen(view: dict[str, str | None]) -> str:
-    return f"none that is complete ({view['problem']})" if "problem" in view else repr(view["path"])
+        path = ranks.step("resolving ckpt_path", look, lambda paths: paths[0])
+        return given if path is None else path
 
 
 def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
@@ -155,8 +124,8 @@ def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
         return False
 
 
-def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:
-    """``ckpt_path`` as a path, if it is a word of Lightning's and something was saved; else as it was.
+def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:
+    """Return the path that ``"last"``, ``"best"`` or None stands for, if something was saved; else ``ckpt_path``.
 
     None stands for "hpc" in a requeued SLURM job, and for "last" where there is an OnExceptionCheckpoint: then only its
     checkpoint and those that are called ``last*`` are meant.
@@ -166,62 +135,77 @@ def resolved(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) 
         ckpt_path: the user's.
         weights_only: for plain files, as in ``torch.load``.
 
+    Returns:
+        The path; None or the word where there is nothing to resume from.
+
     Raises:
-        CheckpointNotFoundError: if there are checkpoints, but none that is complete; for a model of the registry that
-            was not downloaded.
-        ValueError: by Lightning, for "hpc" without a checkpoint.
+        CheckpointNotFoundError: if there are checkpoints, but none that is complete.
     """
     if ckpt_path is None and assigned_path(trainer) is not None:
         return None
     if ckpt_path is None and SLURMEnvironment.detect():
         with suppress(ValueError):  # by Lightning, if the job was not requeued
-            return _of_lightning(trainer, "hpc")
-    if is_word_of_lightning(ckpt_path):
-        return _of_lightning(trainer, ckpt_path)
-    fitting, storage = trainer.state.fn == TrainerFn.FITTING, _storage_of(trainer)
-    look = partial(_look, storage=storage, fitting=fitting, weights_only=weights_only)
+            return _ask_lightning(trainer, "hpc")
+    fitting = trainer.state.fn == TrainerFn.FITTING
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    if ckpt_path == "best":
-        return _choose("best", _best(trainer), look, storage) or ckpt_path
-    implied = ckpt_path is None and fitting and savers
-    if ckpt_path != "last" and not implied:
+    implied = ckpt_path is None and fitting and bool(savers)
+    if ckpt_path not in ("last", "best") and not implied:
         return ckpt_path
-    found = _last(trainer, savers, "last" if implied else "", storage)
-    by_step = sorted(found, key=lambda path: (_claimed_step(path, storage), path), reverse=True)
-    chosen = _choose("last", by_step, look, storage)
-    return ckpt_path if chosen is None else found[chosen]
+    storage, word = _storage_of(trainer), ckpt_path or "last"
+    paths = {path: path for path in _best(trainer)} if word == "best" else _saved(trainer, savers, implied, storage)
+    looks = (_look(path, storage=storage, fitting=fitting, weights_only=weights_only) for path in paths)
+    chosen = _choose(word, looks)
+    return ckpt_path if chosen is None else paths[chosen]
 
 
-def _of_lightning(trainer: pl.Trainer, word: str) -> str:
-    found = path_of_word(trainer, word)
-    if found == word and not os.path.lexists(word):
+def _ask_lightning(trainer: pl.Trainer, word: str) -> str:
+    """Return the path that Lightning takes a word for.
+
+    Raises:
+        CheckpointNotFoundError: for a model of the registry that was not downloaded.
+        ValueError: by Lightning, for "hpc" without a checkpoint.
+    """
+    path = path_of_word(trainer, word)
+    if path == word and not os.path.lexists(word):
         raise CheckpointNotFoundError(
             f"ckpt_path={word!r} is a model of Lightning's registry, which needs the package litmodels: install it, or "
             "pass the path of a checkpoint"
         )
-    assert found is not None
-    return os.fspath(found)
+    assert path is not None
+    return os.fspath(path)
 
 
 def _storage_of(trainer: pl.Trainer) -> StorageRouter:
     """Return the storage with the options that the user gave to ShardCkptIO."""
-    found = getattr(trainer.strategy.checkpoint_io, "storage", None)
-    return found if isinstance(found, StorageRouter) else StorageRouter(found)
+    storage = getattr(trainer.strategy.checkpoint_io, "storage", None)
+    return storage if isinstance(storage, StorageRouter) else StorageRouter(storage)
 
 
-def _last(
-    trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], prefix: str, storage: StorageRouter
+# ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _best(trainer: pl.Trainer) -> list[str]:
+    """Return the checkpoints of the first ModelCheckpoint, the best one first."""
+    callback = trainer.checkpoint_callback
+    if not isinstance(callback, ModelCheckpoint) or not callback.best_model_path:
+        return []
+    scores = {path: float(score) for path, score in callback.best_k_models.items()}
+    others = sorted(scores, key=scores.__getitem__, reverse=callback.mode == "max")
+    return [callback.best_model_path, *(path for path in others if path != callback.best_model_path)]
+
+
+def _saved(
+    trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], implied: bool, storage: StorageRouter
 ) -> dict[str, str]:
-    """Return the checkpoints that may be meant, each once, with the link to it, if there is one; no links to nothing.
+    """Return the checkpoints that may be meant, each once, with the link to it, if there is one.
 
     ModelCheckpoint never deletes the path from which a run resumed: that should be the link.
     """
     paths = {c.ckpt_path for c in savers if _is_there(c.ckpt_path, storage)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            directory = save_directory(callback, trainer)
-            found = _entries(directory, storage)
-            paths.update(path for path in found if os.path.basename(path).startswith(prefix))
+            entries = _entries(save_directory(callback, trainer), storage)
+            paths.update(path for path in entries if not implied or os.path.basename(path).startswith("last"))
     links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
     plain = {path: path for path in paths if path not in links.values()}
     return plain | links
@@ -232,7 +216,7 @@ def _is_there(path: str, storage: StorageRouter) -> bool:
 
 
 def _entries(directory: str, storage: StorageRouter) -> Iterable[str]:
-    """Checkpoints in a directory, and those that an interrupted save moved aside from there.
+    """Yield checkpoints in a directory, and those that an interrupted save moved aside from there.
 
     In a store only complete ones: what an interrupted save leaves there is where its checkpoint would be.
     """
@@ -243,36 +227,12 @@ def _entries(directory: str, storage: StorageRouter) -> Iterable[str]:
             yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
 
 
-def _claimed_step(path: str, storage: StorageRouter) -> int:
-    """The step in the first bytes of a root index, to be verified later: of many checkpoints one has to be read.
-
-    The largest number for what must be looked at to know, such as checkpoints of other formats.
-    """
-    if os.path.isfile(path):
-        return sys.maxsize
-    try:
-        if is_url(path):
-            found = _STEP.search(storage.remote(path).root_head(path, _HEAD_BYTES))
-        else:
-            with open(os.path.join(path, ROOT_NAME), "rb") as file:
-                found = _STEP.search(file.read(_HEAD_BYTES))
-    except OSError:
-        return sys.maxsize
-    return int(found[1]) if found else sys.maxsize
-
-
-def _best(trainer: pl.Trainer) -> list[str]:
-    callback = trainer.checkpoint_callback
-    if not isinstance(callback, ModelCheckpoint) or not callback.best_model_path:
-        return []
-    scores = {path: float(score) for path, score in callback.best_k_models.items()}
-    others = sorted(scores, key=scores.__getitem__, reverse=callback.mode == "max")
-    return [callback.best_model_path, *(path for path in others if path != callback.best_model_path)]
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A path, with the step that its checkpoint recorded, or why it is not taken; ``ours``: that is no good sign."""
+    """A path, with the step that its checkpoint recorded, or why it is not taken.
+
+    ``ours``: it is of this package, so that a run must not begin anew where it is incomplete.
+    """
 
     path: str
     step: int = -1
@@ -286,9 +246,9 @@ def _look(path: str, *, storage: StorageRouter, fitting: bool, weights_only: boo
     lacks = "it holds weights only, so training cannot go on from it"
     try:
         if os.path.isfile(path):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            problem = lacks if fitting and "optimizer_states" not in found else None
-            return Candidate(path, int(found["global_step"]), problem, ours=False)
+            stored = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            problem = lacks if fitting and "optimizer_states" not in stored else None
+            return Candidate(path, int(stored["global_step"]), problem, ours=False)
         if dcp_place(path) == path:  # else it is not a Trainer's
             step, resumes = step_of(path, weights_only=weights_only)
             return Candidate(path, step, None if resumes or not fitting else lacks, ours=False)
@@ -302,15 +262,17 @@ def _look(path: str, *, storage: StorageRouter, fitting: bool, weights_only: boo
         return Candidate(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
 
 
-def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], storage: StorageRouter) -> str | None:
-    """The first complete one, or of plain files before it that of the highest step; tells what was passed over."""
-    skipped: list[Candidate] = []
-    complete: list[Candidate] = []
-    for path in paths:
-        seen = look(path)
+def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
+    """Return the first complete one for "best", that of the highest step for "last"; warns of the others.
+
+    Raises:
+        CheckpointNotFoundError: if there are checkpoints of this package, but none that is complete.
+    """
+    skipped, complete = list[Candidate](), list[Candidate]()
+    for seen in candidates:
         (complete if seen.problem is None else skipped).append(seen)
-        if seen.problem is None and (word == "best" or _claimed_step(path, storage) < sys.maxsize):
-            break  # those after it have lower scores, or steps
+        if complete and word == "best":
+            break  # those after it have lower scores
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
     if not complete and any(seen.ours for seen in skipped):
         raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
@@ -318,23 +280,17 @@ def _choose(word: str, paths: list[str], look: Callable[[str], Candidate], stora
         rank_zero_warn(f'ckpt_path="{word}" passes over what is no complete checkpoint: {listed}')
     if not complete:
         return None
-    chosen = complete[0] if word == "best" else max(complete, key=lambda seen: seen.step)
+    chosen = max(complete, key=lambda seen: (seen.step, seen.path)) if word == "last" else complete[0]
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
     if word == "last":
-        _warn_of_another_branch(chosen, paths, storage)
+        times = {seen: _saved_at(seen.path) for seen in complete}
+        later = [seen for seen in complete if times[seen] > times[chosen] and seen.step < chosen.step]
+        if later:  # the user went back, or several runs save here
+            rank_zero_warn(
+                f'ckpt_path="last" is the highest step, {chosen.step}, in {chosen.path!r}, but {later[0].path!r}, of a '
+                "lower one, was saved later. If the run had gone back, or another one began here, pass the path."
+            )
     return chosen.path
-
-
-def _warn_of_another_branch(chosen: Candidate, paths: list[str], storage: StorageRouter) -> None:
-    """A lower step that was saved later: somebody went back, or several runs save here. Only the user can know."""
-    times = {path: _saved_at(path) for path in paths}
-    newer = [path for path in paths if times[path] > times[chosen.path]]
-    later = [path for path in newer if 0 <= _claimed_step(path, storage) < chosen.step]
-    if later:
-        rank_zero_warn(
-            f'ckpt_path="last" is the highest step, {chosen.step}, in {chosen.path!r}, but {later[0]!r}, of a lower '
-            "one, was saved later. If the run had gone back, or another one began here, pass the path instead."
-        )
 
 
 def _saved_at(path: str) -> float:

@@ -29,7 +29,7 @@ from lightning_shardckpt.storage.local.locks import one_per_machine
 from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
 from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
 from lightning_shardckpt.storage.router import StorageRouter, is_url, storage_of
-from lightning_shardckpt.strategy.ckpt_path import resolved
+from lightning_shardckpt.strategy.ckpt_path import resolve_ckpt_path
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -321,8 +321,8 @@ def test_last_and_best_are_found_in_a_store(url: str) -> None:
     fsspec.filesystem("memory").rm_file(f"{folder}/epoch=0-step=100.ckpt/{ROOT_NAME}")  # a save that was killed
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    assert resolved(trainer(ModelCheckpoint(folder)), "last") == f"{folder}/epoch=0-step=30.ckpt"
-    assert resolved(trainer(ModelCheckpoint(f"{folder}/none")), "last") == "last"
+    assert resolve_ckpt_path(trainer(ModelCheckpoint(folder)), "last") == f"{folder}/epoch=0-step=30.ckpt"
+    assert resolve_ckpt_path(trainer(ModelCheckpoint(f"{folder}/none")), "last") == "last"
 
 
 def in_memory(url: str) -> list[dict[str, Any]]:
