@@ -19,7 +19,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.export.options import Format, OptimizerKeys, Options, Split, make_options
+from lightning_shardckpt.export.options import Format, Options, Split
 from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.export.safetensors_export import (
     ExportSource,
@@ -45,6 +45,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)
 _LISTED = 10
+_PLACES = ("checkpoint_folder", "output_file", "storage_options")
 
 
 def consolidate(
@@ -61,7 +62,6 @@ def consolidate(
     key_mapping: KeyMappingLike | None = None,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
-    optimizer_keys: OptimizerKeys = "fqn",
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
@@ -92,7 +92,6 @@ def consolidate(
             dict, or the import path of a function. See "Rename tensors" in the documentation.
         strip_prefix: taken away from names that begin with it; for "huggingface", says which of several models.
         add_prefix: put before all names.
-        optimizer_keys: "fqn" for parameters by name, "id" by number, as torch's own optimizers number them.
         overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new. But a
             directory at a URL is deleted first, so that the two are never mixed.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
@@ -105,7 +104,7 @@ def consolidate(
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
-    options = make_options(
+    options = Options(
         format=format,
         split=split,
         size_per_shard=size_per_shard,
@@ -116,11 +115,11 @@ def consolidate(
         key_mapping=key_mapping,
         strip_prefix=strip_prefix,
         add_prefix=add_prefix,
-        optimizer_keys=optimizer_keys,
         overwrite=overwrite,
     )
+    drain_all()
     try:
-        return consolidate_as(checkpoint_folder, output_file, options, storage_options, tuning)
+        return _write(checkpoint_folder, output_file, options, storage_options, tuning)
     except FileExistsError as error:
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -128,15 +127,13 @@ def consolidate(
         raise
 
 
-def consolidate_as(
+def _write(
     checkpoint_folder: str | os.PathLike[str],
     output_file: str | os.PathLike[str] | None,
     options: Options,
-    storage_options: Mapping[str, Any] | None = None,
-    tuning: Tuning = TUNING,
+    storage_options: Mapping[str, Any] | None,
+    tuning: Tuning,
 ) -> Path | str:
-    """Do the work of ``consolidate``, with checked options; the other arguments are the same."""
-    drain_all()
     storage = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
@@ -285,13 +282,11 @@ def main(arguments: Sequence[str]) -> int:
 def run_command(arguments: Namespace) -> int:
     """Run the tool with parsed arguments and return the exit status; wrong usage ends in SystemExit."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    folder, output = given.pop("checkpoint_folder"), given.pop("output_file", None)
-    storage_options = given.pop("storage_options", None)
     try:
-        options = make_options(**given)
+        Options(**{name: value for name, value in given.items() if name not in _PLACES})
     except ValueError as error:
         command_parser().error(str(error))
-    consolidate_as(folder, output, options, storage_options)
+    consolidate(**given)
     return 0
 
 
@@ -318,7 +313,6 @@ def command_parser() -> ArgumentParser:
     add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=mapping)
     add("--strip_prefix", type=str, help="take this from names that begin so; for huggingface, which of several models")
     add("--add_prefix", type=str, help="put this before every name")
-    add("--optimizer_keys", type=OptimizerKeys, default="fqn", help="parameters by name, or as torch numbers them")
     add_storage_options(parser)
     return parser
 

@@ -12,7 +12,6 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
-OptimizerKeys = Literal["fqn", "id"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIZE_PER_SHARD = 5000.0
 """Of chunks, in MB."""
@@ -101,110 +100,89 @@ def unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Checked options of an export; ``dtype`` as safetensors calls it, ``size_per_shard`` in MB."""
+    """Options of an export as ``consolidate`` takes and describes them; those that do not go together are refused.
 
-    format: Format
-    split: Split
-    size_per_shard: float
-    optimizer: bool
-    dtype: str | None
-    naming: Naming
-    optimizer_keys: OptimizerKeys
-    overwrite: bool
+    Raises:
+        ValueError: for options that do not go together, or an unknown value.
+    """
+
+    format: Format = "torch"
+    split: Split | None = None
+    size_per_shard: float | None = None
+    optimizer: bool | None = None
+    dtype: str | None = None
+    include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
+    key_mapping: KeyMappingLike | None = None
+    strip_prefix: str | None = None
+    add_prefix: str | None = None
+    overwrite: bool = False
+    naming: Naming = field(init=False)
+    """The rules for names that follow from these."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("format", self.format, get_args(Format)),
+            ("split", self.split, (None, *get_args(Split))),
+            ("dtype", self.dtype, (None, *DTYPES)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is one of {', '.join(str(k) for k in known if k)}, got {value!r}")
+        naming = Naming(
+            (self.include,) if isinstance(self.include, str) else tuple(self.include),
+            (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude),
+            self.strip_prefix or "",
+            KeyMapping.of(self.key_mapping),
+            self.add_prefix or "",
+        )
+        object.__setattr__(self, "naming", naming)
+        self._check()
+
+    def _check(self) -> None:
+        format, split, size = self.format, self.split, self.size_per_shard
+        if format == "torch" and split not in (None, "one_file"):
+            raise ValueError(f"split {split!r} is for safetensors: a file for torch.load is one file")
+        if format == "huggingface" and split == "one_file_per_tensor":
+            raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
+        if format == "huggingface" and self.optimizer:
+            raise ValueError(
+                "a Hugging Face directory has no optimizer; write that with format 'safetensors' or 'torch'"
+            )
+        if format == "peft" and (split is not None or self.optimizer):
+            raise ValueError("PEFT reads one file for each adapter, without an optimizer")
+        if size is not None and self.files != "chunks":
+            raise ValueError("size_per_shard is for split 'chunks'")
+        if size is not None and not size > 0:
+            raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
+        if format == "peft" and (self.dtype is not None or self.naming != Naming() or self.overwrite):
+            raise ValueError(
+                "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype, patterns "
+                "or new names; and it replaces nothing, so choose a path where nothing is"
+            )
+
+    @property
+    def files(self) -> Split:
+        """How safetensors are split into files."""
+        return self.split or ("chunks" if self.format == "huggingface" else "one_file")
+
+    @property
+    def chunk_mb(self) -> float:
+        """The limit of a chunk in MB."""
+        return SIZE_PER_SHARD if self.size_per_shard is None else self.size_per_shard
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the optimizers are written, too."""
+        return self.format == "torch" if self.optimizer is None else self.optimizer
 
     @property
     def is_file(self) -> bool:
         """True if the result is a file, not a directory."""
         return self.format == "torch" or (
-            self.format == "safetensors" and self.split == "one_file" and not self.optimizer
+            self.format == "safetensors" and self.files == "one_file" and not self.has_optimizer
         )
 
     def written_as(self, dtype: str) -> str:
-        """The dtype that a model's tensor has in the output, by their names in safetensors."""
+        """Return the dtype that a model's tensor has in the output, by their names in safetensors."""
         floating = dtype.startswith(("F", "BF"))
-        return self.dtype if self.dtype is not None and floating else dtype
-
-
-def make_options(
-    *,
-    format: Format = "torch",
-    split: Split | None = None,
-    size_per_shard: float | None = None,
-    optimizer: bool | None = None,
-    dtype: str | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    key_mapping: KeyMappingLike | None = None,
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    optimizer_keys: OptimizerKeys = "fqn",
-    overwrite: bool = False,
-) -> Options:
-    """Return the options of ``consolidate``, with the defaults of the format.
-
-    Args:
-        format: of the output.
-        split: how safetensors are split into files; by default "chunks" for Hugging Face, else one file.
-        size_per_shard: limit of a file in MB (2^20 bytes), with "chunks".
-        optimizer: whether the optimizer's state is written, too; by default with "torch" alone.
-        dtype: the target dtype of floating tensors, such as "bfloat16"; None leaves them.
-        include: patterns of names, of which one must match; without any, all do.
-        exclude: patterns of names that are left out.
-        key_mapping: from stored to new names.
-        strip_prefix: removed from the beginning of names, before they are mapped.
-        add_prefix: put before them, after that.
-        optimizer_keys: whether the state of a parameter is under its name or its number.
-        overwrite: whether an earlier export at the path may be replaced.
-
-    Raises:
-        ValueError: for options that do not go together, or an unknown value.
-    """
-    for name, value, known in (
-        ("format", format, get_args(Format)),
-        ("split", split, (None, *get_args(Split))),
-        ("dtype", dtype, (None, *DTYPES)),
-        ("optimizer_keys", optimizer_keys, get_args(OptimizerKeys)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(str(k) for k in known if k)}, got {value!r}")
-    optimizer = format == "torch" if optimizer is None else optimizer
-    _check(format, split, size_per_shard, optimizer, optimizer_keys)
-    naming = Naming(
-        (include,) if isinstance(include, str) else tuple(include),
-        (exclude,) if isinstance(exclude, str) else tuple(exclude),
-        strip_prefix or "",
-        KeyMapping.of(key_mapping),
-        add_prefix or "",
-    )
-    if format == "peft" and (dtype is not None or naming != Naming() or overwrite):
-        raise ValueError(
-            "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype, patterns or "
-            "new names; and it replaces nothing, so choose a path where nothing is"
-        )
-    return Options(
-        format,
-        split or ("chunks" if format == "huggingface" else "one_file"),
-        SIZE_PER_SHARD if size_per_shard is None else size_per_shard,
-        optimizer,
-        None if dtype is None else DTYPES[dtype],
-        naming,
-        optimizer_keys,
-        overwrite,
-    )
-
-
-def _check(format: Format, split: Split | None, size: float | None, optimizer: bool, keys: OptimizerKeys) -> None:
-    if format == "torch" and split not in (None, "one_file"):
-        raise ValueError(f"split {split!r} is for safetensors: a file for torch.load is one file")
-    if format == "huggingface" and split == "one_file_per_tensor":
-        raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
-    if format == "huggingface" and optimizer:
-        raise ValueError("a Hugging Face directory has no optimizer; write that with format 'safetensors' or 'torch'")
-    if format == "peft" and (split is not None or optimizer):
-        raise ValueError("PEFT reads one file for each adapter, without an optimizer")
-    if size is not None and (split or ("chunks" if format == "huggingface" else "one_file")) != "chunks":
-        raise ValueError("size_per_shard is for split 'chunks'")
-    if size is not None and not size > 0:
-        raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
-    if keys == "id" and not (format == "torch" and optimizer):
-        raise ValueError("optimizer_keys 'id' is for format 'torch' with the optimizer")
+        return DTYPES[self.dtype] if self.dtype is not None and floating else dtype

@@ -77,7 +77,7 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
     export = Export([])
     tensors, ties = _model_tensors(stored, options, export)
     export.containers = _contained("model", tensors, ties, options, export)
-    if options.optimizer:
+    if options.has_optimizer:
         found, document = _optimizer_tensors(stored, options)
         export.containers += _contained("optimizer", found, {}, options, export)
         export.files["optimizer.json"] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
@@ -200,10 +200,10 @@ def _contained(
     stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
 ) -> list[OutputFile]:
     """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
-    if options.split == "chunks":
-        groups = safetensors_files.chunks(tensors, int(options.size_per_shard * MB)) or [[]]
+    if options.files == "chunks":
+        groups = safetensors_files.chunks(tensors, int(options.chunk_mb * MB)) or [[]]
         names = safetensors_files.chunk_names(stem, len(groups))
-    elif options.split == "one_file":
+    elif options.files == "one_file":
         groups, names = [tensors], [f"{stem}.safetensors"]
     else:
         groups = [[tensor] for tensor in tensors]
@@ -213,7 +213,7 @@ def _contained(
         here = {tensor.name for tensor in group}
         also = {other: of for other, of in ties.items() if of in here and other != "format"}
         found.append(safetensors_files.container(name, group, {**_METADATA, **also}))
-    if len(found) > 1 or options.split == "one_file_per_tensor":
+    if len(found) > 1 or options.files == "one_file_per_tensor":
         export.files[f"{stem}.safetensors.index.json"] = safetensors_files.index_json(found)
     return found
 

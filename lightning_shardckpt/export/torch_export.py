@@ -70,14 +70,14 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
         return decode_with(of_torch(no_tensor), value)
 
     plain = Plain()
-    checkpoint = assemble(source, record, decoded, optimizers=options.optimizer)
+    checkpoint = assemble(source, record, decoded, optimizers=options.has_optimizer)
     _rename(checkpoint, options.naming)
     for name, value in checkpoint.get("state_dict", {}).items():
         if isinstance(value, ArchivedTensor):
             check_unpacked(value.dtype, repr(name))
-    if options.optimizer_keys == "id":
-        staged = "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1
-        checkpoint["optimizer_states"] = [_numbered(one, staged) for one in checkpoint.get("optimizer_states", ())]
+    if "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1:
+        for group in (group for one in checkpoint.get("optimizer_states", ()) if one for group in one["param_groups"]):
+            group["params"] = in_order_of_layers(group["params"])  # a plain optimizer loads by place
     checkpoint = plain.of(_as_saved(checkpoint, options.naming))
     archive = TorchFileLayout(checkpoint, zip64_bytes)
     return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
@@ -143,20 +143,6 @@ def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
     ]
     state = {naming.new(param): found for param, found in optimizer["state"].items() if naming.takes(param)}
     return {"state": state, "param_groups": groups}
-
-
-def _numbered(optimizer: dict[str, Any], staged: bool) -> dict[str, Any]:
-    """Return the state as torch's ``Optimizer.state_dict`` has it: parameters numbered in the order of their groups."""
-    if not optimizer:  # a Trainer's without one
-        return optimizer
-    params = [group["params"] for group in optimizer["param_groups"]]
-    params = [in_order_of_layers(one) if staged else one for one in params]
-    number = {param: i for i, param in enumerate(param for group in params for param in group)}
-    groups = [
-        {**group, "params": [number[param] for param in of]}
-        for group, of in zip(optimizer["param_groups"], params, strict=True)
-    ]
-    return {"state": {number[p]: v for p, v in optimizer["state"].items()}, "param_groups": groups}
 
 
 def in_order_of_layers(params: list[str]) -> list[str]:

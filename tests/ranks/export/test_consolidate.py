@@ -28,7 +28,7 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.export.options import make_options
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_archive import Plain
 from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 from lightning_shardckpt.sources.open_source import opened
@@ -102,7 +102,7 @@ def test_a_record_beyond_the_32_bit_limits_is_written_and_read(saved: Path, tmp_
     expected = torch.load(consolidate(saved, tmp_path / "out.pt"))
     file = tmp_path / "zip64.pt"
     with opened(str(saved), ranks=Ranks.alone(), storage=LocalStorage()) as source:
-        planned = plan_torch(source, make_options(), zip64_bytes=1)  # the fields of zip64, without the gigabytes
+        planned = plan_torch(source, Options(), zip64_bytes=1)  # the fields of zip64, without the gigabytes
         with LocalOutputs().file(str(file), planned.file_nbytes, overwrite=False) as (output, _):
             write_torch(source, planned, output, lambda nbytes: None)
     assert zipfile.ZipFile(file).testzip() is None

@@ -42,7 +42,7 @@ CHUNKS = {"format": "safetensors", "split": "chunks", "size_per_shard": 0.05, **
 FILE = {"format": "safetensors", **NO_C128}
 FORMATS: dict[str, dict[str, Any]] = {
     "torch": {},
-    "torch converted": {"dtype": "bfloat16", "optimizer_keys": "id"},
+    "torch converted": {"dtype": "bfloat16"},
     "one file": FILE,
     "chunks with optimizer": {**CHUNKS, "exclude": "*.complex*", "optimizer": True},
     "file per tensor": {"format": "safetensors", "split": "one_file_per_tensor", "include": "rows.*f*"},
