@@ -83,7 +83,7 @@ class ResolvingLauncher(ScriptLauncher):
         self.weights_only = call.arguments.get("weights_only")
         ranks, given = self._meet(), call.arguments.get("ckpt_path")
         if is_word_of_lightning(given):
-            self.resumes_from = _ask_lightning(trainer, str(given))  # on every rank: each node downloads from the registry
+            self.resumes_from = _ask_lightning(trainer, str(given))  # on each: nodes download from the registry
         else:
             self.resumes_from = self._decide_on_rank_0(trainer, given, ranks)
         if self.resumes_from != given:
