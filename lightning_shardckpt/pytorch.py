@@ -335,9 +335,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        if not self._accumulate_unsharded:
-            yield
-            return
         with self.sharded.gradients.blocked():
             yield
 

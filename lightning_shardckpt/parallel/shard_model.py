@@ -39,7 +39,6 @@ from lightning_shardckpt.parallel.sharding.fqn import (
 from lightning_shardckpt.parallel.sharding.fsdp import (
     choose_units,
     fsdp_modules,
-    has_own_parameters,
     reshard,
     units_around,
 )
@@ -52,7 +51,7 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPl
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
+from lightning_shardckpt.parallel.tensors.views import kept_wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,8 @@ class Recipe:
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
     def keeps_gathered(self, meshes: Meshes) -> bool:
-        """Return whether FSDP keeps parameters gathered between passes; by default in pipelines, with many passes."""
-        if self.reshard_after_forward is None:
-            return meshes.topology.pipeline > 1
-        return not self.reshard_after_forward
+        """Return whether FSDP keeps parameters gathered between forward and backward, as in pipelines."""
+        return self.reshard_after_forward is False or meshes.topology.pipeline > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,8 @@ class ShardedModule:
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step of the module."""
-        return step() if self.engine is None else self.engine.run(step)
+        with kept_wholes():
+            return step() if self.engine is None else self.engine.run(step)
 
     def ranks_of(self, parameter: Tensor) -> int:
         """Return how many ranks of the world hold a parameter or a part of it; of copies and new ones, all."""
@@ -186,7 +184,7 @@ def shard(
             "Give a tensor_parallel_plan and fsdp_units instead."
         )
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
-    plan, unreduced, engine = TensorPlan(), UnreducedGradients(), None
+    plan, engine = TensorPlan(), None
     home = torch.device("cpu") if recipe.cpu_offload else device
     skip = _slots_of(root, loaded)
     if not is_parallel(root):
@@ -197,7 +195,7 @@ def shard(
         first_values = values.replay(root, skip=skip)
         _shard_parameters(root, meshes, plan, home, _read_in_steps(root, units, device, is_called=is_called))
         engine = _torch_engine(root, meshes, recipe, device)
-        _make_units(root, meshes, recipe, units, recomputed, unreduced, device, engine, is_called=is_called)
+        _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
     else:
         first_values = values.replay(root, skip=skip)
     _materialize(root, ties, home, device)
@@ -211,7 +209,7 @@ def shard(
     for old in dict.fromkeys(before.values()):
         hand_over(old, replaced.get(old))
     parameters = _Parameters(before, replaced, elsewhere)
-    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, unreduced, device, engine)
+    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, device, engine)
 
 
 def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
@@ -254,14 +252,13 @@ def _sharded_module(
     names: list[list[str]],
     state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
     parameters: _Parameters,
-    unreduced: UnreducedGradients,
     device: torch.device,
     engine: Engine | None,
 ) -> ShardedModule:
     after = dict(root.named_parameters(remove_duplicate=False))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(root, meshes, device, unreduced, partial=_partial_names(root, plan), shared=shared)
+    gradients = GradientSync(root, meshes, device, partial=_partial_names(root, plan), shared=shared)
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
@@ -329,10 +326,9 @@ def _shard_parameters(
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
-    """Return torch's engine, where rows are sharded over ranks, but not for each pass of a pipeline by itself."""
+    """Return torch's engine, where rows are sharded over ranks."""
     topology = meshes.topology
-    gathers_in_passes = topology.pipeline > 1 and not recipe.keeps_gathered(meshes)
-    if recipe.fsdp_engine != "torch" or topology.shard == 1 or gathers_in_passes:
+    if recipe.fsdp_engine != "torch" or topology.shard == 1:
         return None
     peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
     has_data_axes_alone = topology.pipeline == topology.tensor == 1
@@ -353,7 +349,6 @@ def _make_units(
     recipe: Recipe,
     units: list[nn.Module],
     recomputed: list[nn.Module],
-    unreduced: UnreducedGradients,
     device: torch.device,
     engine: Engine | None,
     *,
@@ -362,18 +357,12 @@ def _make_units(
     """Make FSDP units of the modules that this rank's stages hold."""
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
-    wrapped = {m for outer in compiled for m in (outer, *outer.modules())} | set(compiled.values())
     peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
     gathers = any(isinstance(p, DTensor) for p in root.parameters())
-    copies = meshes.topology.shard > 1 or recipe.cpu_offload  # else what is gathered is the parameters' own memory
-    frees = copies and not recipe.keeps_gathered(meshes)
     chosen = {module: "reshard" for module in units if module in names}
     if gathers:
         others = units_around(root, list(chosen), is_called=is_called)
         chosen |= dict.fromkeys(others.values(), "keep")
-        for outer in others.values():
-            inside = [m for m in outer.modules() if m not in chosen and has_own_parameters(m)]
-            chosen |= dict.fromkeys((m for m in inside if m not in wrapped), "inner")
     else:
         chosen.clear()
     chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
@@ -382,9 +371,7 @@ def _make_units(
             names[module],
             peers.register(names[module]) if peers is not None else 0,
             device,
-            unreduced,
-            copies=copies,
-            reshard=kind == "reshard" and frees,
+            reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
             recompute=module in recomputed,
             inner=kind == "inner",
             engine=engine,

@@ -98,21 +98,14 @@ def sharded_of(module: nn.Module | None) -> ShardedModule | None:
 
 
 class HeldBackward(BackwardSyncControl):
-    """Lets ``fabric.no_backward_sync`` keep gradients whole on every rank.
-
-    Args:
-        enabled: whether it does; else every backward communicates.
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    """Lets ``fabric.no_backward_sync`` keep gradients of replicated parameters apart on every rank."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         sharded = sharded_of(module)
         if sharded is None:
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
-        return sharded.gradients.blocked() if enabled and self._enabled else nullcontext()
+        return sharded.gradients.blocked() if enabled else nullcontext()
 
 
 class SetUpModules:

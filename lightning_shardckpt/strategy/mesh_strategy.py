@@ -101,7 +101,6 @@ class MeshStrategy(Remade):
         pretrained_key_mapping: dict[str, str | list[str] | None] | str | Callable[..., Any] | None = None,
         pretrained_strict: bool = False,
         defer_init: bool = True,
-        accumulate_unsharded: bool = True,
         timeout_s: float = 1800.0,
         checkpoint_timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
@@ -140,13 +139,14 @@ class MeshStrategy(Remade):
             fsdp_units: Patterns or class names of the modules that are gathered one by one; by default the layers of
                 the largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
             reshard_after_forward: Free gathered parameters between forward and backward. By default True, but False
-                in pipelines, which would gather them for each microbatch again.
+                in pipelines, which gather them once for all microbatches.
             activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
                 class.
             cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
             fsdp_engine: What gathers sharded parameters and reduces their gradients: ``"torch"`` is ``fully_shard``;
                 ``"exact"`` does what that refuses (derivatives of gradients of parameters, ``torch.autograd.grad`` for
-                parameters, views of weights that outlive a forward), without overlap of communication and computation.
+                parameters, views of weights that outlive a forward). It gathers each parameter when it is used, keeps
+                it whole until the backward, and overlaps nothing.
             reduce_dtype: The dtype in which torch's engine reduces gradients, by default that of the parameters:
                 ``"float32"`` sums those of ``precision="bf16-true"`` without rounding in between. Under
                 ``"bf16-mixed"`` those of linear layers and convolutions are always reduced in float32.
@@ -160,9 +160,6 @@ class MeshStrategy(Remade):
             pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
             defer_init: Run ``configure_model``, or Fabric's ``init_module(empty_init=True)``, without allocating
                 weights; every rank then builds only its slices.
-            accumulate_unsharded: While gradients accumulate (in Fabric, under ``no_backward_sync``), keep them whole
-                on every rank and communicate once. False communicates every backward and keeps the memory of
-                gradients sharded.
             timeout_s: For the collectives of training.
             checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
             process_group_backend: By default gloo on CPU, and nccl with gloo for numbers of the host on CUDA.
@@ -179,6 +176,11 @@ class MeshStrategy(Remade):
         )
         if reshard_after_forward not in (None, True, False):
             raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
+        if reshard_after_forward and pipeline_parallel_size > 1:
+            raise TopologyError(
+                "reshard_after_forward=True would gather the parameters of a pipeline for each microbatch again. Use "
+                "reshard_after_forward=False, which gathers them once for all"
+            )
         if fsdp_engine not in ("torch", "exact"):
             raise TopologyError(f'fsdp_engine is "torch" or "exact", found {fsdp_engine!r}')
         if reduce_dtype not in (None, "float32", "bfloat16"):
@@ -207,7 +209,7 @@ class MeshStrategy(Remade):
         )
         mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
         self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
-        self._defer_init, self._accumulate_unsharded = defer_init, accumulate_unsharded
+        self._defer_init = defer_init
         self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
         self._process_group_backend = process_group_backend
         self._meshes: Meshes | None = None

@@ -32,7 +32,6 @@ from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.grad_scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
 
 
@@ -140,7 +139,7 @@ class PipelinedSteps:
     def _gradients_aside(self) -> Iterator[None]:
         """Gradients made inside are kept for `backward`: Lightning sets gradients to zero between step and backward."""
         own = (p for _, p in own_parameters(self._module))
-        parameters = [p for p in own if p.requires_grad and p not in UnreducedGradients.of_leaf]
+        parameters = [p for p in own if p.requires_grad]
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

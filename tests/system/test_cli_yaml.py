@@ -41,7 +41,6 @@ EVERY_ARGUMENT = {
     "pretrained_key_mapping": {"^gpt_neox": "model", "masked_bias$": None},
     "pretrained_strict": True,
     "defer_init": False,
-    "accumulate_unsharded": False,
     "timeout_s": 12.5,
     "checkpoint_timeout_s": 13.5,
     "process_group_backend": "gloo",

@@ -92,7 +92,7 @@ HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case(), "before", {}),
     (HARD, "before", {}),
-    (HARD, "after", {"accumulate_unsharded": False, "activation_checkpointing": True}),
+    (HARD, "after", {"activation_checkpointing": True}),
     (Case(clip=0.05), "after", {"cpu_offload": True}),
     (HARD, "before", TENSOR),
     (Case("llama", clip=0.05), "before", {"tensor_parallel_size": 2}),

@@ -27,7 +27,6 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _BITS = 62  # of an int64 that carries flags
 # Modules whose hooks may be there; Fabric's only checks who calls backward.
@@ -136,9 +135,7 @@ def _module_of(hook: Any) -> str:
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient, reduced or not yet. No communication."""
-    if parameter in UnreducedGradients.of_leaf:
-        return True
+    """Return whether a parameter has a gradient. No communication."""
     with without_torch_function():
         return parameter.grad is not None
 

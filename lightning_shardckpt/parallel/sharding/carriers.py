@@ -47,11 +47,11 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGather, MarkedReduction
-from lightning_shardckpt.parallel.sharding.regather import saves_elsewhere
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
+from lightning_shardckpt.parallel.tensors.saved_parameters import saves_elsewhere
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 

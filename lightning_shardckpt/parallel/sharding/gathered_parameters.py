@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar, Self
@@ -264,7 +264,7 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
     return whole
 
 
-def show_to_compiler(wholes: Sequence[Tensor]) -> None:
+def show_to_compiler(wholes: Iterable[Tensor]) -> None:
     """Let gathered parameters show no gradient: torch.compile looks at it, and cannot trace a sharded one."""
     for whole in wholes:
         whole.__dict__["_compiled"] = True

@@ -24,13 +24,13 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGather
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.new_parameters import watch_for_new_parameters
 from lightning_shardckpt.parallel.sharding.replicated_gradients import (
+    Accumulation,
     ReplicatedGradients,
     all_reduce_gradients,
     is_reduced,
 )
 from lightning_shardckpt.parallel.tensors.derivatives import name_unused_arguments
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -40,7 +40,6 @@ class GradientSync:
 
     Args:
         root: the module, sharded.
-        unreduced: where the gradients of its sharded parameters accumulate.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
         shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
 
@@ -54,14 +53,16 @@ class GradientSync:
         root: nn.Module,
         meshes: Meshes,
         device: torch.device,
-        unreduced: UnreducedGradients,
         *,
         partial: Iterable[str] = (),
         shared: Shared = (),
     ) -> None:
-        self._root, self._device, self._unreduced, self._shared = root, device, unreduced, shared
+        self._root, self._device, self._shared = root, device, shared
+        self._accumulation = Accumulation()
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._partial, self._averaged = _replicated_gradients(root, meshes, frozenset(partial), unreduced)
+        self._partial, self._averaged = _replicated_gradients(
+            root, meshes, frozenset(partial), self._accumulation
+        )
         self._stages = meshes.topology.pipeline
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
         self._adopts = True
@@ -118,12 +119,11 @@ class GradientSync:
         with self.no_sync(self._blocked), name_unused_arguments():
             yield
         if not self._blocked:
-            self._unreduced.reduce()
             self._check()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context whose backward passes make no communication."""
-        return self._unreduced.no_sync(enabled)
+        """A context whose backward passes leave gradients of replicated parameters unreduced."""
+        return self._accumulation.no_sync(enabled)
 
     def begin_passes(self) -> None:
         """Set aside, before passes over a pipeline, the shared gradients that are reduced already."""
@@ -132,7 +132,7 @@ class GradientSync:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
     def finish_kept(self, kept: KeptGathers) -> None:
-        """Give parameters the gradients of all passes, made inside `no_sync`, as far as that takes no reduction.
+        """Give parameters the gradients of all passes, made inside `no_sync`; those of sharded ones are reduced.
 
         Collective, where the ranks of a pipeline stage share parameters: each of them must call it.
         """
@@ -150,7 +150,6 @@ class GradientSync:
         """
         if self._blocked:
             return
-        self._unreduced.reduce()
         for replicated in (self._partial, self._averaged):
             if replicated is not None:
                 replicated.reduce()
@@ -178,11 +177,10 @@ class GradientSync:
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         self._before.clear()
-        self._unreduced.drop()
 
 
 def _replicated_gradients(
-    root: nn.Module, meshes: Meshes, partial: frozenset[str], unreduced: UnreducedGradients
+    root: nn.Module, meshes: Meshes, partial: frozenset[str], accumulation: Accumulation
 ) -> tuple[ReplicatedGradients | None, ReplicatedGradients | None]:
     """Return what nobody else reduces: partial sums over the tensor axis, means over batches where nothing shards."""
     managed = {id(p) for module in fsdp_modules(root) for p in _parameters(module) if isinstance(p, DTensor)}
@@ -191,9 +189,9 @@ def _replicated_gradients(
     ranks, sums, means = meshes.topology.data_parallel, None, None
     some = [p for name, p in others.items() if name in partial]
     if meshes.topology.tensor > 1 and some:
-        sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, unreduced, at_once=True)
+        sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, accumulation, at_once=True)
     if ranks > 1:
-        means = ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, unreduced)
+        means = ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, accumulation)
     return sums, means
 
 

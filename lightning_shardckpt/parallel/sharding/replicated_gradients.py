@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -26,7 +28,6 @@ from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradien
 from lightning_shardckpt.distributed.host_numbers import gathered, on_device
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 
 _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
 """What to remove from a parameter when it is given to another one of these."""
@@ -69,6 +70,22 @@ def average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     copied.requires_grad_(trained)
 
 
+@dataclass(slots=True)
+class Accumulation:
+    """Whether the backward passes of a module only accumulate gradients of replicated parameters now."""
+
+    is_on: bool = False
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Inside, they do, without communication."""
+        before, self.is_on = self.is_on, enabled
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
 class ReplicatedGradients:
     """Reduces the gradients of some parameters over ``group``; one instance lives as long as they do.
 
@@ -76,7 +93,7 @@ class ReplicatedGradients:
         parameters: plain ones, or DTensors that nothing but a tensor-parallel plan has sharded; in the same order on
             all ranks.
         scale: of the sum. Only 1 / size may be reduced again without a change.
-        unreduced: of the same module; says whether backward passes only accumulate.
+        accumulation: says whether backward passes only accumulate.
         at_once: reduce each gradient by itself, for sums.
     """
 
@@ -85,12 +102,12 @@ class ReplicatedGradients:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         scale: float,
-        unreduced: UnreducedGradients,
+        accumulation: Accumulation,
         *,
         at_once: bool = False,
     ) -> None:
         self._replicated, self._group, self._scale, self._at_once = list[nn.Parameter](), group, scale, at_once
-        self._unreduced = unreduced
+        self._accumulation = accumulation
         self._changed: set[int] = set()
         self._queued = False
         self.add(parameters)
@@ -130,13 +147,13 @@ class ReplicatedGradients:
         return gradient
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if id(parameter) in self._changed and not self._queued and not self._unreduced.accumulates:
+        if id(parameter) in self._changed and not self._queued and not self._accumulation.is_on:
             self._queued = True
             after_backward(self._finish)
 
     def _finish(self) -> None:
         self._queued = False
-        if not self._unreduced.accumulates:
+        if not self._accumulation.is_on:
             self.reduce()
 
     def reduce(self) -> None:

@@ -1,13 +1,12 @@
-"""Gather the parameters of a module in one go while its forward runs.
+"""Let a module have whole parameters while its forward runs, where torch's engine gathers them.
 
 A *unit* is a module with the parameters of all modules inside it but those of units of their own. While its
-``forward`` runs, these parameters are whole plain tensors, through autograd. Outside of it they are the sharded ones,
-which act as whole ones by themselves, parameter by parameter: so units only save time, whatever is called how.
+``forward`` runs, those that ``fully_shard`` gathers, see `carriers`, are plain tensors, through autograd. All others
+stay the sharded ones, which act as whole ones by themselves, parameter by parameter. Plain are also those that
+torch.compile is going to see, that a tensor-parallel plan shards, and that a pipeline keeps for several passes.
 
-By default ``fully_shard`` gathers them, see `carriers`; what it does not take is gathered here.
-
-Where activations are kept for the backward, the whole parameters among them need not be: a unit that reshards keeps a
-note in their place, and gathers again when autograd asks for one. So does FSDP, between forward and backward.
+Where activations are kept for the backward, the whole parameters among them are not: autograd keeps a note in their
+place, and ``fully_shard`` gathers again when it asks for one.
 """
 
 from __future__ import annotations
@@ -60,14 +59,12 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     was_assigned,
 )
 from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_planned
-from lightning_shardckpt.parallel.sharding.regather import SavedParameters
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
 from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
-from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
 from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
-from lightning_shardckpt.parallel.tensors.values import check_same, where_is
+from lightning_shardckpt.parallel.tensors.values import check_same, where_is, whole
 from lightning_shardckpt.parallel.tensors.views import connected
 
 _log = logging.getLogger(__name__)
@@ -80,25 +77,21 @@ _NOT_COMPILED = [str(_PACKAGE / folder) for folder in ("compat", "parallel/shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """The settings of a module whose forward gathers parameters.
+    """The settings of a module whose forward has whole parameters.
 
     Attributes:
         name: of the module, for messages.
         number: of that name, from `Peers.register`.
         device: where its parameters are gathered.
-        unreduced: where gradients accumulate, if they are to be reduced later.
-        copies: whether what it gathers is other memory than that of the parameters.
-        reshard: whether to free whole parameters between forward and backward.
+        reshard: whether torch's engine frees them between forward and backward.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
-        inner: whether it is a part of another unit, and gathers only when it is called without that.
-        engine: torch's, which gathers what its carriers have; None to gather everything here.
+        inner: whether it is a part of another unit, so that torch's engine has nothing of it.
+        engine: torch's; None without it.
     """
 
     name: str
     number: int
     device: torch.device
-    unreduced: UnreducedGradients
-    copies: bool = True
     reshard: bool = False
     recompute: bool = False
     inner: bool = False
@@ -166,15 +159,15 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
     try:
         slots = _slots(module)
         leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
-        if not leaves:
-            set_frame_callback(compiler)
-            with sharded_as_planned(_places[module]):
-                return forward(*args, **kwargs)
         _refuse_kept_views(unit.name, leaves)
-        body = partial(_run_with, module, unit, slots, leaves, partial(forward, *args, **kwargs), compiler)
-        if KeptGathers.current is not None:
-            return body({})
-        for carrier, some in _carried(unit, leaves, is_compiled=compiler is not None or _is_compiled(module)):
+        is_compiled = compiler is not None or _is_compiled(module)
+        forward = partial(forward, *args, **kwargs)
+        if leaves and KeptGathers.current is not None:
+            wholes = KeptGathers.current.take(module, partial(_gather_to_keep, unit, leaves))
+            found = dict(zip(map(id, leaves), wholes, strict=True))
+            return _run_with(module, unit, slots, found, forward, compiler, {})
+        body = partial(_run_beside, module, unit, slots, leaves, is_compiled, forward, compiler)
+        for carrier, some in _carried(unit, leaves, is_compiled=is_compiled):
             body = partial(_run_carried, carrier, some, (args, kwargs), body)
         return body({})
     finally:
@@ -206,41 +199,62 @@ def _run_carried(
     return carrier.run(leaves, inputs, lambda given: body({**others, **given}))
 
 
-def _run_with(
+def _run_beside(
     module: nn.Module,
     unit: Unit,
     slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
     leaves: Sequence[ShardedTensor],
+    is_compiled: bool,
     forward: Callable[[], Any],
     compiler: Any,
     carried: Carried,
 ) -> Any:
-    """Run a forward with whole parameters, those in ``carried`` and others that are gathered here."""
-    rest = [leaf for leaf in leaves if id(leaf) not in carried]
-    gathered = dict(zip(map(id, rest), _gathered(module, unit, rest) if rest else (), strict=True))
-    cast = dict[int, CastWeight]()
+    """Run a forward with the parameters in ``carried``, and those of the others that must be plain, too."""
+    wholes: dict[int, Tensor] = {}
     for leaf in leaves:
-        if id(leaf) not in carried:
-            continue
-        whole, _, history = carried[id(leaf)]
-        if history is None:
-            gathered[id(leaf)] = as_gathered(whole, leaf)
-        else:
-            gathered[id(leaf)], cast[id(leaf)] = whole, CastWeight.of(leaf, whole, history)
-    slots = [slot for slot in slots if id(slot[2]) not in cast]
-    wholes = [gathered[id(leaf)] for leaf in leaves]
-    begin_forward(wholes)
-    if compiler is not None or _is_compiled(module):
-        planned = {id(leaf) for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(whole, DTensor)}
+        if id(leaf) in carried:
+            whole = carried[id(leaf)].whole
+            wholes[id(leaf)] = as_gathered(whole, leaf) if carried[id(leaf)].history is None else whole
+        elif is_compiled or where_is(leaf).model_mesh is not None:
+            wholes[id(leaf)] = _gathered(unit, leaf)
+    if is_compiled:
+        planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
         if planned:
             refuse_compiled(module, unit.name, planned, from_outside=compiler is not None)
-        show_to_compiler(wholes)
+        show_to_compiler(wholes.values())
+    return _run_with(module, unit, slots, wholes, forward, compiler, carried)
+
+
+def _gathered(unit: Unit, leaf: ShardedTensor) -> Tensor:
+    """A whole parameter that torch's engine does not gather, as a forward is to see it."""
+    with without_torch_function():
+        return as_gathered(whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
+
+
+def _run_with(
+    module: nn.Module,
+    unit: Unit,
+    slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+    gathered: dict[int, Tensor],
+    forward: Callable[[], Any],
+    compiler: Any,
+    carried: Carried,
+) -> Any:
+    """Run a forward with whole parameters, by the ids of the sharded ones; those in ``carried`` are torch's."""
+    shown = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in gathered}
+    leaves, wholes = list(shown.values()), [gathered[number] for number in shown]
+    cast = {
+        id(leaf): CastWeight.of(leaf, given.whole, given.history)
+        for leaf in leaves
+        if (given := carried.get(id(leaf))) is not None and given.history is not None
+    }
+    slots = [slot for slot in slots if id(slot[2]) in shown and id(slot[2]) not in cast]
+    begin_forward(wholes)
     versions = [version_of(whole) for whole in wholes]
     saved = None
-    if torch.is_grad_enabled() and (carried or _is_noted(unit, wholes)):
-        again = partial(_gather_again, module, unit, leaves, rest) if unit.reshard and rest else None
-        elsewhere = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
-        saved = SavedParameters(unit.name, leaves, wholes, again, elsewhere)
+    if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
+        again = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
+        saved = SavedParameters(unit.name, leaves, wholes, again)
     try:
         noted = nullcontext() if saved is None else saved.context()
         with sharded_as_planned(_places[module]), _put_in_place(slots, gathered), cast_weights(cast), noted:
@@ -304,21 +318,6 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
                 "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
                 "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
             )
-
-
-def _gather_again(
-    module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], some: Sequence[ShardedTensor]
-) -> list[Tensor]:
-    """Gather some of the parameters without history; at the places of others, what they are outside of forwards."""
-    found = dict(zip(map(id, some), _gather(module, unit, some, history=False), strict=True))
-    return [found.get(id(leaf), leaf) for leaf in leaves]
-
-
-def _is_noted(unit: Unit, wholes: Sequence[Tensor]) -> bool:
-    """Return whether changes are to be watched for autograd: not of plain tensors over the parameters' own memory."""
-    if KeptGathers.current is not None or not torch.is_grad_enabled():
-        return False
-    return unit.copies or any(isinstance(whole, DTensor) for whole in wholes)
 
 
 def _slots(module: nn.Module) -> list[tuple[nn.Module, str, ShardedTensor]]:
@@ -394,58 +393,15 @@ _compiled: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
-_Plans = list[tuple[list[int], GatherPlan]]
-_plans: MutableMapping[nn.Module, tuple[list[ShardedTensor], list[torch.dtype], _Plans]] = WeakIdKeyDictionary()
 
 
-def _gathered(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
-    """The whole parameters, as the forward is to see them."""
-    if KeptGathers.current is not None:
-        return KeptGathers.current.take(module, lambda: _gather_to_keep(module, unit, leaves))
-    return _gather(module, unit, leaves, history=torch.is_grad_enabled())
-
-
-def _gather_to_keep(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
+def _gather_to_keep(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
     """Gather parameters for several passes, by torch's engine what that takes."""
     wholes: dict[int, Tensor] = {}
     for carrier, some in _carried(unit, leaves, is_compiled=False):  # no pipeline casts what it gathers
-        for leaf, whole in zip(some, carrier.keep(some), strict=True):
-            wholes[id(leaf)] = as_gathered(whole, leaf)
-    rest = [leaf for leaf in leaves if id(leaf) not in wholes]
-    if rest:
-        gathered = _gather(module, unit, rest, history=torch.is_grad_enabled())
-        wholes |= dict(zip(map(id, rest), gathered, strict=True))
-    return [wholes[id(leaf)] for leaf in leaves]
-
-
-def _gather(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor], *, history: bool) -> list[Tensor]:
-    wholes: dict[int, Tensor] = {}
-    for places, plan in _plans_of(module, unit, leaves):
-        some = [leaves[n] for n in places]
-        if history and any(leaf.requires_grad for leaf in some):
-            found = Gather.apply(plan, unit.unreduced, *some)  # type: ignore[no-untyped-call]  # torch's
-        else:
-            found = plan.gather([local_tensor(leaf) for leaf in some])
-        for n, whole in zip(places, found, strict=True):
-            wholes[n] = as_gathered(whole, leaves[n])
-    return [wholes[n] for n in range(len(leaves))]
-
-
-def _plans_of(module: nn.Module, unit: Unit, leaves: Sequence[ShardedTensor]) -> _Plans:
-    """Return which parameters are gathered together: those of one dtype that the same ranks have shards of."""
-    known, dtypes = _plans.get(module), [local_tensor(leaf).dtype for leaf in leaves]
-    if known is not None and [*map(id, known[0])] == [*map(id, leaves)] and known[1] == dtypes:
-        return known[2]
-    together: dict[Any, list[tuple[int, DTensor]]] = {}
-    for n, leaf in enumerate(leaves):
-        where = where_is(leaf)
-        together.setdefault((id(where.shard), id(where.replicate), leaf.dtype), []).append((n, leaf))
-    found = [
-        ([n for n, _ in some], GatherPlan([leaf for _, leaf in some], unit.device, unit.name, unit.number))
-        for some in together.values()
-    ]
-    _plans[module] = [*leaves], dtypes, found
-    return found
+        kept = map(as_gathered, carrier.keep(some), some)
+        wholes |= dict(zip(map(id, some), kept, strict=True))
+    return [wholes[id(leaf)] if id(leaf) in wholes else _gathered(unit, leaf) for leaf in leaves]
 
 
 @contextmanager

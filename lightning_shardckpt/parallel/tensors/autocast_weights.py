@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.compat.torch_tensors import in_functional_transform, version_of, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import in_functional_transform, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.saved_parameters import state_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, *_CONVOLUTIONS)
@@ -41,11 +41,11 @@ class CastWeight(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Tensor, whole: Tensor, history: Tensor) -> CastWeight:
-        return cls(whole, history, _state(leaf))
+        return cls(whole, history, state_of(leaf))
 
     def fits(self, leaf: Tensor) -> bool:
         """Return whether autocast would make these values of a parameter now, with the same history."""
-        if not is_autocast(self.whole.device, self.whole.dtype) or self.state != _state(leaf):
+        if not is_autocast(self.whole.device, self.whole.dtype) or self.state != state_of(leaf):
             return False
         return not torch.is_grad_enabled() or self.history.requires_grad == leaf.requires_grad
 
@@ -97,11 +97,6 @@ def cast_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 def is_autocast(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether autocast is on, and casts to ``dtype``."""
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == dtype
-
-
-def _state(leaf: Tensor) -> tuple[int, int]:
-    local = local_tensor(leaf)
-    return local.data_ptr(), version_of(local)
 
 
 class _Use(torch.autograd.Function):

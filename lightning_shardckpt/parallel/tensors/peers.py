@@ -107,14 +107,6 @@ class Peers:
             what += ", after different modules before that"
         raise UnsupportedCodeError(f"{_OTHER_MODULES}: {what}. {_SAME_MODULES}")
 
-    def meet(self, purpose: str) -> None:
-        """Compare over gloo what the ranks gather next: on a GPU, where marks would make the host wait for the device.
-
-        Raises:
-            UnsupportedCodeError: on every rank, if the ranks gather for different modules, or one reads a value.
-        """
-        self._announce(purpose, (), is_read=False)
-
     def compare(self, done: str, *numbers: float) -> list[list[float]]:
         """Return the numbers of every rank, at most four, after comparing what they have done.
 

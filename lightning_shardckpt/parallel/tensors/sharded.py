@@ -16,7 +16,7 @@ So every rank must do the same with it at the same time; ``peers`` notices when 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
-from lightning_shardckpt.parallel.tensors.unreduced_gradients import UnreducedGradients
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
 
 Function = Callable[..., Any]
@@ -55,7 +54,6 @@ that stand for sharded ones."""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
-_unreduced: MutableMapping[Tensor, UnreducedGradients] = UnreducedGradients.of_leaf
 
 
 class ShardedTensor(DTensor):
@@ -99,16 +97,12 @@ class ShardedTensor(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, averaged over all batches."""
-        if self in _unreduced:
-            _unreduced[self].reduce()
         with without_torch_function():
             found = _grad.__get__(self)
             return None if found is None else sharded(found)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self in _unreduced:
-            _unreduced[self].reduce()
         with without_torch_function():
             if value is not None and not is_alike(value, self):
                 if value.shape != self.shape:

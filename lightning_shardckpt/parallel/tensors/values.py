@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import Gather, GatherPlan
+from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 from lightning_shardckpt.parallel.tensors.placement import Placements, local_part, placements_of
 
@@ -39,25 +39,24 @@ def holders(where: Placements) -> list[Peers]:
     return found + [peers for peers, _ in _model_axes(where)]
 
 
-def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True) -> Tensor:
+def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True, device: torch.device | None = None) -> Tensor:
     """Return all elements, in memory of their own; with history, if ``tensor`` has one and gradients are enabled.
 
     Args:
         tensor: sharded.
         what: is asked for, in messages.
         on_model_axes: False leaves it sharded as the tensor-parallel plan did, as a DTensor.
+        device: where to gather; by default where the shards are.
     """
-    where = where_is(tensor)
-    if where.shard is not None:
-        where.shard.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
-    plan = GatherPlan([tensor], tensor.device, what, None)
+    item, device = GatherItem.of(tensor), device or tensor.device
+    what = f"{what} of a tensor of shape {tuple(tensor.shape)}"
     if torch.is_grad_enabled() and tensor.requires_grad:
-        found: Tensor = Gather.apply(plan, None, tensor)[0]  # type: ignore[no-untyped-call]  # torch's
+        found: Tensor = Gather.apply(tensor, item, what, device)  # type: ignore[no-untyped-call]  # torch's
     else:
-        found = plan.gather([local_tensor(tensor)])[0]
+        found = item.gather(local_tensor(tensor), what, device)
     if on_model_axes and isinstance(found, DTensor):
-        for peers, _ in _model_axes(where):
-            peers.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
+        for peers, _ in _model_axes(item.where):
+            peers.announce(what)
         replicated = [Replicate()] * found.device_mesh.ndim
         found = found.redistribute(placements=replicated).to_local(grad_placements=replicated)
     return found

@@ -17,7 +17,7 @@ BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
 def test_both_strategies_have_one_signature() -> None:
     ours, theirs = (inspect.signature(strategy) for strategy in BOTH)
-    assert ours == theirs and len(ours.parameters) == 26
+    assert ours == theirs and len(ours.parameters) == 25
     assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -33,6 +33,7 @@ BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, 'pipeline_loss="microbatch".*"gpipe"'),
         ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward is True, False or None, found 'no'"),
+        ({"reshard_after_forward": True, "pipeline_parallel_size": 2}, "Use reshard_after_forward=False"),
         *(
             (options, message)
             for name in ("pipeline_layers", "fsdp_units", "activation_checkpointing")
