@@ -48,7 +48,7 @@ from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
-from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit
+from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from lightning_shardckpt.parallel.tensors.views import kept_wholes
@@ -196,6 +196,7 @@ def shard(
         _shard_parameters(root, meshes, plan, home, _read_in_steps(root, units, device, is_called=is_called))
         engine = _torch_engine(root, meshes, recipe, device)
         _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
+        refuse_nested_tensors(root)
     else:
         first_values = values.replay(root, skip=skip)
     _materialize(root, ties, home, device)

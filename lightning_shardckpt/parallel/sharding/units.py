@@ -3,7 +3,8 @@
 A *unit* is a module with the parameters of all modules inside it but those of units of their own. While its
 ``forward`` runs, those that ``fully_shard`` gathers, see `carriers`, are plain tensors, through autograd. All others
 stay the sharded ones, which act as whole ones by themselves, parameter by parameter. Plain are also those that
-torch.compile is going to see, that a tensor-parallel plan shards, and that a pipeline keeps for several passes.
+torch.compile or a fast path of torch's attention is going to see, that a tensor-parallel plan shards, and that a
+pipeline keeps for several passes.
 
 Where activations are kept for the backward, the whole parameters among them are not: autograd keeps a note in their
 place, and ``fully_shard`` gathers again when it asks for one.
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import has_torch_function
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -166,7 +168,7 @@ def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwarg
             wholes = KeptGathers.current.take(module, partial(_gather_to_keep, unit, leaves))
             found = dict(zip(map(id, leaves), wholes, strict=True))
             return _run_with(module, unit, slots, found, forward, compiler, {})
-        body = partial(_run_beside, module, unit, slots, leaves, is_compiled, forward, compiler)
+        body = partial(_run_beside, module, unit, slots, leaves, forward, compiler)
         for carrier, some in _carried(unit, leaves, is_compiled=is_compiled):
             body = partial(_run_carried, carrier, some, (args, kwargs), body)
         return body({})
@@ -204,18 +206,18 @@ def _run_beside(
     unit: Unit,
     slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
     leaves: Sequence[ShardedTensor],
-    is_compiled: bool,
     forward: Callable[[], Any],
     compiler: Any,
     carried: Carried,
 ) -> Any:
     """Run a forward with the parameters in ``carried``, and those of the others that must be plain, too."""
-    wholes: dict[int, Tensor] = {}
+    is_compiled = compiler is not None or _is_compiled(module)
+    are_plain, wholes = is_compiled or _has_fast_paths(module), dict[int, Tensor]()
     for leaf in leaves:
         if id(leaf) in carried:
             whole = carried[id(leaf)].whole
             wholes[id(leaf)] = as_gathered(whole, leaf) if carried[id(leaf)].history is None else whole
-        elif is_compiled or where_is(leaf).model_mesh is not None:
+        elif are_plain or where_is(leaf).model_mesh is not None:
             wholes[id(leaf)] = _gathered(unit, leaf)
     if is_compiled:
         planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
@@ -389,7 +391,39 @@ def _is_compiled(module: nn.Module) -> bool:
     return _compiled[module]
 
 
+def _has_fast_paths(module: nn.Module) -> bool:
+    """Return whether a module inside it computes otherwise, in evaluation, with parameters of a class of their own."""
+    if module not in _fast_paths:
+        _fast_paths[module] = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
+    return _fast_paths[module]
+
+
+def refuse_nested_tensors(root: nn.Module) -> None:
+    """Let encoders of torch inside ``root`` say that they do not leave out padding in evaluation, as they would alone.
+
+    Torch makes nested tensors of padded batches then, with zeros at the places of padding in what it returns; but not
+    if the class of parameters has functions of its own.
+    """
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.register_forward_pre_hook(_refuse_nested_tensors, with_kwargs=True)
+
+
+def _refuse_nested_tensors(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask = args[2] if len(args) > 2 else kwargs.get("src_key_padding_mask")
+    if encoder.training or mask is None or torch.is_grad_enabled() or not getattr(encoder, "use_nested_tensor", False):
+        return
+    if has_torch_function(tuple(encoder.parameters())):
+        raise UnsupportedCodeError(
+            "nn.TransformerEncoder returns zeros for padding (src_key_padding_mask) in evaluation, but not with "
+            "parameters of several ranks. Build it with enable_nested_tensor=False, and leave padding out of what "
+            "you compute of its output."
+        )
+
+
+_WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _compiled: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+_fast_paths: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 _places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""

@@ -20,7 +20,6 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.sharding.replicated_gradients import Accumulation, ReplicatedGradients
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
-
 from tests.support.pool import RankFailure, run_ranks
 
 
