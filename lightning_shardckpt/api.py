@@ -269,7 +269,7 @@ def load(
         cast: see ``ShardCkptIO``.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: for URLs, see ``ShardCkptIO``; of checkpoints of other programs, a local copy is made in it.
+        pre_download: for URLs, see ``ShardCkptIO``.
         weights_only: as in ``torch.load``, for a file of ``torch.save`` and for objects that were pickled with
             ``ShardCkptIO(pickle_objects=True)``. False executes what is in them.
 

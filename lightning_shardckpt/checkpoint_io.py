@@ -86,8 +86,8 @@ class ShardCkptIO(Remade, CheckpointIO):
         incremental: hard-link shard files whose content an earlier checkpoint of this run in the same directory has,
             instead of writing them again, such as those of a frozen base model. That they are equal is
             found by checksums of what is in memory. Links share their bytes on the disk, so damage of one is damage of
-            all; deleting one checkpoint leaves the others whole. S3 copies such files by itself. Where the place can do
-            neither, everything is written, with a note.
+            all; deleting one checkpoint leaves the others whole. Where the place has no links, as
+            object stores, everything is written, with a note.
         also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
             files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
             when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.

@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
-from lightning_shardckpt.sources.paths import files_of
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
@@ -134,7 +132,7 @@ def metadata(
             Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
         values: list everything else that is stored, too: see ``Metadata.values``.
         storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: see ``ShardCkptIO``; of URLs of checkpoints of other programs, a local copy is made in it.
+        pre_download: see ``ShardCkptIO``.
 
     Raises:
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
@@ -257,18 +255,10 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self._source: Source | None = None
         self._checkpoint: Checkpoint | None = None
         known = recognised(path) if storage is None else None
-        try:
-            self._checkpoint = open_checkpoint(path, storage, marks=READABLE) if known is None else None
-        except CheckpointNotFoundError:
-            copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
-            known = recognised(copy) if copy is not None else None
-            if copy is None or known is None:
-                raise
-            path = copy
-        if self._checkpoint is not None:
+        if known is None:
+            self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
             self._components: Mapping[str, Component] = self._checkpoint.root.components
         else:
-            assert known is not None
             self._source = known.open(path, True)
             self._components = self._source.components()
         self._where: dict[str, tuple[str, str]] = {}

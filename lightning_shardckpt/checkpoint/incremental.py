@@ -25,7 +25,6 @@ from lightning_shardckpt.format.index import RankIndex, ShardEntry
 from lightning_shardckpt.format.plan import Piece
 from lightning_shardckpt.format.safetensors_header import HeaderLengthError, read_header
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.remote.remote_reader import CachedReader, PrefixedReader
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import (
@@ -72,7 +71,7 @@ class RankWriter:
 
     def __init__(self, path: str, rank: int, options: SaveOptions, storage: Storage, history: SaveHistory) -> None:
         self._path, self._rank, self._options = path, rank, options
-        self._storage, self._history, self._indexes, self._prefix = storage, history, Indexes(), ""
+        self._storage, self._history, self._indexes = storage, history, Indexes()
 
     def write(
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
@@ -100,7 +99,7 @@ class RankWriter:
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
     ) -> RankFiles:
         """Do the same, but link the files that an earlier checkpoint has."""
-        written, self._prefix = RankFiles(), draft.prefix
+        written = RankFiles()
         with self._history.base(self._path, draft, self._storage, self._rank) as base:
             for name, planned in plan.files.items():
                 pieces = [piece for file in planned for piece in file.pieces]
@@ -128,11 +127,10 @@ class RankWriter:
             inside = file.pieces(left)
             if base is None or base.error is not None or inside is None:
                 continue
-            where = base.original(file.info.name)
-            if not file.is_intact(*where) or not is_unchanged(file, inside, stage):
+            if not file.is_intact(base.reader) or not is_unchanged(file, inside, stage):
                 continue
             name = shard_file_name(component, self._rank, len(files) + 1)
-            if (error := draft.link(name, *where)) is None:
+            if (error := draft.link(name, base.reader, file.info.name)) is None:
                 files.append(file.linked_as(name, inside))
                 for piece in inside:
                     del left[piece.key, piece.part.box]
@@ -143,7 +141,7 @@ class RankWriter:
     def completed(self) -> None:
         """Let later saves link the files of this one: it is complete on all ranks."""
         if self._options.incremental:
-            self._history.saved(self._path, self._prefix, self._indexes)
+            self._history.saved(self._path, self._indexes)
 
 
 # ── files of the base ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,8 +174,9 @@ class BaseFile:
         )
         return found if is_same else None  # type: ignore[return-value]  # none of them is None
 
-    def is_intact(self, reader: Reader, name: str) -> bool:
-        """Return whether size and header in the base, under this name, are those that its index has."""
+    def is_intact(self, reader: Reader) -> bool:
+        """Return whether size and header in the base are those that its index has."""
+        name = self.info.name
         try:
             if reader.size(name) != self.info.nbytes:
                 return False
@@ -235,8 +234,8 @@ def divided(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]
 
 
 _MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
-_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE, errno.EFBIG)
-"""Errors that say nothing of other files: too many links, the base is gone, or a store can't copy so much."""
+_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)
+"""Errors that say nothing of other files: too many links, or the base is gone."""
 
 Indexes: TypeAlias = dict[str, RankIndex]
 """What a rank wrote of each component."""
@@ -247,7 +246,6 @@ class _Saved:
     """A complete checkpoint, and what this rank wrote of it if it was saved here."""
 
     path: str
-    prefix: str = ""
     indexes: Indexes | None = None
 
 
@@ -262,9 +260,9 @@ class SaveHistory:
         """Take a checkpoint that was loaded as a base."""
         self._remember(_Saved(_absolute(path)))
 
-    def saved(self, path: str, prefix: str, indexes: Indexes) -> None:
-        """Take a checkpoint that is complete as a base; ``prefix`` as in ``Draft``."""
-        self._remember(_Saved(_absolute(path), prefix, indexes))
+    def saved(self, path: str, indexes: Indexes) -> None:
+        """Take a checkpoint that is complete as a base."""
+        self._remember(_Saved(_absolute(path), indexes))
 
     def _remember(self, saved: _Saved) -> None:
         directory = _directory(saved.path)
@@ -317,18 +315,10 @@ class Base:
     indexes: Mapping[str, RankIndex]
     error: OSError | None = None
 
-    def original(self, name: str) -> tuple[Reader, str]:
-        """Return the reader of the place that has a file of the indexes, and the file's name there."""
-        reader = self.reader
-        while isinstance(reader, PrefixedReader | CachedReader):
-            reader, name = reader.original(name)
-        return reader, name
-
 
 def _opened(saved: _Saved, storage: Storage, rank: int) -> Base | None:
     if saved.indexes is not None:
-        reader = storage.open(saved.path)  # each file that is linked says of which save it is
-        return Base(PrefixedReader(reader, saved.prefix) if saved.prefix else reader, saved.indexes)
+        return Base(storage.open(saved.path), saved.indexes)  # each file that is linked says of which save it is
     checkpoint = Checkpoint(storage, saved.path)
     try:
         names = [name for name, component in checkpoint.root.components.items() if rank in component.indexes]

@@ -84,13 +84,6 @@ def _replica_count(spec: TensorSpec) -> int:
     return len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
 
 
-def shared_dim(spec: TensorSpec) -> int:
-    """The dim along which the replicas of each shard divide it, of a tensor that ``choose_replicas`` lets all share."""
-    dim = _divided_dim(spec, _replica_count(spec))
-    assert dim is not None
-    return dim
-
-
 @lru_cache(maxsize=16384)
 def _divided_dim(spec: TensorSpec, count: int) -> int | None:
     """The first dim of a part that divides by ``count`` with pieces at most 1/8 above the mean; None if no dim does."""

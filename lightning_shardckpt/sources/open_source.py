@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.sources.detect import Format, recognised
+from lightning_shardckpt.sources.detect import recognised
 from lightning_shardckpt.sources.did_you_mean import READABLE, explained
-from lightning_shardckpt.sources.paths import files_of
 from lightning_shardckpt.sources.source import ShardedSource, Source
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -116,20 +115,12 @@ def open_source(
     """
     other = recognised(path)
     if other is not None:
-        return _of_others(other, path, weights_only)
+        source = other.open(path, weights_only)
+        return source, f"{other.name}, {_digest(source)}"
     try:
         sharded = ShardedSource(Checkpoint(storage, path), verify, tuning, weights_only=weights_only)
     except CheckpointNotFoundError as error:
-        copy = storage.local_copy(path, files_of) if isinstance(storage, StorageRouter) and is_url(path) else None
-        other = recognised(copy) if copy is not None else None
-        if copy is not None and other is not None:
-            return _of_others(other, copy, weights_only)
         if is_url(path):
             raise
         raise CheckpointNotFoundError(explained(path, error, READABLE)) from None
     return sharded, sharded.checkpoint.root.save_id
-
-
-def _of_others(known: Format, path: str, weights_only: bool) -> tuple[Source, str]:
-    source = known.open(path, weights_only)
-    return source, f"{known.name}, {_digest(source)}"

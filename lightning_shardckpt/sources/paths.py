@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Sequence
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.documents import FROZEN
@@ -68,26 +67,6 @@ def is_safetensors(path: str) -> bool:
     with open(path, "rb") as file:
         start = file.read(9)
     return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))
-
-
-def files_of(names: Sequence[str]) -> list[str]:
-    """Return which names in a store's folder are those of another program's checkpoint.
-
-    >>> files_of([".metadata", "__0_0.distcp", "notes/a.txt"]), files_of(["model.safetensors", "big.h5"])
-    (['.metadata', '__0_0.distcp'], ['model.safetensors'])
-    """
-    for start in ("", f"{MODEL_AND_OPTIMIZER}/"):
-        if start + DCP_NAME in names:
-            return [n for n in names if n.startswith(start) and _is_plain(n.removeprefix(start))]
-    kind = next((name.partition(".")[2].removesuffix(INDEX) for name in HUB_WEIGHTS if name in names), None)
-    if kind is None:
-        return []
-    return [name for name in names if _is_plain(name) and name.endswith((f".{kind}", f".{kind}{INDEX}"))]
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether a name is of a file in a folder, that no path leads out of."""
-    return "/" not in name and name not in ("", ".", "..") and "\0" not in name
 
 
 def leaves_out(path: str) -> bool:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
 
-from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import one_per_machine
-from lightning_shardckpt.storage.local.posix import make_directories
 from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
 from lightning_shardckpt.storage.remote.objects import ObjectStore
-from lightning_shardckpt.storage.remote.remote_reader import CachedReader, download_file
+from lightning_shardckpt.storage.remote.remote_reader import CachedReader
 from lightning_shardckpt.storage.remote.remote_storage import RemoteOutputs, RemoteStorage
 from lightning_shardckpt.storage.remote.retry import RetryPolicy
 from lightning_shardckpt.storage.remote.s3 import S3Objects, options_of
@@ -123,34 +120,6 @@ class StorageRouter:
         """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
         found = self.of(path).open(path)
         return CachedReader(found, self._cache, self._tuning) if self._cache is not None and is_url(path) else found
-
-    def local_copy(self, url: str, chosen: Callable[[Sequence[str]], Sequence[str]]) -> str | None:
-        """The path of a local copy of what is at a URL and is no checkpoint of this package; None if nothing is chosen.
-
-        Args:
-            url: of a file or a folder.
-            chosen: of the names of a folder's files, those to copy.
-
-        Raises:
-            CheckpointNotFoundError: if there is something to copy, and no folder was given for it.
-        """
-        storage = self.remote(url)
-        is_object = storage.is_object(url)
-        there, found = storage.contents(url)
-        names = found if is_object else chosen(found)
-        if not names:
-            return None
-        if self._cache is None:
-            raise CheckpointNotFoundError(
-                f"{url!r} is of another program, and is read from a local copy: give the folder for it, as pre_download"
-            )
-        reader, tags = storage.files(there, names)
-        mark = checksum("\n".join([url, *names, *tags]).encode())
-        folder = os.path.join(os.path.abspath(self._cache), f"other-{mark}")
-        for name in names:
-            make_directories(os.path.dirname(os.path.join(folder, name)), sync=False)
-            download_file(reader, name, folder, self._tuning)
-        return os.path.join(folder, names[0]) if is_object else folder
 
     def draft(self, path: str, save_id: str) -> Draft:
         """A new checkpoint that will appear at ``path``."""

@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from email.message import Message
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -134,7 +132,7 @@ def bucket(port: int) -> Bucket:
 Harm = Callable[["Asked"], "str | int | None"]
 """What to do to a request: nothing, a status to answer with, or a word.
 
-"reset", "truncate", "stall", "lose" (the answer), "etag" (a wrong one), "expired" (a token that renewed ones replaced).
+"reset", "truncate", "stall", "lose" (the answer), "etag" (a wrong one), "expired" (a token).
 """
 
 
@@ -145,10 +143,6 @@ class Asked:
     method: str
     path: str
     turn: int
-    copies: bool = False
-    """Whether the store is to copy another object."""
-    credential: str = ""
-    """The access key that signed it."""
 
     @property
     def is_part(self) -> bool:
@@ -204,13 +198,11 @@ class Proxy:
         with self._lock:
             return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
 
-    def note(self, method: str, path: str, nbytes: int, headers: Message) -> Asked:
-        credential = headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+    def note(self, method: str, path: str, nbytes: int) -> Asked:
         with self._lock:
             self._turns[method, path] += 1
             self.received_bytes += nbytes
-            copies = "x-amz-copy-source" in headers
-            self.asked.append(Asked(method, path, self._turns[method, path], copies, credential))
+            self.asked.append(Asked(method, path, self._turns[method, path]))
             return self.asked[-1]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -232,7 +224,7 @@ class Proxy:
 
             def do(self) -> None:
                 body = self._body()
-                harm = proxy.harm(proxy.note(self.command, self.path, len(body), self.headers))
+                harm = proxy.harm(proxy.note(self.command, self.path, len(body)))
                 if harm == "stall":
                     proxy.released.wait(30)
                 if harm in ("reset", "stall"):
@@ -302,31 +294,6 @@ class Proxy:
                 """Quiet."""
 
         return Handler
-
-
-class CredentialsFile:
-    """A file with short-lived credentials, which another program renews; as ``harm``, others have expired."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.renew()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Has S3's clients read it, and nothing else."""
-        return {"AWS_SHARED_CREDENTIALS_FILE": str(self._path), "AWS_DEFAULT_REGION": "us-east-1"}
-
-    def renew(self) -> None:
-        """Let what it holds expire: from here on it holds other credentials."""
-        key = uuid.uuid4().hex
-        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-        new = self._path.with_suffix(".new")
-        new.write_text("\n".join(["[default]", *(f"{name} = {key}" for name in names)]))
-        new.replace(self._path)
-
-    def harm(self, asked: Asked) -> str | None:
-        """Do to a request what S3 does."""
-        return None if asked.credential and asked.credential in self._path.read_text() else "expired"
 
 
 SKIPPED = {"content-length", "transfer-encoding", "connection", "server", "date"}

@@ -5,8 +5,6 @@ Keys are fsspec's paths, without a protocol. A store with better calls of its ow
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,20 +29,12 @@ class ObjectStat(NamedTuple):
 class ObjectStore:
     """Objects of any file system of fsspec; threads may share it."""
 
-    can_copy = False
-    """Whether ``copy`` may work."""
-
     def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
         self.fs, self._retry_policy, self._tuning = fs, retry_policy, tuning
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
         self.protocol = str(protocols[0])
         self.conditional = self.protocol == "memory"
         """Whether ``put`` compares and writes in one step, for all who write."""
-
-    def is_same(self, other: ObjectStore) -> bool:
-        """Return whether a key means the same object here and there: it is one store, with the same options."""
-        made_of = [(of.protocol, of.fs.storage_args, of.fs.storage_options) for of in (self, other)]
-        return made_of[0] == made_of[1]
 
     def key(self, url: str) -> str:
         """Return the key that a URL, or a key, names; without a slash at the end."""
@@ -135,20 +125,6 @@ class ObjectStore:
                 if self._tag(key) != before:
                     self.fs.rm_file(key)
             raise
-
-    def copy(self, source: str, key: str, nbytes: int) -> None:
-        """Have the store write an object that is the same as another one, whose bytes don't pass here.
-
-        Args:
-            source: the key of the other one.
-            key: of the new one; nothing of it is left after an error.
-            nbytes: how many bytes it has.
-
-        Raises:
-            FileNotFoundError: if the other one is not there.
-            OSError: if the store can't do it.
-        """
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self.url(key))
 
     def _tag(self, key: str) -> str | None:
         """Return an object's tag; None if there is no object."""

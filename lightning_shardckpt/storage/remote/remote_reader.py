@@ -56,14 +56,10 @@ class CachedReader:
             return
         with self._lock:
             if name not in self._here:
-                download_file(self._reader, name, self.folder, self._tuning)
+                _download_file(self._reader, name, self.folder, self._tuning)
                 self._here.add(name)
         with closing(LocalReader(self.folder)) as local:
             local.read_into(name, offset, target)
-
-    def original(self, name: str) -> tuple[Reader, str]:
-        """Return the reader that files are downloaded from, and a file's name there."""
-        return self._reader, name
 
     def names(self) -> list[str]:
         """Return every entry of the checkpoint, sorted."""
@@ -77,7 +73,7 @@ class CachedReader:
         """Do nothing: nothing is open."""
 
 
-def download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
+def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
     """Download a whole file into a folder, unless it is there; other processes may be about to, too.
 
     Raises:
@@ -181,10 +177,6 @@ class PrefixedReader:
         """Return another reader of the same files."""
         return PrefixedReader(self._reader.clone(), self._prefix)
 
-    def original(self, name: str) -> tuple[Reader, str]:
-        """Return the reader that this one reads from, and the name that a file has there."""
-        return self._reader, self._stored(name)
-
     def close(self) -> None:
         """Release what is open."""
         self._reader.close()
@@ -242,10 +234,6 @@ class RemoteReader:
     def clone(self) -> RemoteReader:
         """Itself: threads can share it."""
         return self
-
-    def key(self, name: str, objects: ObjectStore) -> str | None:
-        """Return the key of a file among these objects; None if it is in another store."""
-        return f"{self._folder}/{name}" if objects.is_same(self._objects) else None
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

@@ -50,7 +50,7 @@ class RemoteDraft:
         turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._objects, self._path, self._folder, self._turn = objects, path, folder, turn
-        self.prefix, self.can_link = prefix_of(save_id), objects.can_copy
+        self.prefix, self.can_link = prefix_of(save_id), False
         self._before: ObjectStat | None = None
         self._begun = False
         self._root: bytes | None = None
@@ -96,18 +96,8 @@ class RemoteDraft:
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
 
     def link(self, name: str, of: Reader, there: str) -> OSError | None:
-        """Have the store copy the object; return the error of one that can't."""
-        source = of.key(there, self._objects) if isinstance(of, RemoteReader) else None
-        if source is None:
-            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), self._path)
-        try:
-            self._objects.copy(source, self._key(self.prefix + name), of.size(there))
-        except FileNotFoundError as error:
-            return FileNotFoundError(errno.ENOENT, str(error), source)
-        except OSError as error:
-            return error
-        self._written.add(name)
-        return None
+        """Return an error: a store has no links."""
+        return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self._path)
 
     def publish(self) -> None:
         """Put the root index; then delete what else lay there before that.
@@ -283,6 +273,7 @@ class RemoteOutputs:
         self._objects.drop_folder(folder)
 
 
+_DOWNLOAD = "; what other programs wrote is not read at URLs: download it first"
 _ATTEMPTS = 5  # of opening what another process replaces
 
 
@@ -374,19 +365,6 @@ class RemoteStorage:
             return False
         return True
 
-    def contents(self, path: str) -> tuple[str, list[str]]:
-        """Return folder and file names of what is no checkpoint of this package; of one object, its own."""
-        folder = self._objects.key(path)
-        if self.is_object(path):
-            folder, _, name = folder.rpartition("/")
-            return folder, [name]
-        return folder, sorted(self._objects.names(folder))
-
-    def files(self, folder: str, names: Iterable[str]) -> tuple[RemoteReader, list[str]]:
-        """A reader of files in a folder, and what tells the present version of each from others."""
-        tags = [self._objects.stat(f"{folder}/{name}").tag for name in names]
-        return RemoteReader(self._objects, folder, b""), tags
-
     def is_empty(self, path: str) -> bool:
         """Return whether nothing lies below the path."""
         return not self._objects.names(self._objects.key(path))
@@ -397,12 +375,12 @@ class RemoteStorage:
 
     def _why_none(self, path: str, folder: str) -> str:
         if self.is_object(path):
-            return f"{path!r} is a file, not a checkpoint of lightning-shardckpt"
+            return f"{path!r} is a file, not a checkpoint of lightning-shardckpt{_DOWNLOAD}"
         found = self._objects.names(folder)
         if not found:
             return f"no checkpoint at {path!r}: there is nothing at this path"
         if (program := other_program(found)) is not None:
-            return f"{path!r} {program}"
+            return f"{path!r} {program}{_DOWNLOAD}"
         near = sorted(name for name in found if name.endswith(f"/{ROOT_NAME}"))
         hint = f"; did you mean {path.rstrip('/')}/{near[0].removesuffix(f'/{ROOT_NAME}')}?" if near else ""
         return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"

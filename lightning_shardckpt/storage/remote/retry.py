@@ -91,12 +91,6 @@ def status_of(error: BaseException) -> int | None:
     return next((status for status in map(_status, _chain(error)) if status is not None), None)
 
 
-def error_code(error: BaseException) -> str | None:
-    """Return the code of an error of S3, such as ``AccessDenied``, if it has one."""
-    answers = [getattr(one, "response", None) for one in _chain(error)]
-    return next((one.get("Error", {}).get("Code") for one in answers if isinstance(one, dict)), None)
-
-
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     for _ in range(10):
         if error is None:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.retry import RetryPolicy, error_code, status_of
+from lightning_shardckpt.storage.remote.retry import RetryPolicy, status_of
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 
-_T = TypeVar("_T")
 _LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
-_COPIED_BYTES = 2 << 30  # by one request, whose answer is waited for
 _REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
-_EXPIRED = ("ExpiredToken", "InvalidAccessKeyId", "TokenRefreshRequired", "400", "403")  # the last two answer HEAD
-_RENEWAL = threading.Lock()
 
 
 def options_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +30,6 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 class S3Objects(ObjectStore):
     """Objects of S3, or of what speaks its protocol, through s3fs."""
-
-    can_copy = True
 
     def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
         super().__init__(fs, retry_policy=retry_policy, tuning=tuning)
@@ -94,18 +85,6 @@ class S3Objects(ObjectStore):
             upload.give_up(error)
             raise
 
-    def copy(self, source: str, key: str, nbytes: int) -> None:
-        """Have the store write an object that is the same as another one.
-
-        Raises:
-            FileNotFoundError: if the other one is not there.
-            OSError: if the store can't do it, or it is larger than 2 GiB, which takes longer than a request may.
-        """
-        if nbytes > _COPIED_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.url(source))
-        bucket, name = self._split(source)
-        self.call("copying to", key, "copy_object", CopySource={"Bucket": bucket, "Key": name})
-
     def begin(self, key: str) -> str:
         """Return the id of a new upload. Where an answer was lost, there may be one more: not for long."""
         bucket, name = self._split(key)
@@ -152,28 +131,6 @@ class S3Objects(ObjectStore):
         for key, upload in uploads:
             with suppress(FileNotFoundError):
                 self.call("giving up", key, "abort_multipart_upload", UploadId=upload)
-
-    def _retried(self, what: str, call: Callable[[], _T]) -> _T:
-        """As for any store. After an answer that credentials expired, they are read again, once, by a new client."""
-
-        def renew_and_call() -> _T:
-            client = self.fs.s3
-            try:
-                return call()
-            except OSError as error:
-                if error_code(error) not in _EXPIRED:
-                    raise
-            with _RENEWAL:
-                if self.fs.s3 is client:  # else another thread has done it
-                    self.fs.connect(refresh=True)
-            try:
-                return call()
-            except OSError as error:
-                if error_code(error) not in _EXPIRED:
-                    raise
-                raise PermissionError(f"{error}; have the credentials expired?") from error
-
-        return super()._retried(what, renew_and_call)
 
     def _split(self, key: str) -> tuple[str, str]:
         bucket, name, _ = self.fs.split_path(key)

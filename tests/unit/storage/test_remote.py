@@ -15,9 +15,11 @@ import fsspec
 import pytest
 import torch
 
+import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, lazy
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
+from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
@@ -224,6 +226,22 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
     fill()
     assert live["a"].equal(value) and live["b"].equal(value + 1)
     assert 480_000 <= sum(reads) <= 1.1 * 480_000 and max(reads) >= 480_000
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "hub/model.safetensors"])
+def test_what_another_program_wrote_is_refused_with_what_to_do(url: str, name: str) -> None:
+    fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"x")
+    place = f"{url}/{name}" if name == "a.ckpt" else f"{url}/hub"
+    for read in (lightning_shardckpt.load, lightning_shardckpt.metadata):
+        with pytest.raises(CheckpointNotFoundError, match="not read at URLs: download it first"):
+            read(place)
+
+
+def test_every_save_to_a_store_writes_all_and_a_note_says_so(url: str) -> None:
+    options, history = SaveOptions(1, incremental=True), SaveHistory()
+    notes = [save(f"{url}-{n}", 1.0, options=options, history=history) for n in range(2)]
+    assert [len(note) for note in notes] == [1, 0] and "files can't be linked at" in notes[0][0]
+    assert load(f"{url}-1") == 1.0
 
 
 def test_a_missing_object_is_named(url: str) -> None:
