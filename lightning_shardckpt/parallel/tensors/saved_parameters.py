@@ -87,9 +87,9 @@ class SavedParameters:
         if again is None:
             found: Tensor = rest[0]
             return found
+        memory, (spec, *geometry) = local_tensor(again()), rest  # with gradients enabled, it gives a copy
         with torch.no_grad():
-            spec, *geometry = rest
-            found = local_tensor(again()).as_strided(*geometry)
+            found = memory.as_strided(*geometry)
             return found if spec is None else new_dtensor(found, spec)
 
 
