@@ -57,6 +57,7 @@ from lightning_shardckpt.strategy.lightning_module import ModuleBuild, check_fil
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.preemption import Preemption
 from lightning_shardckpt.strategy.registration import register_strategies
+from lightning_shardckpt.strategy.resume import DataShare
 from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints, TrainerRun
 from lightning_shardckpt.strategy.steps import (
     StepContext,
@@ -67,7 +68,6 @@ from lightning_shardckpt.strategy.steps import (
     unscale_shards,
     with_mean_loss,
 )
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 register_strategies()

@@ -1,29 +1,48 @@
-"""Continue a training where it was: random state, the position in the data, and what was left of an epoch."""
+"""The place of a run in training and in its data: note it for a checkpoint, and go on from there.
+
+Lightning ends the epoch with the run (2.6): who saves after ``max_steps``, ``max_time`` or ``should_stop``, be it in
+``on_train_epoch_end`` or after ``fit``, gets loop counters of an epoch that is over, and a random state that the last
+validation may have changed. So ``Stopping`` notes the position when a run ends after a batch that is not its epoch's
+last, and that is saved instead. What user code does because the run ends, such as in ``on_train_epoch_end``, stays
+done. ``Continuation`` puts every rank back when training starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_shardckpt.compat.lightning_loops import (
+    EndBatch,
     begin_loaders,
     begin_next_epoch,
     cycles_loaders,
+    ends_within_epoch,
     go_on_with_validation,
+    is_accumulating,
+    is_batch_begun,
+    is_last_batch,
     is_validation_interrupted,
     let_plateaus_step,
+    logged_in_training,
     move_in_epoch,
     repeat_last_batch,
     set_loaders_begun,
     step_plateaus_now,
+    take_back_step,
     train_loaders,
+    would_validate,
+    wrap_batch_end,
 )
-from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics
+from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics, validated_metrics
+from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.data_position import (
     EpochPosition,
     GlobalBatches,
@@ -34,10 +53,15 @@ from lightning_shardckpt.state.data_position import (
     set_own_states,
     set_seed,
 )
-from lightning_shardckpt.state.stateful_loader import StatefulLoader, restore, resume
-from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw
-from lightning_shardckpt.strategy.stop_position import plateau_monitors
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, RankState
+from lightning_shardckpt.state.stateful_loader import (
+    StatefulLoader,
+    finish,
+    position_of,
+    random_state_before_failure,
+    restore,
+    resume,
+)
+from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw, trained_names
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (
@@ -53,6 +77,185 @@ _NO_STATE = (
 _NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
 
 
+# ── where a run is ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class DataShare:
+    """The part of the data on which this rank trains, and its pipeline stage of the model.
+
+    Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
+    """
+
+    data_rank: int
+    data_size: int
+    ranks_each: int
+    stage: int = 0
+    stages: int = 1
+
+    @classmethod
+    def of(cls, meshes: Meshes) -> DataShare:
+        """Return that of this rank."""
+        topology = meshes.topology
+        return cls(
+            meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
+        )
+
+    def source_rank(self, stored: Mapping[str, Any]) -> int:
+        """The rank of the saving run whose state this one takes: of the same data and stage.
+
+        Args:
+            stored: the state of any of its ranks, as ``save_checkpoint`` wrote it.
+        """
+        saved = DataShare(**stored["place"])
+        stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
+        return (stage * saved.data_size + data_rank) * saved.ranks_each
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in training.
+
+    Attributes:
+        fit_loop: the counters of Lightning's loop; None leaves them to Lightning.
+        rng: states of this rank's random number generators.
+        loaders: the place in each of its loaders, None for one that can't tell.
+        monitored: by name, metrics for which schedulers wait that Lightning steps after the hooks of an epoch's end.
+        partial: names of metrics of such schedulers that are means over the batches of the present epoch.
+        trained: names of the parameters that are trained, where a callback changes which.
+    """
+
+    fit_loop: Mapping[str, Any] | None
+    rng: dict[str, Any]
+    loaders: list[dict[str, Any] | None]
+    monitored: dict[str, Any]
+    partial: list[str]
+    trained: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part that each rank has for itself, as a checkpoint stores it: empty fields are left out."""
+        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained}
+        return {"rng": self.rng, "positions": self.loaders} | {key: value for key, value in rest.items() if value}
+
+
+def present(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
+    """Return the place where training is now."""
+    state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
+    used = _used(state)
+    loaders = [_position(loader, used) for loader in train_loaders(trainer)]
+    for loader in train_loaders(trainer):
+        rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
+    monitored = {} if fit_loop else _monitored(trainer)
+    if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
+        take_back_step(state)  # Lightning counts it once more when a run resumes
+        fit_loop = state
+    return Position(fit_loop, rng, loaders, monitored, _partial(trainer), trained_names(trainer))
+
+
+def _position(loader: object, used: int | None) -> dict[str, Any] | None:
+    if isinstance(loader, StatefulLoader):
+        return position_of(loader, used)
+    return loader.position() if isinstance(loader, ResumableLoader) else None
+
+
+def _used(fit_loop: Mapping[str, Any]) -> int | None:
+    """Return how many batches of the present epoch are used; None where it is over."""
+    return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
+
+
+def plateau_monitors(trainer: pl.Trainer) -> list[str]:
+    """Return the metrics of the schedulers that step by a metric when an epoch is over."""
+    if not trainer.lightning_module.automatic_optimization:
+        return []
+    plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
+    return [config.monitor for config in plateaus if config.monitor is not None]
+
+
+def _partial(trainer: pl.Trainer) -> list[str]:
+    means = [meta for meta in logged_in_training(trainer) if meta.on_epoch]
+    names = {name for meta in means for name in (meta.name, f"{meta.name}_epoch")}
+    return [name for name in plateau_monitors(trainer) if name in names]
+
+
+def _monitored(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return metrics' values that are about to be used: in the hooks of an epoch's end, or of its last validation."""
+    current, monitors = trainer.fit_loop.epoch_progress.current, plateau_monitors(trainer)
+    if not monitors or not is_last_batch(trainer):
+        return {}
+    if trainer.validating:  # what training logged is of the epoch before
+        known = validated_metrics(trainer)
+    elif current.processed == current.started > current.completed:  # type: ignore[attr-defined]  # its subclass
+        known = trainer.callback_metrics
+    else:
+        return {}
+    return {name: known[name] for name in monitors if name in known}
+
+
+class Stopping:
+    """Notes where the run ended, from the batch after which it ends until training begins again."""
+
+    def __init__(self) -> None:
+        self._noted: Position | None = None
+        self._undo: Callable[[], None] | None = None
+
+    def position(self, trainer: pl.Trainer) -> Position:
+        """Return the place where a run that resumes must go on."""
+        return self._noted or present(trainer)
+
+    def forget(self) -> None:
+        """Call when training goes on or begins."""
+        self._noted = None
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Call when training starts; undone by ``unwatch``."""
+        self.unwatch()
+        self.forget()
+
+        def end_batch(fetcher: Any, original: EndBatch) -> None:
+            if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
+                self._noted = present(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
+            try:
+                original()
+            except SIGTERMException:
+                if not trainer.validating:  # else it ended in the middle of the validation
+                    self._note_after(trainer)
+                raise
+            self._note_after(trainer)
+
+        self._undo = wrap_batch_end(trainer, end_batch)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Call when a run ends, before its loaders are taken down; it leaves Lightning's loop as it was."""
+        for loader in train_loaders(trainer):
+            if isinstance(loader, StatefulLoader):
+                finish(loader, _used(trainer.fit_loop.state_dict()))
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Leave Lightning's loop as it was."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _note_after(self, trainer: pl.Trainer) -> None:
+        """Note the position after the validation that follows a batch, whether the run ends or not."""
+        if self._noted is None and ends_within_epoch(trainer):
+            state = trainer.fit_loop.state_dict()
+            if not is_accumulating(trainer):  # a run that resumes counts it when it skips the validation
+                take_back_step(state)
+            self._noted = present(trainer, state)
+
+
+def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
+    """Return loop state as ``on_train_batch_end`` has it: Lightning resumes with the next batch from there."""
+    for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
+        progress["completed"] -= 1
+    return state
+
+
+# ── going on ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class Continuation:
     """The work that remains when training starts: random state and position in the data.
 
@@ -61,10 +264,10 @@ class Continuation:
     """
 
     def __init__(
-        self, checkpoint: Mapping[str, Any], rank_state: RankState, share: DataShare, parts: frozenset[str]
+        self, checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any], share: DataShare, parts: frozenset[str]
     ) -> None:
-        self._rng = rank_state.rng if "random" in parts else None
-        self._positions = rank_state.positions if "data" in parts else None
+        self._rng = rank_state["rng"] if "random" in parts else None
+        self._positions = rank_state["positions"] if "data" in parts else None
         loops = checkpoint.get("loops")
         self._batches = None if loops is None else batches_done(loops)
         if loops is not None and self._batches is not None:
@@ -75,9 +278,9 @@ class Continuation:
         self._ended: bool = epoch["processed"] >= epoch["started"]
         unfinished = self._batches is None and epoch["completed"] < epoch["started"] and not self.validates
         self._awaited = unfinished and "schedulers" in parts  # others begin anew
-        self._monitored, self._partial = rank_state.monitored, rank_state.partial
-        self._trained = rank_state.trained if "callbacks" in parts else ()
-        saved = rank_state.share
+        self._monitored, self._partial = rank_state.get("monitored", {}), rank_state.get("partial", ())
+        self._trained = rank_state.get("trained", ()) if "callbacks" in parts else ()
+        saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, share.data_size
         self._same_data = saved.data_size == share.data_size
         self._found: list[tuple[int, EpochPosition | None]] = []

@@ -30,9 +30,8 @@ from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_ane
 from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
 from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled
 from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
-from lightning_shardckpt.strategy.resume import Continuation
-from lightning_shardckpt.strategy.stop_position import Stopping
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, LoadedModule, load_checkpoint, save_checkpoint
+from lightning_shardckpt.strategy.resume import Continuation, DataShare, Stopping
+from lightning_shardckpt.strategy.trainer_checkpoint import LoadedModule, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
 

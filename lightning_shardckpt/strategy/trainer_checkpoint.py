@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.sources.match import fitted_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import with_objects
@@ -33,7 +32,7 @@ from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loade
 from lightning_shardckpt.state.peft_modules import adapter_tensors
 from lightning_shardckpt.strategy.lightning_callbacks import regroup
 from lightning_shardckpt.strategy.lightning_module import filling
-from lightning_shardckpt.strategy.stop_position import Position
+from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 _OF_A_CLI = "_instantiator"
@@ -56,77 +55,6 @@ def checked_io(io: object) -> ShardCkptIO:
     raise TypeError(
         f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DataShare:
-    """The part of the data on which this rank trains, and its pipeline stage of the model.
-
-    Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
-    """
-
-    data_rank: int
-    data_size: int
-    ranks_each: int
-    stage: int = 0
-    stages: int = 1
-
-    @classmethod
-    def of(cls, meshes: Meshes) -> DataShare:
-        """Return that of this rank."""
-        topology = meshes.topology
-        return cls(
-            meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
-        )
-
-    def source_rank(self, stored: Mapping[str, Any]) -> int:
-        """The rank of the saving run whose state this one takes: of the same data and stage.
-
-        Args:
-            stored: any rank's ``RankState``, as its checkpoint has it.
-        """
-        saved = DataShare(**stored["place"])
-        stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
-        return (stage * saved.data_size + data_rank) * saved.ranks_each
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """What only one rank of a run knows, of which a checkpoint has one for each.
-
-    Attributes:
-        rng: states of the random number generators.
-        share: which data it trained on.
-        positions: where each of its loaders was, None for one that can't tell.
-        monitored: metrics for which schedulers wait, by name.
-        partial: those of them that are means over the batches so far.
-        trained: names of the parameters that are trained, where a callback changes which.
-    """
-
-    rng: Mapping[str, Any]
-    share: DataShare
-    positions: Sequence[Any]
-    monitored: Mapping[str, Any]
-    partial: Sequence[str]
-    trained: Sequence[str]
-
-    @classmethod
-    def of(cls, position: Position, share: DataShare) -> RankState:
-        """Return that of this rank."""
-        at = position
-        return cls(at.rng, share, at.loaders, at.monitored, at.partial, at.trained)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint has of it: empty fields are left out."""
-        found = {"rng": self.rng, "place": asdict(self.share), "positions": self.positions}
-        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained}
-        return found | {key: value for key, value in rest.items() if value}
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> RankState:
-        """Return what ``to_json`` was made of."""
-        monitored, partial, trained = stored.get("monitored", {}), stored.get("partial", ()), stored.get("trained", ())
-        return cls(stored["rng"], DataShare(**stored["place"]), stored["positions"], monitored, partial, trained)
 
 
 class LoadedModule(NamedTuple):
@@ -159,13 +87,13 @@ def save_checkpoint(
         state = dict(loops["fit_loop"]["state_dict"])
         del state["combined_loader"]  # each rank's positions have it
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    rank_state = RankState.of(position, share)
-    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state.to_json()}, path, storage_options)
+    rank_state = {"place": asdict(share), **position.to_json()}
+    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
 
 
 def load_checkpoint(
     io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
-) -> tuple[dict[str, Any], RankState | None, LoadedModule]:
+) -> tuple[dict[str, Any], Mapping[str, Any] | None, LoadedModule]:
     """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
     Collective: every rank must call it.
@@ -206,8 +134,7 @@ def load_checkpoint(
         rank_zero_info(note)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = entries_loaded({"": module}, state_dict, loaded.extra_state, loaded.for_code)
-    stored = checkpoint.pop(RANK_STATE)
-    rank_state = None if stored is None else RankState.from_json(stored)
+    rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _compare_hyper_parameters(module, checkpoint, str(path))
     _leave_out(checkpoint, trainer, parts)

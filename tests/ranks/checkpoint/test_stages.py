@@ -30,7 +30,8 @@ from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.module_io import ForCode, load_rest, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_state
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer, merge_optimizers
-from lightning_shardckpt.strategy.trainer_checkpoint import DataShare, module_targets
+from lightning_shardckpt.strategy.resume import DataShare
+from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
