@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.consolidate import command_parser, run_command
-from lightning_shardckpt.system.text import count_text, progress, size_text
+from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute
 from lightning_shardckpt.tools.prove_resume import DEFAULT_STEPS, DEFAULT_TIMEOUT_S
 
@@ -41,13 +41,14 @@ def _parser() -> ArgumentParser:
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
-    inspect.add_argument("--ranks", action="store_true", help="who has what; with --tensors, every box of these")
+    inspect.add_argument("--ranks", action="store_true", help="what each rank held and wrote")
     add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
 
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
     verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
+    verify.add_argument("--json", action="store_true", help="everything, for programs")
     add_storage_options(verify)
     tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
 
@@ -81,19 +82,13 @@ def _print(found: dict[str, Any], as_json: bool, text: Callable[[], str]) -> Non
 
 
 def _verify(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.verify import verify
+    from lightning_shardckpt.tools.verify import render, verify
 
-    options = arguments.storage_options
+    of = arguments
     with progress() as bar:
-        report = verify(arguments.path, quick=arguments.quick, advance=bar, expect=bar.expect, storage_options=options)
-    for finding in report.findings:
-        print(finding)
-    looked_at = f"{count_text(report.files, 'file')}, {size_text(report.nbytes)} of shards"
-    if report.findings:
-        print(f"{count_text(len(report.findings), 'problem')} in {arguments.path} ({looked_at})")
-        return 1
-    print(f"{arguments.path} is {'complete' if arguments.quick else 'whole'}: {looked_at}")
-    return 0
+        report = verify(of.path, quick=of.quick, advance=bar, expect=bar.expect, storage_options=of.storage_options)
+    _print(asdict(report), of.json, lambda: render(report, of.path, quick=of.quick))
+    return int(bool(report.findings))
 
 
 # ── looking inside ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,7 +133,7 @@ def _add_listing(parser: ArgumentParser) -> None:
 
 
 def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,pp=2,dp=1")
+    parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,dp=1")
 
 
 def _add_digest(tools: Any) -> None:

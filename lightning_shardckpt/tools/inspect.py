@@ -10,12 +10,11 @@ from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.format.layout import as_holders
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
 from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
-from lightning_shardckpt.tools.ownership import Owned, OwnedBox, boxes_of, coordinates, held, written
+from lightning_shardckpt.tools.ownership import Owned, coordinates, held, written
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
@@ -34,8 +33,7 @@ def inspect(
     Args:
         path: the checkpoint.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        ranks: tell in ``by_rank`` what each rank holds and wrote; of these tensors alone if there is a pattern, with
-            the boxes of each.
+        ranks: tell in ``by_rank`` what each rank holds and wrote; of these tensors alone if there is a pattern.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
@@ -62,9 +60,6 @@ def inspect(
         }
         if ranks:
             report["by_rank"] = list(_by_rank(checkpoint, listed, files))
-            if tensors is not None:
-                for tensor in listed:
-                    tensor["boxes"] = [_box(checkpoint, tensor, one) for one in _boxes_of(checkpoint, tensor)]
         return report
 
 
@@ -153,27 +148,6 @@ def _by_rank(
         }
 
 
-def _boxes_of(checkpoint: Checkpoint, tensor: dict[str, Any]) -> Iterator[OwnedBox]:
-    component, key = tensor["component"], tensor["name"]
-    replica = checkpoint.replicas(component)[key]
-    return boxes_of(checkpoint.root.components[component].tensors[key], replica)
-
-
-def _box(checkpoint: Checkpoint, tensor: dict[str, Any], one: OwnedBox) -> dict[str, Any]:
-    try:
-        file = checkpoint.entry(tensor["component"], tensor["name"], one.as_overlap()).file
-    except ShardCkptError:  # an index that cannot be read is among the problems
-        file = None
-    return {
-        "start": list(one.box.start),
-        "stop": list(one.box.stop),
-        "bytes": one.box.numel * DTYPE_BYTES[tensor["dtype"]],
-        "writer": one.writer,
-        "holders": [list(held_by) for held_by in as_holders(list(one.holders))],
-        "file": file,
-    }
-
-
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -190,7 +164,7 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     if "by_rank" not in report:
         blocks.append(_files_table(report["files"], limit))
     elif report["tensors"]:
-        blocks += [_ranks_table(report, limit), *_boxes_tables(report)]
+        blocks.append(_ranks_table(report, limit))
     if report["problems"]:
         blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *report["problems"]]))
     return "\n\n".join(blocks)
@@ -265,28 +239,6 @@ def _ranks_table(report: dict[str, Any], limit: int | None) -> str:
     header = ("rank", "coordinates", "tensors", "held", "boxes", "written", "files", "size")
     numbers = tuple(name for name in header if name != "coordinates")
     return long_table(header, report["by_rank"], row, limit=limit, noun="rank", right=numbers)
-
-
-def _boxes_tables(report: dict[str, Any]) -> Iterator[str]:
-    for tensor in report["tensors"]:
-        boxes = tensor.get("boxes")
-        if boxes is None:
-            return
-        rows = [
-            (_box_text(b), str(b["writer"]), _ranges_text(b["holders"]), b["file"] or "?", size_text(b["bytes"]))
-            for b in boxes
-        ]
-        header = (f"{tensor['name']}, {tensor['dtype']} {shape_text(tensor['shape'])}", "written by", "held by", "file")
-        yield table((*header, "size"), rows or [("no elements", "", "", "", "")], ("written by", "size"))
-
-
-def _box_text(box: dict[str, Any]) -> str:
-    """Return a box as an index in Python.
-
-    >>> _box_text({"start": [0, 4], "stop": [2, 8]})
-    '[0:2, 4:8]'
-    """
-    return f"[{', '.join(f'{a}:{b}' for a, b in zip(box['start'], box['stop'], strict=True))}]"
 
 
 def _ranges_text(ranges: list[list[int]]) -> str:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.tools.diff import TensorDistance, diff, is_same, numbers
 from tests.support.pool import run_ranks
 
@@ -116,11 +115,14 @@ def test_every_changed_tensor_is_found_with_the_size_of_the_change(saved: Path, 
     for name, one in different.items():
         before, after = drawn(name, False), drawn(name, True)
         differs = (bits(before) != bits(after)).any(1)
+        assert one["elements"] == int(differs.sum()) and one["of"] == before.numel(), name
+        if before.dtype in FLOAT8:
+            assert (one["max_abs"], one["relative_l2"]) == (None, None), name
+            continue
         kind = torch.complex128 if before.is_complex() else torch.float64
-        a, b_ = (t.to(torch.float32 if t.dtype in FLOAT8 else t.dtype).to(kind).flatten() for t in (before, after))
+        a, b_ = (t.to(kind).flatten() for t in (before, after))
         usable = a.isfinite() & b_.isfinite()
         apart = (b_ - a)[usable].abs()
-        assert one["elements"] == int(differs.sum()) and one["of"] == before.numel(), name
         assert one["not_finite"] == int((differs & ~usable).sum()), name
         assert one["max_abs"] == pytest.approx(float(apart.max()), rel=1e-12), name
         expected = float(apart.norm() / a[a.isfinite()].abs().norm())  # sums in another order
@@ -247,15 +249,10 @@ def test_step_topology_and_hyper_parameters_are_compared(saved: Path, capsys: py
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dtype", [*FLOAT8, torch.bfloat16], ids=str)
-def test_every_value_of_a_type_that_numpy_has_not_is_that_of_torch(dtype: torch.dtype) -> None:
-    raw = torch.arange(256, dtype=torch.uint8)
-    if dtype == torch.bfloat16:
-        raw = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
-    found = numbers(memoryview(raw.numpy()), DTYPES[dtype])
-    assert numpy.array_equal(found, raw.view(dtype).float().numpy(), equal_nan=True)
-    zeros = found == 0
-    assert numpy.array_equal(numpy.signbit(found[zeros]), raw.view(dtype).float().signbit().numpy()[zeros])
+def test_every_bfloat16_is_that_of_torch() -> None:
+    raw = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    found = numbers(memoryview(raw.view(torch.uint8).numpy()), "BF16")
+    assert numpy.array_equal(found.view(numpy.uint32), raw.view(torch.bfloat16).float().numpy().view(numpy.uint32))
 
 
 def test_a_zero_that_changes_its_sign_and_a_nan_that_changes_its_bits_differ_by_no_magnitude() -> None:
