@@ -117,12 +117,11 @@ class HFMirror:
 
     Args:
         files: what goes where.
-        texts: further files, which rank 0 writes, by name; a checkpoint is flat, so those in directories are left out.
+        texts: further files, which rank 0 writes, by name.
     """
 
     def __init__(self, files: list[OutputFile], texts: Mapping[str, bytes]) -> None:
-        self._files = files
-        self._texts = {name: content for name, content in texts.items() if "/" not in name}
+        self._files, self._texts = files, texts
 
     def write(self, draft: Draft, pieces: Iterable[Piece], stage: Stage) -> None:
         """Write this rank's pieces, durable on return as all that a draft writes. Runs on every rank."""

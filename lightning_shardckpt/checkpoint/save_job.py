@@ -206,7 +206,7 @@ class SaveJob:
         return text
 
     def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
-        wanted = list(Model(model, {}).tensors(table)), int(self._options.size_per_shard * MB)
+        wanted = list(Model(model).tensors(table)), int(self._options.size_per_shard * MB)
         files = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
         texts: dict[str, bytes] = {}
         if self._ranks.rank == 0:

@@ -118,24 +118,9 @@ def initialize(model: nn.Module, modules: Collection[nn.Module]) -> None:
     model.initialize_weights()  # type: ignore[operator]  # a method
 
 
-def save_code(kind: type, folder: str, config: dict[str, Any]) -> bool:
-    """Copy the source files of a custom class, as ``save_pretrained`` does, and name the class in a config.
+def has_own_code(kind: type) -> bool:
+    """Return whether a class of a model is one of ``register_for_auto_class``, whose code lies beside the weights.
 
-    Relies on ``_auto_class``, which ``register_for_auto_class`` and loading with ``trust_remote_code`` set, and on
-    ``transformers.dynamic_module_utils.custom_object_save``.
-
-    Args:
-        kind: of a model or a config.
-        folder: where the files are written.
-        config: the content of ``config.json``, whose ``auto_map`` gets the class.
-
-    Returns:
-        False if the class is to be found by its code, and there is no file with that: it is in ``__main__``.
+    Relies on ``_auto_class``.
     """
-    if getattr(kind, "_auto_class", None) is None:
-        return True
-    if kind.__module__ == "__main__":
-        return False
-    found: Any = import_module("transformers.dynamic_module_utils")
-    found.custom_object_save(object.__new__(kind), folder, config=config)  # of an instance only its class is looked at
-    return True
+    return getattr(kind, "_auto_class", None) is not None

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.options import Naming, Options, unique
 from lightning_shardckpt.format import safetensors_files
-from lightning_shardckpt.format.index import ROOT_NAME, Component
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.assemble import StoredCheckpoint, StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import is_companion
+from lightning_shardckpt.state.documents import CONFIGS
 from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.protocol import Contents, File, NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -33,6 +33,7 @@ from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; a process may often have 1,024
 _LISTED = 5
+_OPTIMIZER = "optimizer.json"
 _WRITTEN = (".safetensors", ".safetensors.index.json")
 _LAST = (".safetensors.index.json", "config.json")
 _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
@@ -80,7 +81,7 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
     if options.has_optimizer:
         found, document = _optimizer_tensors(stored, options)
         export.containers += _contained("optimizer", found, {}, options, export)
-        export.files["optimizer.json"] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+        export.files[_OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
 
@@ -124,7 +125,7 @@ def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tu
 def _for_hugging_face(
     taken: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
-    """The tensors as ``from_pretrained`` takes them; and the config and its companion files."""
+    """The tensors as ``from_pretrained`` takes them; and the configs."""
     naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
     own: dict[str, list[str]] = {}
     for name, key in taken.items():
@@ -296,10 +297,8 @@ def conversion(stored: str, written: str) -> DtypeConversion:
 
 
 def is_replaceable(contents: Contents) -> bool:
-    """Return whether a directory holds nothing but files that an export may have written; code may be the user's."""
-    if ROOT_NAME in contents.names or any(name.endswith(".py") for name in contents.names):
-        return False
-    if not all(is_companion(name) or name.endswith(_WRITTEN) for name in contents.names):
+    """Return whether a directory holds nothing but files that an export may have written."""
+    if not all(name in (*CONFIGS, _OPTIMIZER) or name.endswith(_WRITTEN) for name in contents.names):
         return False
     tensors = [name for name in contents.names if name.endswith(_WRITTEN[0])]
     return not contents.names or (bool(tensors) and all(_is_of_an_export(contents.head, name) for name in tensors))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import check_dtype, check_file_name, check_shape, check_text, shown
+from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, shown
 from lightning_shardckpt.state.peft_names import adapters_from_json
 from lightning_shardckpt.state.stored_optimizer import merge_optimizers
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -134,14 +132,11 @@ FROZEN = "shardckpt_frozen_parameters"
 """Key of Lightning's checkpoint dict under which a single file has the document "frozen"."""
 PEFT = "peft.json"
 HUGGING_FACE = "huggingface.json"
-TEXT_BYTES = 64 << 10
-"""A file of the Hugging Face document that is no longer than this, and UTF-8, is there as it is; others compressed."""
+CONFIG = "config.json"
+CONFIGS = (CONFIG, "generation_config.json")
+"""The files of a model of transformers that a checkpoint has: texts of JSON."""
 
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
-COMPANIONS = ("json", "txt", "model", "jinja", "vocab", "bpe", "spm", "tiktoken", "codes", "tokenizer", "py")
-"""Endings of files that may stand beside a model's weights: data, and code that runs where somebody trusts it."""
-_MOST_COMPANIONS = 64
-_COMPANION_BYTES = 1 << 27
 
 
 def checked(role: str, content: bytes, where: str) -> Any:
@@ -254,18 +249,8 @@ def _params(value: Any, place: str, numbered: bool) -> None:
 # ── Hugging Face ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_companion(path: str) -> bool:
-    """Return whether a file may stand beside a model's weights: a relative path of plain names, of a known kind."""
-    try:
-        parts = [check_file_name(part) for part in path.split("/")]
-    except FormatError:
-        return False
-    return len(parts) <= 3 and parts[-1].rpartition(".")[2] in COMPANIONS and not parts[-1].endswith(".index.json")
-
-
 def _hugging_face(value: Any) -> None:
-    _object(value, "", "models", "files")
-    _files(value["files"], "files")
+    _object(value, "", "models")
     for number, model in enumerate(_list(value["models"], "models")):
         place = f"models/{number}"
         _object(model, place, "prefix", "class", "adapter", "ties", "ignored", "names", "files")
@@ -273,9 +258,10 @@ def _hugging_face(value: Any) -> None:
         texts += _list(model["ignored"], f"{place}/ignored")
         for text in texts if model["adapter"] is None else [*texts, model["adapter"]]:
             check_text(text)
-        _files(model["files"], f"{place}/files")
-        if not isinstance(parse_json(check_text(model["files"].get("config.json")).encode(), "config.json"), dict):
-            raise FormatError(f"{place}/files/config.json is not an object")
+        files = _object(model["files"], f"{place}/files")
+        for name in {CONFIG, *files}.intersection(CONFIGS):
+            if not isinstance(parse_json(check_text(files.get(name)).encode(), name), dict):
+                raise FormatError(f"{place}/files/{name} is not an object")
         for name, parts in _object(model["names"], f"{place}/names").items():
             for part in _list(parts, f"{place}/names/{shown(name)}"):
                 _part(part, f"{place}/names/{shown(name)}")
@@ -288,36 +274,3 @@ def _part(part: Any, place: str) -> None:
     start, stop, _ = (check_shape(one) for one in part[1:])
     if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
         raise FormatError(f"{place} has {shown(part)}, which is no box")
-
-
-def _files(value: Any, place: str) -> None:
-    if len(_object(value, place)) > _MOST_COMPANIONS:
-        raise FormatError(f"{place} has {len(value)} files, more than {_MOST_COMPANIONS}")
-    for name, content in value.items():
-        if not is_companion(name):
-            raise FormatError(f"{place} has {shown(name)}, which is not a file that may stand beside a model")
-        if isinstance(content, str):
-            check_text(content)
-            continue
-        check_text(_object(content, f"{place}/{name}", "zlib", "bytes")["zlib"])
-        nbytes = content["bytes"]
-        if type(nbytes) is not int or not 0 <= nbytes <= _COMPANION_BYTES:
-            raise FormatError(f"{place}/{name} has {shown(nbytes)} bytes, expected at most {_COMPANION_BYTES}")
-
-
-def unpacked(content: Any, where: str) -> bytes:
-    """A file of the Hugging Face document, which was checked; in memory that its size bounds.
-
-    Raises:
-        FormatError: naming ``where``, if it is damaged.
-    """
-    if isinstance(content, str):
-        return content.encode()
-    stream = zlib.decompressobj()
-    try:
-        found = stream.decompress(base64.b64decode(content["zlib"], validate=True), content["bytes"] + 1)
-    except (ValueError, zlib.error) as error:
-        raise FormatError(f"{where} is damaged: {error}") from None
-    if len(found) != content["bytes"] or not stream.eof:
-        raise FormatError(f"{where} does not have {content['bytes']} bytes")
-    return found

@@ -16,7 +16,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
-from lightning_shardckpt.state.documents import unpacked
+from lightning_shardckpt.state.documents import CONFIG, CONFIGS
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 
 # ── patterns of names ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,8 +83,6 @@ class Model:
     """A model of the document."""
 
     recorded: Mapping[str, Any]
-    shared: Mapping[str, Any]
-    """Files of the module around it."""
 
     @property
     def prefix(self) -> str:
@@ -158,13 +156,12 @@ class Model:
             raise FormatError(f"huggingface.json: {problem}")
 
     def files(self, dtype: str | None, converted: bool) -> dict[str, bytes]:
-        """The files beside the weights; the config tells ``dtype``, by its name in safetensors, if all is of it now."""
-        content = {**self.shared, **self.recorded["files"]}
-        found = {name: unpacked(one, f"huggingface.json, {name}") for name, one in content.items()}
-        config = json.loads(found["config.json"])
+        """The configs beside the weights; they tell ``dtype``, by its name in safetensors, if all is of it now."""
+        found = {name: text.encode() for name, text in self.recorded["files"].items() if name in CONFIGS}
+        config = json.loads(found[CONFIG])
         if dtype in CONFIG_DTYPES and (converted or not any(key in config for key in _DTYPE_KEYS)):
             _set_dtype(config, CONFIG_DTYPES[dtype])
-        found["config.json"] = (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        found[CONFIG] = (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
         return found
 
 
@@ -191,4 +188,4 @@ def pick(document: Mapping[str, Any] | None, prefix: str) -> Model | None:
         listed = ", ".join(f"{model['class']} under {model['prefix']!r}" for model in models)
         problem = f"none of them is under {prefix!r}" if prefix else "say which one, by --strip_prefix"
         raise ValueError(f"the checkpoint has the models {listed}; {problem}")
-    return Model(chosen[0], document["files"])
+    return Model(chosen[0])

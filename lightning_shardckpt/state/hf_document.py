@@ -6,28 +6,23 @@ is a document of the checkpoint, see FORMAT.md: names and texts, nothing that is
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import re
-import tempfile
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots, non_persistent_buffers
 from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
-from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function, save_code
+from lightning_shardckpt.compat.transformers import has_own_code, names_not_saved, own_tied_patterns, revert_function
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, check_json_size
-from lightning_shardckpt.state.documents import COMPANIONS, TEXT_BYTES, is_companion
+from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.hf_directory import NamedBoxes, applied, general, pattern_of
 from lightning_shardckpt.state.model import is_elsewhere
 
@@ -159,26 +154,11 @@ def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> b
     return own_length >= length and (stride == own_stride or length == own_length == 1)
 
 
-_FIRST = ("tokenizer", "processor")  # of attributes whose files have the same names, these are the model's
-_CONFIGS = {"PretrainedConfig", "PreTrainedConfig", "GenerationConfig", "PeftConfigMixin"}  # the model's own are kept
-_WHY_NOT = "a file beside a model's weights has one of the endings " + ", ".join(COMPANIONS)
-_FILES_BYTES = MAX_JSON_BYTES // 2  # of all companions: a reader takes no larger document
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A result that was made of an object, with what tells whether the object is still the same."""
-
-    of: Callable[[], Any]
-    mark: Any
-    value: Any
-
-
 @dataclass(slots=True)
 class HuggingFace:
-    """Finds what the modules of a run know, and makes again only what has changed. For one thread at a time."""
+    """Finds what the modules of a run know; looks up the names of a model's weights once. For one thread at a time."""
 
-    _kept: dict[Any, _Kept] = field(default_factory=dict)
+    _names: WeakKeyDictionary[nn.Module, dict[str, NamedBoxes]] = field(default_factory=WeakKeyDictionary)
 
     def document(self, module: nn.Module, names: Collection[str] = ()) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """The document for a module, None if it has no model of transformers; and what a user should know, once.
@@ -190,20 +170,9 @@ class HuggingFace:
         notes: list[str] = []
         try:
             found = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
-            if not found:
-                return None, ()
-            files: dict[str, Any] = {}
-            for name, owner in _around(module):
-                files |= {key: value for key, value in self._companions(name, owner, notes).items() if key not in files}
-            document = {"models": found, "files": files}
-            if sum(map(len, _texts(document))) > _FILES_BYTES:
-                notes.append("the tokenizer's files are too large to be saved with the checkpoint; it is saved without")
-                document["files"] = {}
-                for model in found:
-                    model["files"] = {k: v for k, v in model["files"].items() if isinstance(v, str)}
-            text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-            check_json_size(text.encode(), "it")
-            return document, tuple(notes)
+            document = {"models": found, "files": {}}
+            check_json_size(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), "it")
+            return document if found else None, tuple(notes)
         except Exception as error:  # a user's classes run here, and a checkpoint without this loads as well
             return None, (f"what the model knows about Hugging Face is not in the checkpoint: {_said(error)}",)
 
@@ -213,7 +182,6 @@ class HuggingFace:
         prefix = f"{clean_fqn(name)}." if clean_fqn(name) else ""
         kind = class_name(model)
         config = json.loads(model.config.to_json_string())
-        code = self._code(name, model, config, notes)
         told = {"torch_dtype" if "torch_dtype" in config else "dtype": str(model.dtype).removeprefix("torch.")}
         files = {"config.json": _pretty({**config, **told, "architectures": [kind]})}
         generation = getattr(model, "generation_config", None)
@@ -229,126 +197,25 @@ class HuggingFace:
             "ties": sorted(n for n in here if any(p.search(n) for p in patterns)),
             "ignored": sorted(names_not_saved(model).intersection(here)),
             "names": self._original(model, notes),
-            "files": code | self._companions(name, model, notes) | files,
+            "files": files,
         }
 
-    def _original(self, model: nn.Module, notes: list[str]) -> Mapping[str, NamedBoxes]:
+    def _original(self, model: nn.Module, notes: list[str]) -> dict[str, NamedBoxes]:
         """Return what the weights are called in the files of ``from_pretrained``; looked up once per model."""
-
-        def make() -> Any:
+        if model not in self._names:
+            if has_own_code(original_class(model)):
+                notes.append(
+                    f"the code of {class_name(model)} is not in the checkpoint: put its files beside an export"
+                )
             try:
-                return original_names(model)
+                self._names[model] = original_names(model)
             except Exception as error:  # of a version of transformers that works differently
+                self._names[model] = {}
                 notes.append(
                     f"how {class_name(model)}'s weights are named outside of transformers is not in the checkpoint, "
                     f"so that an export has the names of its state dict: {_said(error)}"
                 )
-                return {}
-
-        found: Mapping[str, NamedBoxes] = self._once(("names", id(model)), model, None, make)
-        return found
-
-    def _code(self, name: str, model: Any, config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-        """Return the files with the code of a model's own classes, and let ``config`` say where it is."""
-
-        def make() -> Any:
-            found, told = dict[str, Any](), {"auto_map": dict(config.get("auto_map") or {})}
-            for kind in (original_class(model), type(model.config)):
-
-                def save(folder: str, kind: type = kind) -> None:
-                    if not save_code(kind, folder, told):
-                        raise ValueError("it is in __main__: put the class into a module of its own")
-
-                try:
-                    found |= _saved(save, kind.__name__, notes)
-                except Exception as error:  # of a version of transformers that works differently, or code without files
-                    notes.append(f"the code of {kind.__name__} is not in the checkpoint: {_said(error)}")
-            return found, told["auto_map"]
-
-        files, auto_map = self._once(("code", name), model, None, make)
-        config |= {"auto_map": auto_map} if auto_map else {}
-        return dict(files)
-
-    def _companions(self, name: str, owner: Any, notes: list[str]) -> dict[str, Any]:
-        """The files of a module's attributes that have ``save_pretrained`` and are no modules, such as tokenizers.
-
-        They may be in dicts, lists and tuples, too. A processor, which has a tokenizer of its own, comes last: its
-        files tell more.
-        """
-        found: dict[str, Any] = {}
-        here = [(attribute, one) for attribute, one in _attributes(owner) if _is_companion_of(one)]
-        for attribute, one in sorted(here, key=lambda item: (_is_processor(item[1]), item[0] not in _FIRST)):
-            where = f"{name}.{attribute}" if name else attribute
-
-            def make(one: Any = one, where: str = where) -> Any:
-                try:
-                    return _saved(one.save_pretrained, where, notes)
-                except Exception as error:  # a class of the user's may do anything
-                    notes.append(f"{where}, a {type(one).__name__}, is not in the checkpoint: {_said(error)}")
-                    return {}
-
-            if any(isinstance(value, nn.Module) for value in getattr(one, "__dict__", {}).values()):
-                notes.append(f"{where}, a {type(one).__name__}, is not in the checkpoint: it holds modules")
-                continue
-            files = self._once(("files", where), one, _mark(one), make)
-            other = [file for file in files if found.get(file, files[file]) != files[file]]
-            if other and not _is_processor(one):
-                notes.append(
-                    f"{where}, a {type(one).__name__}, is not in the checkpoint: another attribute has another file "
-                    f"{other[0]}. Save it beside the checkpoint"
-                )
-                continue
-            found |= files
-        return found
-
-    def _once(self, key: Any, of: Any, mark: Any, make: Any) -> Any:
-        kept = self._kept.get(key)
-        if kept is None or kept.of() is not of or kept.mark != mark:
-            self._kept[key] = kept = _Kept(_reference(of), mark, make())
-        return kept.value
-
-
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object by name, and what those that are dicts, lists or tuples have in them."""
-    for name, value in vars(owner).items():
-        yield name, value
-        if not name.startswith("_") and isinstance(value, dict | list | tuple):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}.{key}", item) for key, item in items)
-
-
-def _is_companion_of(one: Any) -> bool:
-    kind: Any = type(one)
-    return callable(getattr(kind, "save_pretrained", None)) and not (
-        isinstance(one, nn.Module) or _CONFIGS & _kinds(kind)
-    )
-
-
-def _is_processor(one: Any) -> bool:
-    kind: Any = type(one)
-    return "ProcessorMixin" in _kinds(kind)
-
-
-def _reference(of: Any) -> Callable[[], Any]:
-    try:
-        return ref(of)
-    except TypeError:  # its class has no room for one
-        return lambda: of
-
-
-_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-"""Of a tokenizer of the library tokenizers, what it does before and after its model; each gives its state as JSON."""
-
-
-def _mark(one: Any) -> Any:
-    """Return what differs where a tokenizer has changed; what cannot be compared is equal to nothing."""
-    try:
-        size, backend = len(one) if hasattr(one, "__len__") else 0, getattr(one, "backend_tokenizer", None)
-        steps = (getattr(backend, name, None) for name in _STEPS)
-        stated = [step.__getstate__() for step in steps if step is not None]
-        return repr(one), str(getattr(one, "chat_template", None)), size, stated
-    except Exception:  # a class of the user's may do anything
-        return object()
+        return self._names[model]
 
 
 def original_class(model: Any) -> type:
@@ -375,15 +242,6 @@ def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> It
         yield from _models(child, f"{name}.{child_name}" if name else child_name, adapter)
 
 
-def _around(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module, and those in it, that are no models of transformers nor in one, by name."""
-    kind: Any = type(module)
-    if "PreTrainedModel" not in _kinds(kind):
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from _around(child, f"{name}.{child_name}" if name else child_name)
-
-
 @cache
 def _kinds(of: Any) -> frozenset[str]:
     return frozenset(kind.__name__ for kind in of.__mro__)
@@ -399,39 +257,6 @@ def _tied_patterns(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         for pattern in own_tied_patterns(module):
             yield f"{re.escape(clean_fqn(name))}.{pattern}" if name else pattern
-
-
-def _saved(save: Callable[[str], object], where: str, notes: list[str]) -> dict[str, Any]:
-    """The files that something writes into a folder."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        for parent, _, names in os.walk(folder):
-            for name in sorted(names):
-                path = os.path.join(parent, name)
-                relative = os.path.relpath(path, folder).replace(os.sep, "/")
-                if not is_companion(relative):
-                    notes.append(f"{relative}, of {where}, is not in the checkpoint: {_WHY_NOT}")
-                    continue
-                with open(path, "rb") as file:
-                    found[relative] = packed(file.read())
-    return found
-
-
-def packed(content: bytes) -> Any:
-    """Return a file as the document holds it: short texts as they are, the rest compressed."""
-    try:
-        text = content.decode()
-        if len(content) <= TEXT_BYTES:
-            return text
-    except UnicodeDecodeError:
-        pass
-    return {"zlib": base64.b64encode(zlib.compress(content)).decode(), "bytes": len(content)}
-
-
-def _texts(document: Mapping[str, Any]) -> Iterator[str]:
-    for files in (document["files"], *(model["files"] for model in document["models"])):
-        yield from (one if isinstance(one, str) else one["zlib"] for one in files.values())
 
 
 def _pretty(value: Mapping[str, Any]) -> str:

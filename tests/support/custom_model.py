@@ -1,11 +1,9 @@
-"""A model with code of its own, as on the Hub; transformers copies this file beside the weights."""
+"""A model with code of its own, as on the Hub."""
 
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-
-from .custom_layers import Layer  # noqa: TID252  # transformers copies what is imported so
 
 
 class CustomConfig(PretrainedConfig):
@@ -21,7 +19,7 @@ class CustomModel(PreTrainedModel):
 
     def __init__(self, config: CustomConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(Layer(config.width) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(3))
         self.post_init()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_shardckpt import load
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -24,11 +23,10 @@ from tests.ranks.export.test_consolidate import in_small_windows
 from tests.support import tiny
 from tests.support.pool import run_ranks
 from tests.support.small import edit
-from tests.unit.state.test_hf_document import LLAMA, Words, Wrapped, llama
+from tests.unit.state.test_hf_document import LLAMA, Wrapped, llama
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}
-TOKENIZER = ("tokenizer.json", b'{"version": "1.0"}')
 
 
 def built(kind: str) -> Any:
@@ -57,7 +55,6 @@ class Trained(pl.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.tokenizer = Words(TOKENIZER)
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
@@ -133,7 +130,6 @@ def test_from_pretrained_loads_what_was_trained_and_answers_the_same(kind: str, 
         found = from_pretrained(folder, kind)
         assert tiny.differences(judge.state_dict(), found.state_dict()) == []
         assert torch.equal(answers(found), expected)
-        assert (folder / "tokenizer.json").read_bytes() == TOKENIZER[1]
     judge.save_pretrained(tmp_path / "judge")
     for name in ("config.json", "generation_config.json"):
         if (tmp_path / "judge" / name).exists():
@@ -199,22 +195,21 @@ def test_weights_of_several_dtypes_stay_what_they_are(tmp_path: Path) -> None:
     assert tiny.differences(exported, load_file(tmp_path / "judge" / "model.safetensors")) == []
 
 
-def test_a_real_tokenizer_comes_back(tmp_path: Path) -> None:
-    import tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def test_files_that_earlier_versions_put_into_a_checkpoint_are_ignored(tmp_path: Path) -> None:
+    path = saved(Wrapped(llama()), tmp_path / "a.ckpt")
+    edit(path, "huggingface.json", lambda found: found.update(files={"vocab.json": "{}", "x": {"zlib": ""}}))
+    edit(path, "huggingface.json", lambda found: found["models"][0]["files"].update({"model.py": "x"}))
+    names = {file.name for file in consolidate(path, format="huggingface").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
 
-    vocabulary = {word: number for number, word in enumerate(["[UNK]", "one", "two", *map(str, range(30_000))])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", chat_template="{{ messages }}")
-    path = saved(Wrapped(llama(), tokenizer=tokenizer), tmp_path / "a.ckpt")
+
+def test_an_export_with_files_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    path = saved(Wrapped(llama()), tmp_path / "a.ckpt")
     folder = consolidate(path, format="huggingface")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    for file in (tmp_path / "judge").iterdir():
-        assert (folder / file.name).read_bytes() == file.read_bytes()
-    found = AutoTokenizer.from_pretrained(folder)
-    assert found("two one 29999 three")["input_ids"] == [2, 1, 30_002, 0] and found.chat_template == "{{ messages }}"
-    assert (path / "huggingface.json").stat().st_size < (folder / "tokenizer.json").stat().st_size / 2
+    consolidate(path, format="huggingface", overwrite=True)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(FileExistsError):
+        consolidate(path, format="huggingface", overwrite=True)
 
 
 def test_of_several_models_one_is_chosen_by_its_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,47 +272,3 @@ def test_a_document_with_other_boxes_than_the_tensors_is_refused(names: Any, wor
     with pytest.raises(FormatError, match=words):
         consolidate(path, format="huggingface")
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-def save_custom(path: str, judge: str) -> None:
-    """Collective: every rank must call it."""
-    from tests.support.custom_model import CustomConfig, CustomModel
-
-    class Trains(pl.LightningModule):
-        def configure_model(self) -> None:
-            if not hasattr(self, "net"):
-                self.net = CustomModel(CustomConfig(width=8))
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self.net(torch.ones(2, 8)).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    run = tiny.trainer({"data_parallel_shard_size": 2}, max_steps=1, limit_val_batches=0)
-    run.fit(Trains(), tiny.loader())
-    run.save_checkpoint(path)
-    if run.is_global_zero:
-        CustomModel(CustomConfig(width=8)).save_pretrained(judge)
-
-
-def test_a_model_with_code_of_its_own_is_exported_with_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers
-
-    path, judge = tmp_path / "a.ckpt", tmp_path / "judge"
-    run_ranks(2, save_custom, str(path), str(judge))
-    folder = Path(consolidate(path, tmp_path / "out", format="huggingface"))
-    assert {file.name for file in folder.iterdir()} == {file.name for file in judge.iterdir()}
-    for file in judge.glob("*.py"):
-        assert (folder / file.name).read_bytes() == file.read_bytes()
-    configs = [json.loads((where / "config.json").read_text()) for where in (folder, judge)]
-    assert configs[0] == configs[1] and configs[0]["auto_map"]["AutoModel"] == "custom_model.CustomModel"
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    found = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
-    expected = {name.removeprefix("net."): tensor for name, tensor in load(path)["state_dict"].items()}
-    assert tiny.differences(found.state_dict(), expected) == []
-    with pytest.raises(FileExistsError):
-        consolidate(path, folder, format="huggingface")  # code may be the user's

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_shardckpt.compat.transformers import (
     Conversion,
     conversions_of,
+    has_own_code,
     initialize,
     is_model,
     mark_initialized,
@@ -22,7 +23,6 @@ from lightning_shardckpt.compat.transformers import (
     patterns_that_may_be_missing,
     patterns_that_may_be_unexpected,
     revert_function,
-    save_code,
 )
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "intermediate_size": 8}
@@ -117,23 +117,10 @@ def test_tied_patterns_are_of_names_that_are_saved_once(tmp_path: Path) -> None:
     assert missing == {"lm_head.weight"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "expected"),
-    [("CustomModel", None, True), ("CustomModel", "__main__", False), ("Ordinary", None, True)],
-)
-def test_the_code_of_a_custom_class_is_saved_as_transformers_does(
-    kind: str, module: str | None, expected: bool, tmp_path: Path
-) -> None:
-    from tests.support import custom_model
+def test_a_class_with_code_of_its_own_is_told(mixture: Any) -> None:
+    from tests.support.custom_model import CustomModel
 
-    found: Any = type(kind, (getattr(custom_model, kind, nn.Module),), {})
-    found.__module__ = module or custom_model.__name__
-    config: dict[str, Any] = {}
-    assert save_code(found, str(tmp_path), config) is expected
-    is_custom = expected and kind == "CustomModel"
-    files = {"custom_model.py", "custom_layers.py"} if is_custom else set()
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert config == ({"auto_map": {"AutoModel": "custom_model.CustomModel"}} if is_custom else {})
+    assert has_own_code(CustomModel) and not has_own_code(type(mixture))
 
 
 def test_a_model_initializes_some_modules_as_its_constructor_does_but_for_tensors_that_are_marked(mixture: Any) -> None:
