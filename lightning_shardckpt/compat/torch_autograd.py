@@ -1,9 +1,10 @@
-"""Ask autograd what runs, change what functions of users get, and call kernels over lists of tensors.
+"""Ask autograd what runs and who has hooks, change what functions of users get, call kernels over lists of tensors.
 
 Checked with torch 2.12 to 2.15."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -67,6 +68,38 @@ def packing_hook() -> Callable[[Tensor], Any] | None:
     """Return the first of the ``saved_tensors_hooks`` that are active in this thread, or None."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if found is None else found[0]
+
+
+def on_node_hook(check: Callable[[Any], None]) -> Callable[[], None]:
+    """Let ``check`` get each hook that is registered on a node of autograd's graph, before it is.
+
+    Relies on ``Node.register_hook`` and ``register_prehook`` calling ``torch.autograd.Function._register_hook``.
+
+    Returns:
+        What ends it.
+    """
+    function: Any = torch.autograd.Function
+    register = function._register_hook
+
+    def checked(hooks: Any, hook: Any) -> Any:
+        check(hook)
+        return register(hooks, hook)
+
+    function._register_hook = staticmethod(checked)
+
+    def put_back() -> None:
+        del function._register_hook  # torch's own is that of a base
+
+    return put_back
+
+
+def node_hooks(leaf: Tensor) -> list[Any]:
+    """Return the hooks on the node that accumulates the gradient of a leaf, but not those of the leaf itself.
+
+    Relies on the garbage collector's seeing the dicts of a node's hooks, which it does while no graph has the node.
+    """
+    dicts = [found for found in gc.get_referents(get_gradient_edge(leaf).node) if isinstance(found, dict)]
+    return [hook for hooks in dicts if hooks is not leaf._backward_hooks for hook in hooks.values()]
 
 
 def is_batched(tensor: Tensor) -> bool:

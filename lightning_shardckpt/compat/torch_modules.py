@@ -149,9 +149,14 @@ def convert_tensors(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> Non
     root._apply(convert)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run after the module's own forward."""
-    return bool(module._forward_hooks)
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that run after the module's own forward."""
+    return list(module._forward_hooks.values())
+
+
+def other_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that run before the module's own forward, and before and after its backward."""
+    return [*module._forward_pre_hooks.values(), *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
 
 
 def result_hooks(module: nn.Module) -> frozenset[int]:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,31 +64,42 @@ def with_hooks(leaves: Iterable[L]) -> list[L]:
 
 
 @contextmanager
-def replaced_hooks(
-    replace: Callable[[Tensor, Callable[..., Any]], Callable[..., Any]], retained: Callable[[Tensor], None]
+def watched_hooks(
+    hooked: Callable[..., None], retained: Callable[[Tensor], None], packed: Callable[[saved_tensors_hooks], None]
 ) -> Iterator[None]:
-    """Inside, ``Tensor.register_hook`` in this thread registers what ``replace`` makes of a hook.
+    """Inside, what this thread is going to do with hooks of tensors is told before.
 
-    And ``retained`` gets the tensors of which ``retain_grad`` is called. Replaces the methods of ``Tensor`` for all
-    threads, and passes the others on.
+    ``hooked`` gets the arguments of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook``, ``retained``
+    the tensors of which ``retain_grad`` is called, and ``packed`` the contexts of ``saved_tensors_hooks`` that are
+    entered. Replaces these methods for all threads, and passes the others on.
     """
-    register, retain, thread = Tensor.register_hook, Tensor.retain_grad, threading.get_ident()
+    thread = threading.get_ident()
 
-    def register_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
-        return register(self, replace(self, hook) if threading.get_ident() == thread else hook)  # type: ignore[no-untyped-call]
+    def watched(method: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                check(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
-    def retain_grad(self: Tensor) -> None:
-        if threading.get_ident() == thread:
-            retained(self)
-        retain(self)
+        return call
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    Tensor.retain_grad = retain_grad  # type: ignore[method-assign,assignment]
+    watchers: list[tuple[Any, str, Callable[..., None]]] = [
+        (Tensor, "register_hook", hooked),
+        (Tensor, "register_post_accumulate_grad_hook", hooked),
+        (Tensor, "retain_grad", retained),
+        (saved_tensors_hooks, "__enter__", packed),
+    ]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watchers]
+    for owner, name, check in watchers:
+        setattr(owner, name, watched(getattr(owner, name), check))
     try:
         yield
     finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
-        del Tensor.retain_grad  # torch's own is that of a base
+        for owner, name, method in before:
+            if method is None:  # torch's own is that of a base
+                delattr(owner, name)
+            else:
+                setattr(owner, name, method)
 
 
 def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:

@@ -49,6 +49,7 @@ from lightning_shardckpt.parallel.sharding.references import follow_parameters
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
+from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hooks
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from lightning_shardckpt.parallel.tensors.views import kept_wholes
@@ -171,6 +172,7 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     _refuse_lazy(root)
+    refuse_node_hooks(root)
     replace_functions()
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]

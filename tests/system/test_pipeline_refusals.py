@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -617,6 +618,27 @@ class Centering(Cut):
     cut_layer = CenteringLayer
 
 
+class Normed(torch.autograd.Function):
+    """The identity, with gradients of norm 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / gradient.norm()
+
+
+class NormsGradientsLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return Normed.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class NormsGradients(Cut):
+    cut_layer = NormsGradientsLayer
+
+
 class TimeFirst(Good):
     """The samples are the second dim: layers attend to all of the first."""
 
@@ -642,6 +664,95 @@ class Mapped(Good):
         return super().after(torch.func.vmap(lambda row: row + self.embed.weight[0])(x))
 
 
+class HooksOnce(Good):
+    """A hook for one step, which is gone after it."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        def once(parameter: Tensor) -> None:
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+            handle.remove()
+
+        handle = self.layers[0].linear.weight.register_post_accumulate_grad_hook(once)
+        return super().training_step(batch, index)
+
+
+class HooksNode(Good):
+    def before(self, tokens: Tensor) -> Tensor:
+        x = super().before(tokens)
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
+        return x
+
+
+class HooksNodeOfParameter(Good):
+    """Registered on the stage that has the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = get_gradient_edge(self.layers[3].linear.weight).node
+        self.node.register_hook(lambda *_: None)
+
+
+class StepsInBackward(Good):
+    def on_fit_start(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripts
+            from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(torch.optim.SGD, [self.bias], {"lr": 0.1})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+
+    def after(self, x: Tensor) -> Tensor:
+        return super().after(x) + self.bias
+
+
+class AsksForNode(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.nodes = self.layers[0].linear.weight.view_as(self.layers[0].linear.weight).grad_fn.next_functions
+        return super().training_step(batch, index)
+
+
+class QuantizesSaved(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.abs().max(), lambda t: t):
+            return super().training_step(batch, index)
+
+
+class QuantizesSavedLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.abs().max(), lambda t: t):
+            return super().forward(x)
+
+
+class QuantizesInLayers(Cut):
+    cut_layer = QuantizesSavedLayer
+
+
+class CountsInHook(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.embed.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class NormsInBackwardHook(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].norm.register_full_backward_pre_hook(lambda module, g: (g[0] / g[0].norm(),))
+
+
+class NormsAfterLayers(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_full_backward_pre_hook(lambda module, g: (g[0] / g[0].norm(),))
+
+
 class Scripted(Good):
     def layer(self) -> nn.Module:
         with warnings.catch_warnings():
@@ -664,6 +775,7 @@ DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs"
 MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 REMEMBER = ("is to remember embed.weight", "after the layers")
+ON_NODE = ("is registered on a node of autograd's graph", "register_hook")
 BATCHES = "pipeline_microbatches=1"
 @dataclass(frozen=True)
 class Case:
@@ -755,6 +867,18 @@ CASES = {
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
     "centers the batch, interleaved": Case(Centering, ("than of the whole", "layers.3 differs"), INTERLEAVED),
+    "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),
+    "norms gradients in a function, 1f1b": Case(NormsGradients, ("the backward of an autograd.Function",), ONE_F_ONE_B),
+    "hook of one step, 1f1b": Case(HooksOnce, ("has a hook", "sees gradients of microbatches"), ONE_F_ONE_B),
+    "hook on a node": Case(HooksNode, ON_NODE),
+    "hook on the node of a parameter": Case(HooksNodeOfParameter, ON_NODE),
+    "steps in a backward": Case(StepsInBackward, ("optimizer_hook", *ON_NODE)),
+    "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
+    "quantizes saved tensors": Case(QuantizesSaved, ("of saved tensors", "activation_checkpointing")),
+    "quantizes saved tensors in layers": Case(QuantizesInLayers, ("of saved tensors", "activation_checkpointing")),
+    "counts in a hook": Case(CountsInHook, ("embed has the hook CountsInHook.count", "microbatches")),
+    "norms gradients in a hook": Case(NormsInBackwardHook, ("layers.3.norm has the hook", "microbatches")),
+    "norms gradients in a hook after the layers": Case(NormsAfterLayers, ("head has the hook",), ONE_F_ONE_B),
     "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
     "gradient with respect to a parameter": Case(
         ParameterGradient, ("finds no way through the layers", "pipeline_parallel_size=1")

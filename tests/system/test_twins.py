@@ -65,8 +65,9 @@ REFUSED_IN_PIPELINES = {
     "HooksInStep": "has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksTied": "embed.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksInForward": ".b.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
-    "WatchesModules": "net.layers.1 has a forward hook",
+    "WatchesModules": "net.layers.0 has the hook",
     "WatchesEveryModule": "every module (torch.nn.modules.module.register_module_forward_hook, …) got a forward or",
+    "StepsInBackwardByTorch": "is registered on a node of autograd's graph",
     "KeepsShadowInBuffers": "writes net.",
     "Averages": "copy_ writes net.",
     "Diffusion": "_foreach_copy_ writes net.",
@@ -97,15 +98,13 @@ CROSSED = {"pp2 x fsdp2": ["GroupsByLayer", "CountsByItself"], "pp2 x replicas":
 """Cases that run in pipelines with another axis."""
 
 
-NOT_RESUMED_ALONE = (
+NOT_RESUMED = (
+    "HooksWhileItAccumulates",
+    "StepsInBackwardByTorch",  # refused everywhere
     *("AddsAGroup", "SparseGradients"),  # Lightning itself can't on one process; refused on two
     "GoesOnUnfrozen",  # Lightning itself goes on with frozen layers
 )
-RESUMED = [
-    name
-    for name, case in CASES.items()
-    if name not in (*NOT_RESUMED_ALONE, "HooksWhileItAccumulates") and not is_swept(case)
-]
+RESUMED = [name for name, case in CASES.items() if name not in NOT_RESUMED and not is_swept(case)]
 
 
 @cache

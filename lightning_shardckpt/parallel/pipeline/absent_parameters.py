@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from lightning_shardckpt.compat.torch_tensors import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import gathered
+from lightning_shardckpt.parallel.sharding.user_hooks import is_of_user
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _BITS = 62  # of an int64 that carries flags
-# Modules whose hooks may be there; Fabric's only checks who calls backward.
-_OWNERS = ("torch.distributed.", "torch.utils.", "lightning_shardckpt.", "lightning.fabric.wrappers")
 
 
 class AbsentParameters:
@@ -102,7 +100,7 @@ class AbsentParameters:
             if id(own) not in hooked:
                 continue
             hooks = [*(gradient_hooks(own) or {}).values(), *(accumulation_hooks(own) or {}).values()]
-            if any(not _module_of(hook).startswith(_OWNERS) for hook in hooks):
+            if any(map(is_of_user, hooks)):
                 raise UnsupportedCodeError(f"{name} {_HOOKED}")
 
 
@@ -112,14 +110,14 @@ _HOOKED = (
 )
 
 
-def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a hook that a step registers on a tensor, if the hook may be there.
+def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
+    """Check a hook that a step registers on a tensor.
 
     Raises:
         UnsupportedCodeError: for a hook of the user's.
     """
-    if _module_of(hook).startswith(_OWNERS):
-        return hook
+    if not is_of_user(hook):
+        return
     if isinstance(tensor, nn.Parameter):
         raise UnsupportedCodeError(f"a parameter of shape {tuple(tensor.shape)} {_HOOKED}")
     raise UnsupportedCodeError(
@@ -127,11 +125,6 @@ def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], A
         f"{tuple(tensor.shape)}, whose gradient one stage has, and for microbatches. Change the gradient in a "
         "torch.autograd.Function, or use pipeline_parallel_size=1."
     )
-
-
-def _module_of(hook: Any) -> str:
-    """Return the name of the module of Python that a function is from."""
-    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:

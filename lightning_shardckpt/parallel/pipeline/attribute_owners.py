@@ -49,7 +49,7 @@ def owners_in(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Return whether a module of Python, by name, is a library's or of an installed package."""
     if module.partition(".")[0] in _LIBRARIES:
         return True
@@ -100,7 +100,7 @@ def is_followed(kind: type) -> bool:
         return False  # those of builtins have a content besides attributes
     if any(base.__module__.partition(".")[0] in _LIBRARIES for base in bases):
         return False
-    return dataclasses.is_dataclass(kind) or not any(_is_installed(base.__module__) for base in bases)
+    return dataclasses.is_dataclass(kind) or not any(is_installed(base.__module__) for base in bases)
 
 
 class Iterators:

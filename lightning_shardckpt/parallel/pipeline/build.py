@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, has_forward_hooks
+from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, forward_hooks, other_hooks
 from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -24,6 +24,7 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
     weightless_copy,
 )
+from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
@@ -31,6 +32,7 @@ from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
@@ -189,7 +191,7 @@ def split_into_stages(
     plan = plan_stages(root, schedule.stages, layers=recipe.layers, split=recipe.split, modules=recipe.modules)
     modules = named_modules(root)
     parts = {name: modules[name] for name in plan.units()}
-    _refuse_what_would_be_wrong(root, plan, parts)
+    _refuse_what_would_be_wrong(root, plan, recipe)
     weights: dict[int, Placeholder] = {}
     copies = {name: weightless_copy(module, name, device, weights) for name, module in parts.items()}
     return StagedModule(plan, schedule, meshes, recipe, parts, copies, weights, _holders(root, plan, parts))
@@ -209,7 +211,7 @@ def _holders(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -
     return {name: found[parameter] for name, parameter in root.named_parameters()}
 
 
-def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> None:
+def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
         if isinstance(module, torch.jit.ScriptModule):
@@ -229,11 +231,12 @@ def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, parts: Mapping
                 f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
             )
-    for layer in plan.layers:
-        hooked = [name for name, module in parts[layer].named_modules() if has_forward_hooks(module)]
-        if hooked:
+        sees_whole = recipe.loss == "batch" and plan.sees_whole(clean)
+        hooks = [hook for hook in other_hooks(module) + forward_hooks(module) if not is_installed(module_of(hook))]
+        hooks += forward_hooks(module) if is_inside(clean, plan.layers) else []
+        if hooks and not sees_whole:
             raise UnsupportedCodeError(
-                f"{layer}{'.' * bool(hooked[0])}{hooked[0]} has a forward hook. In a pipeline layers run on "
-                "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
-                "Remove it."
+                f"{clean or type(module).__name__} has the hook {getattr(hooks[0], '__qualname__', hooks[0])}. In a "
+                "pipeline modules run on microbatches, and those of other stages not at all: what a hook of their "
+                "forward or backward sees would not be what it expects. Remove it, or let the forward do that."
             )

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_distributed import watched_collectives
 from lightning_shardckpt.compat.torch_modules import (
     BatchNorm,
@@ -27,16 +28,18 @@ from lightning_shardckpt.compat.torch_modules import (
     result_hooks,
     withholds_state,
 )
-from lightning_shardckpt.compat.torch_tensors import replaced_hooks, version_of, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import version_of, watched_hooks, without_torch_function
 from lightning_shardckpt.distributed.host_numbers import Copied
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import refuse_hook
+from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttributes
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws
+from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.system.tensor_digest import bit_digest
 
 _UNUSED = "appears to not have been used in the graph"  # torch's words
@@ -105,6 +108,7 @@ class StepChecks:
             UnsupportedCodeError: for hooks that see microbatches, and for batch norms.
         """
         self._check_hooks()
+        _check_packing(packing_hook())
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
                 f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
@@ -282,6 +286,11 @@ def guarded_step() -> Iterator[None]:
         with without_world_collectives():
             yield
     except AttributeError as error:
+        if error.obj is None and error.name in ("next_functions", "register_hook", "register_prehook"):
+            raise UnsupportedCodeError(
+                f"{error}: a pipelined step asks for the grad_fn of a tensor, which it has on the stage that computes "
+                "it alone. Use pipeline_parallel_size=1, or a torch.autograd.Function."
+            ) from error
         if not isinstance(error.obj, nn.Module):
             raise
         raise UnsupportedCodeError(
@@ -299,8 +308,8 @@ def guarded_step() -> Iterator[None]:
 
 
 def guarded_hooks() -> AbstractContextManager[None]:
-    """Inside, hooks of the user's on activations, and retained gradients, are an error in this thread."""
-    return replaced_hooks(refuse_hook, _refuse_retaining)
+    """Inside, hooks of users on gradients and saved tensors, and retained gradients, are an error in this thread."""
+    return watched_hooks(refuse_hook, _refuse_retaining, lambda context: _check_packing(context.pack_hook))
 
 
 def without_world_collectives() -> AbstractContextManager[None]:
@@ -313,6 +322,15 @@ def _refuse_retaining(tensor: Tensor) -> None:
         f"a pipelined step calls retain_grad of a tensor of shape {tuple(tensor.shape)}, whose gradient one stage of "
         "the pipeline will have, and for microbatches. Use pipeline_parallel_size=1 to look at it."
     )
+
+
+def _check_packing(hook: Any) -> None:
+    if hook is not None and not is_installed(module_of(hook)):
+        raise UnsupportedCodeError(
+            f"the hook {getattr(hook, '__qualname__', hook)} of saved tensors (saved_tensors_hooks) would get those of "
+            "microbatches in a pipeline, and of one stage. Use ShardedStrategy(activation_checkpointing=True), torch's "
+            "save_on_cpu, or pipeline_parallel_size=1."
+        )
 
 
 def _refuse_world(name: str, group: dist.ProcessGroup | None) -> None:

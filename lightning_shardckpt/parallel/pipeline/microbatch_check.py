@@ -4,13 +4,14 @@ Microbatches pass through the layers, and what comes out is joined in their orde
 have given if each row of it follows from its own sample alone: not if samples are not the first dim, if the step joins
 two views of the batch before the layers, or if a layer computes with the other samples. No shape tells, so some samples
 pass through the layers, then those in their middle alone, without gradients and dropout, and the results are compared.
+So are the gradients of the autograd functions that they apply.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from lightning_shardckpt.parallel.pipeline.microbatch import some_and_middle
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
+from lightning_shardckpt.parallel.sharding.replaced_functions import watched_functions
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import kept_rng, rng_checksum
 
 _WHEN = (1, 10, 100)  # layers that begin as the identity show later
@@ -105,7 +108,8 @@ class MicrobatchCheck:
         step = _QuietStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
         trial.samples, trial.stored = [None] * _PARTS, {}
-        trial.watched = lambda stage, microbatch: self._as_it_was()
+        applied: list[list[list[Tensor | None]]] = [[] for _ in range(_PARTS)]
+        trial.watched = lambda stage, part: self._as_it_was(applied[part])
         precision, places = _Precision(), (0, 0, 0)
         with kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
@@ -117,6 +121,8 @@ class MicrobatchCheck:
         if trial.stored:
             some, middle = (trial.stored[self._last, part].outputs for part in range(_PARTS))
             off = self._difference(some, middle, places)
+        for inputs, of_middle in zip(*applied, strict=False):
+            off = max(off, self._difference(inputs, of_middle, places))
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
 
     @staticmethod
@@ -136,25 +142,34 @@ class MicrobatchCheck:
             "batch's tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep "
             "their order on the way to the layers (views of a sample next to each other, as in torch.stack([a, b], "
             "1).flatten(0, 1), not torch.cat([a, b])); and layers must not compute with other samples of the batch, as "
-            "means over it do, or with what they kept of earlier calls. Change that, or use pipeline_microbatches=1."
+            "means over it do, in a forward or in the backward of an autograd.Function, or with what they kept of "
+            "earlier calls. Change that, or use pipeline_microbatches=1."
         )
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """At the end, the modules of this stage have the attributes and buffers that they had."""
+    def _as_it_was(self, applied: list[list[Tensor | None]]) -> Iterator[None]:
+        """At the end, the modules of this stage have the attributes and buffers that they had.
+
+        Args:
+            applied: gets the gradients of the arguments of each autograd function that is applied inside.
+        """
         memory, attributes = Memory(self._own), [(vars(module), dict(vars(module))) for module in self._own]
         try:
-            yield
+            with watched_functions(lambda function, args: applied.append(_gradients(function, args))):
+                yield
         finally:
             memory.restore()
             for now, before in attributes:  # those that a memory doesn't cover, too
                 now.clear()
                 now.update(before)
 
-    def _difference(self, some: Sequence[Tensor], middle: Sequence[Tensor], places: tuple[int, int, int]) -> float:
+    def _difference(
+        self, some: Sequence[Tensor | None], middle: Sequence[Tensor | None], places: tuple[int, int, int]
+    ) -> float:
         if len(some) != len(middle):
             return 0.0  # it depends on values how many there are; the joining of microbatches says so
-        return max((self._distance(a, b, *places) for a, b in zip(some, middle, strict=True)), default=0.0)
+        pairs = [(a, b) for a, b in zip(some, middle, strict=True) if a is not None and b is not None]
+        return max((self._distance(a, b, *places) for a, b in pairs), default=0.0)
 
     def _distance(self, some: Tensor, middle: Tensor, samples: int, start: int, stop: int) -> float:
         """How far results of samples in the middle are from those among all, relative to their size."""
@@ -174,6 +189,22 @@ class MicrobatchCheck:
             a = a[(b[:, None] - a).abs().argmin(1)]
         difference, size = float((a - b).norm()), float(b.norm())
         return difference / size if difference > 0 and size > 0 else float(difference > 0)
+
+
+def _gradients(function: Any, args: tuple[Any, ...]) -> list[Tensor | None]:
+    """Return the gradients of the arguments of an autograd function, given the values of its results as theirs."""
+    with suppress(Exception), kept_rng(), torch.enable_grad():  # it need not have a backward
+        leaves = {n: arg.detach().requires_grad_() for n, arg in enumerate(args) if _is_of_reals(arg)}
+        found = function.apply(*(leaves[n].clone() if n in leaves else arg for n, arg in enumerate(args)))
+        outputs = [out for out in (found if isinstance(found, tuple) else [found]) if _is_of_reals(out)]
+        outputs = [out for out in outputs if out.requires_grad]
+        values = [out.detach() for out in outputs]
+        return list(torch.autograd.grad(outputs, list(leaves.values()), values, allow_unused=True))
+    return []
+
+
+def _is_of_reals(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Placeholder) and value.is_floating_point()
 
 
 class _Precision(TorchFunctionMode):

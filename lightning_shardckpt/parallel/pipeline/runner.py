@@ -10,7 +10,7 @@ Every stage runs the user's own step; gates in front of its modules let it compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ class Pipeline:
         state = self._prepare(step, scale)
         notes = self._checks.notes()
         with kept_rng(), guarded_hooks():
-            failure = self._look(state)
+            failure = _failure_of(self._look, state)
         if self._microbatch_check.is_due(state):
             self._check_microbatches(state, failure)
         early = step.train and self.backward_early
@@ -176,8 +176,9 @@ class Pipeline:
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
+            failure = _failure_of(self.absent.check_hooks)
             with self._gathering():
-                self._stages.run(state, len(state.batches), "backward", first=finish)
+                self._stages.run(state, len(state.batches), "backward", first=finish, failure=failure)
             self.absent.check_hooks()
             if not alone:
                 return []
@@ -273,7 +274,8 @@ class Pipeline:
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
         try:
-            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
+            with guarded_hooks():
+                every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
             differs = torch.tensor(int(self._microbatch_check.differs(every)))
         except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
             differs = torch.tensor(0)
@@ -283,19 +285,15 @@ class Pipeline:
         if differs:
             raise self._microbatch_check.error(state, self._plan.layers[-1])
 
-    def _look(self, state: StepState) -> Exception | None:
-        """Split the batch and look at the step; returns what is wrong with it, for all ranks to hear."""
-        try:
-            state.batches, sizes = split_batch(state.step.batch, len(state.batches))
-            state.shares = [size / sum(sizes) for size in sizes]
-            state.samples = parts_of_running(sizes)
-            self._probe(state)
-            self._checks.check_start(state)
-            if state.step.train and len(sizes) > 1:
-                state.watched = self._checks.attributes(sizes, self._device).watched
-        except Exception as error:
-            return error
-        return None
+    def _look(self, state: StepState) -> None:
+        """Split the batch and look at the step."""
+        state.batches, sizes = split_batch(state.step.batch, len(state.batches))
+        state.shares = [size / sum(sizes) for size in sizes]
+        state.samples = parts_of_running(sizes)
+        self._probe(state)
+        self._checks.check_start(state)
+        if state.step.train and len(sizes) > 1:
+            state.watched = self._checks.attributes(sizes, self._device).watched
 
     def _probe(self, state: StepState) -> None:
         """Find what crosses the boundary after each of this rank's stages: arguments that a later stage cannot know.
@@ -337,3 +335,12 @@ class Pipeline:
         assert state.loss is not None and state.results is not None and state.scale is not None
         torch.autograd.backward([state.loss], [state.scale.to(state.loss.dtype)])
         state.gradients = state.results.gradients()
+
+
+def _failure_of(work: Callable[..., None], *args: Any) -> Exception | None:
+    """Do ``work``; return what is wrong, for all ranks to hear once they have met."""
+    try:
+        work(*args)
+    except Exception as error:
+        return error
+    return None

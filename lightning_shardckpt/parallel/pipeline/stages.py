@@ -54,6 +54,10 @@ class StagePlan:
         units = [(self.layers[i], frozenset({s})) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)]
         return units + [(name, where[place]) for name, place in self.others.items()]
 
+    def sees_whole(self, name: str) -> bool:
+        """Return whether the module of this clean FQN sees the whole batch, if what comes after the layers does."""
+        return not is_inside(name, [unit for unit in self.units() if self.others.get(unit) != "last"])
+
     def units(self) -> dict[str, frozenset[int]]:
         """The stages of every layer and every other module with parameters."""
         return dict(self._units())

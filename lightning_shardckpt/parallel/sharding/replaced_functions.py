@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
-from lightning_shardckpt.compat.torch_autograd import change_arguments
+from lightning_shardckpt.compat.torch_autograd import change_arguments, on_node_hook
 from lightning_shardckpt.compat.torch_modules import on_deepcopy
 from lightning_shardckpt.parallel.sharding.gathered_parameters import sharded_for
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
+from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hook
 from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments
 
 _put_back: list[Callable[[], None]] = []
+_watchers: list[Callable[[type, tuple[Any, ...]], None]] = []
 
 
 def replace_functions() -> None:
@@ -20,10 +23,12 @@ def replace_functions() -> None:
 
     * ``autograd.Function.apply``: custom functions get whole tensors for sharded ones;
     * ``copy.deepcopy`` of a parameter: gradients of the copy are averaged as those of the original;
-    * ``detect_anomaly`` on a DTensor: looks at this rank's rows.
+    * ``detect_anomaly`` on a DTensor: looks at this rank's rows;
+    * hooks on nodes of autograd's graph are refused.
     """
     if not _put_back:
         _put_back.extend([change_arguments(_whole_arguments), on_deepcopy(average_copy), look_for_anomalies_in_rows()])
+        _put_back.append(on_node_hook(refuse_node_hook))
 
 
 def put_back_functions() -> None:
@@ -32,5 +37,22 @@ def put_back_functions() -> None:
         _put_back.pop()()
 
 
+@contextmanager
+def watched_functions(watch: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, ``watch`` gets each custom function that is applied, and its arguments; it may apply functions itself."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
 def _whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return whole_arguments(function, tuple(map(sharded_for, args)))
+    args = whole_arguments(function, tuple(map(sharded_for, args)))
+    if _watchers:
+        watch = _watchers.pop()
+        try:
+            watch(function, args)
+        finally:
+            _watchers.append(watch)
+    return args

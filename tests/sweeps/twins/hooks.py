@@ -118,6 +118,25 @@ class HooksTied(Natural):
         return nn.functional.cross_entropy(self.head(x), batch[3][:, 0])
 
 
+ON_NODE = dict.fromkeys(
+    ("one", "fsdp2", "replicas", "tp2", "hsdp", "fsdp2 x tp2"), "is registered on a node of autograd's graph"
+)
+
+
+@case(refused=ON_NODE)
+class StepsInBackwardByTorch(Natural):
+    """Parameters that torch updates when their gradient is there."""
+
+    def on_fit_start(self) -> None:
+        from torch.distributed.optim import _apply_optimizer_in_backward  # which warns of torch.jit
+
+        _apply_optimizer_in_backward(torch.optim.SGD, [self.net.scale], {"lr": self.lr})
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for p in self.parameters() if p is not self.net.scale]
+        return torch.optim.SGD(rest, lr=self.lr)
+
+
 class HookedBlock(Block):
     """Hooks its own weights in its first forward, as modules do that know their parameters only then."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.compat.torch_autograd import (
@@ -19,7 +19,9 @@ from lightning_shardckpt.compat.torch_autograd import (
     copy_each,
     in_backward,
     is_batched,
+    node_hooks,
     norms,
+    on_node_hook,
     packing_hook,
     replace_unscale,
     returns_gradient_of,
@@ -209,3 +211,20 @@ def test_nothing_is_copied_of_nothing() -> None:
 def test_lists_of_two_lengths_are_refused() -> None:
     with pytest.raises(RuntimeError):
         copy_each([torch.ones(1)], [torch.ones(1), torch.ones(1)], non_blocking=False)
+
+
+def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_of_leaves() -> None:
+    told = list[Any]()
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda g: g)  # type: ignore[no-untyped-call]
+    node = get_gradient_edge(leaf).node
+    assert node_hooks(leaf) == []
+    put_back = on_node_hook(told.append)
+    try:
+        hooks: list[Any] = [lambda given, got: None, lambda got: None]
+        node.register_hook(hooks[0])
+        node.register_prehook(hooks[1])
+    finally:
+        put_back()
+    node.register_hook(lambda given, got: None)
+    assert told == hooks and set(hooks) < set(node_hooks(leaf)) and len(node_hooks(leaf)) == 3

@@ -32,9 +32,9 @@ from lightning_shardckpt.compat.torch_modules import (
     compiled_call,
     compiled_from,
     convert_tensors,
+    forward_hooks,
     has_code_after,
     has_compiled,
-    has_forward_hooks,
     has_own_load,
     intercept_calls,
     is_compiled,
@@ -44,6 +44,7 @@ from lightning_shardckpt.compat.torch_modules import (
     non_persistent_buffers,
     not_compiled,
     on_deepcopy,
+    other_hooks,
     parameter_slots,
     parameters_made_of,
     refresh_flat_weights,
@@ -150,7 +151,7 @@ def test_parameters_and_buffers_are_converted() -> None:
 def test_hooks_are_seen_and_removed() -> None:
     calls: list[str] = []
     layer = nn.Linear(1, 1)
-    assert not has_forward_hooks(layer) and not result_hooks(layer)
+    assert not forward_hooks(layer) and not result_hooks(layer)
     layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
     assert not result_hooks(layer)
     handles = [
@@ -159,11 +160,12 @@ def test_hooks_are_seen_and_removed() -> None:
         layer.register_full_backward_pre_hook(lambda *_: calls.append("backward pre")),
     ]
     layer.register_state_dict_pre_hook(lambda *_: calls.append("state dict"))
-    assert has_forward_hooks(layer) and result_hooks(layer) == {handle.id for handle in handles}
+    assert len(forward_hooks(layer)) == 1 and len(other_hooks(layer)) == 3
+    assert result_hooks(layer) == {handle.id for handle in handles}
     clear_hooks(layer)
     layer(torch.ones(1, requires_grad=True)).sum().backward()
     layer.state_dict()
-    assert calls == [] and not has_forward_hooks(layer) and not result_hooks(layer)
+    assert calls == [] and not forward_hooks(layer) and not result_hooks(layer)
 
 
 def test_hooks_before_a_forward_are_seen_and_some_are_kept() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -30,13 +31,13 @@ from lightning_shardckpt.compat.torch_tensors import (
     local_part,
     mark_as_parameter,
     memory_id,
-    replaced_hooks,
     set_accumulation_hooks,
     set_gradient_hooks,
     shares_memory,
     storage_id,
     storage_uses,
     version_of,
+    watched_hooks,
     with_hooks,
     with_torch_function,
     without_torch_function,
@@ -154,22 +155,27 @@ def test_memory_is_shared_as_long_as_another_tensor_has_it() -> None:
     assert not shares_memory(known)
 
 
-def test_hooks_of_this_thread_are_replaced_inside_and_retained_gradients_told() -> None:
-    retained: list[Tensor] = []
+def test_hooks_of_this_thread_are_told_before_they_are_registered() -> None:
+    hooked, retained, packed = list[Any](), list[Tensor](), list[Any]()
     x = torch.ones(2, requires_grad=True)
-    before = Tensor.register_hook, Tensor.retain_grad
-    with replaced_hooks(lambda tensor, hook: lambda g: hook(g) * len(tensor), retained.append):
+    names = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+    before = [*(getattr(Tensor, name) for name in names), saved_tensors_hooks.__enter__]
+    context = saved_tensors_hooks(lambda t: t, lambda t: t)
+    with watched_hooks(lambda *args: hooked.append(args), retained.append, packed.append), context:
         y = x * 1
-        y.register_hook(lambda g: g * 3)  # type: ignore[no-untyped-call]
+        triple, none = (lambda g: g * 3), (lambda leaf: None)
+        y.register_hook(triple)  # type: ignore[no-untyped-call]
+        x.register_post_accumulate_grad_hook(none)  # type: ignore[no-untyped-call]
         y.retain_grad()  # type: ignore[no-untyped-call]
         z = x * 1
         with ThreadPoolExecutor(1) as other:
             other.submit(z.register_hook, lambda g: g * 5).result()
             other.submit(z.retain_grad).result()
-    assert (Tensor.register_hook, Tensor.retain_grad) == before
+    assert [*(getattr(Tensor, name) for name in names), saved_tensors_hooks.__enter__] == before
     (y + z).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [11, 11]
-    assert len(retained) == 1 and retained[0] is y
+    assert x.grad is not None and x.grad.tolist() == [8, 8]
+    assert [args[1] for args in hooked] == [triple, none] and hooked[0][0] is y and hooked[1][0] is x
+    assert len(retained) == 1 and retained[0] is y and packed == [context]
 
 
 def test_a_transform_of_functions_is_noticed_inside() -> None:
