@@ -169,6 +169,13 @@ def argument_hooks(module: nn.Module) -> frozenset[int]:
     return frozenset(module._forward_pre_hooks)
 
 
+def change_hooks(module: nn.Module, numbers: Container[int], change: Callable[[Any], Any]) -> None:
+    """Change those hooks before and after a module's own forward whose handles have these ids."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for number in [number for number in hooks if number in numbers]:
+            hooks[number] = change(hooks[number])
+
+
 def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
     """Remove all hooks of a module but those whose handles have these ids.
 

@@ -60,6 +60,12 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         UnsupportedCodeError: on every rank, if it differs in any group by more than rounding.
     """
+    if isinstance(loss, DTensor):
+        raise UnsupportedCodeError(
+            f"the loss is a DTensor ({loss.placements}), of which each rank of a tensor-parallel group has a part: the "
+            "forward of a module that tensor_parallel_plan shards computes with its weight by itself, and the step "
+            "uses the result. Compute it outside of that forward, or leave the module out of the plan."
+        )
     every = gathered(loss.detach().double().sum(), group)
     spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
     if any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax())):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
+    change_hooks,
     compiled_from,
     is_compiled,
     parameter_slots,
@@ -169,7 +170,27 @@ def _apply_styles(
                 f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
             ) from error
         hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
+        change_hooks(modules[fqn], hooks[modules[fqn]], _HookOfPlan)
     return hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _HookOfPlan:
+    """A hook of ``parallelize_module``, which cannot be pickled."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HookOfPlan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedCodeError(
+            "a module that tensor_parallel_plan shards is pickled as a whole, with what shards it. Pickle its "
+            "state_dict(), or build a module of its class and load a checkpoint."
+        )
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from lightning_shardckpt.compat.torch_modules import (
     any_global_hook,
     argument_hooks,
     buffer_slots,
+    change_hooks,
     child_slots,
     clear_hooks,
     code_before,
@@ -177,6 +178,12 @@ def test_hooks_before_a_forward_are_seen_and_some_are_kept() -> None:
     keep_hooks(module, {kept.id, after.id})
     module(torch.ones(1, 2))
     assert ran == ["before", "after"] and argument_hooks(module) == {kept.id}
+    change_hooks(module, {after.id}, lambda hook: lambda *args: (hook(*args), ran.append("changed"))[0])
+    module(torch.ones(1, 2))
+    assert ran[2:] == ["before", "after", "changed"]
+    after.remove()
+    module(torch.ones(1, 2))
+    assert ran[5:] == ["before"]
 
 
 def test_a_hook_of_all_modules_is_noticed() -> None:
