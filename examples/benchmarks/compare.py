@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=10_000, help="of section small (10000)")
     parser.add_argument("--saves", type=int, default=20, help="in a row, after which async looks at memory (20)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--ranks", type=int, nargs="+", help="of save, async and training: cases of so many ranks only")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes: DCP's process, …")
     parser.add_argument("--dir", help="where to save (a temporary directory)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
@@ -110,6 +111,7 @@ def _machine() -> dict[str, str | int]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.device_count() else {}),
     }
 
 

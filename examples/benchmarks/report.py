@@ -62,7 +62,7 @@ COLUMNS = {
         Column("sent_b", "sent, bytes", 0, False),
         Column("root_mb", "root index MB", 2, False),
     ),
-    "training": (Column("ms", "ms a step", 2),),
+    "training": (Column("ms", "ms a step", 2), Column("gpu_mb", "peak GPU MB", 0)),
     "steps": (Column("ms", "ms", 1, False),),
 }
 

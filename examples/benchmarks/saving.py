@@ -12,7 +12,7 @@ import ours
 import peers
 import torch.distributed as dist
 from state import State, llama
-from turns import Facts, Row, Way, case, clear, memory_mb, on_ranks, take_turns, timed, use_page_cache
+from turns import Facts, Row, Way, case, chosen, clear, memory_mb, on_ranks, take_turns, timed, use_page_cache
 
 _GROWTH_GB = 0.25
 
@@ -20,7 +20,7 @@ _GROWTH_GB = 0.25
 def save(options: Namespace, folder: str) -> list[Row]:
     """On 1, 2 and 4 ranks; packages that are not torch's on 2 only."""
     found = []
-    for world in (1, 2, 4):
+    for world in chosen(options, 1, 2, 4):
         found += case("save", _ranks(world), on_ranks, world, _save, options, folder)
     return found
 
@@ -67,9 +67,10 @@ def _ranks(world: int) -> str:
 def asynchronous(options: Namespace, folder: str) -> list[Row]:
     """On 1 and 2 ranks; and what many saves leave in memory."""
     rows = []
-    for world in (1, 2):
+    for world in chosen(options, 1, 2):
         rows += case("async", _ranks(world), on_ranks, world, _async, options, folder)
-    for way in _async_ways(options):  # each in processes of its own: memory that one leaves is not the next one's
+    growing = _async_ways(options) if chosen(options, 2) else ()
+    for way in growing:  # each in processes of its own: memory that one leaves is not the next one's
         rows += case("async", _growth_of(options), on_ranks, 2, _growth, options, folder, [way])
     return rows
 

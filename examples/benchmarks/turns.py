@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,6 +93,11 @@ def case(section: str, name: str, run: Callable[..., list[Row]], *args: Any) -> 
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return [_row("every way", section=section, case=name) | {"error": lines[-1], "rounds": []}]
+
+
+def chosen(options: Namespace, *worlds: int) -> list[int]:
+    """Return those of some numbers of ranks that ``--ranks`` asks for; all of them without it."""
+    return [world for world in worlds if options.ranks is None or world in options.ranks]
 
 
 def _row(way: str, limit: str | None = None, peer: str | None = None, **about: str) -> Row:

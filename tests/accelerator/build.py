@@ -1,9 +1,10 @@
-"""Build the pretend device for the installed torch, once, in the user's cache."""
+"""Build the extensions of these tests for the installed torch, once, in the user's cache."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,17 +13,17 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-MODULE = "pretend_device"
+PRETEND, SHARED = "pretend_device", "shared_gpu"  # a device; NCCL for ranks that share a real one
 _HERE = Path(__file__).parent
-_SOURCES = ("memory", "streams", "kernels", "nccl")
-_DEFINED = ("-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", f"-DTORCH_EXTENSION_NAME={MODULE}")
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", *_DEFINED)
+_SOURCES = {PRETEND: ("memory", "streams", "kernels", "nccl"), SHARED: ("shared", "nccl")}
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO")
 _COMPILER_TIMEOUT_S = 600
 
 
 def why_not() -> str:
-    """Return why it can't be built here, or nothing."""
+    """Return why the pretend device can't be built here, or nothing."""
     if shutil.which("g++") is None:
         return "there is no g++ to build the pretend device"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
@@ -32,43 +33,51 @@ def why_not() -> str:
     return "" if torch.version.cuda is None else "this build of torch has CUDA of its own"
 
 
-def built() -> Path:
+def load(name: str) -> Any:
+    """Import an extension module."""
+    spec = importlib.util.spec_from_file_location(name, built(name))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built(name: str) -> Path:
     """Return the extension module, which is built if this version of torch and these sources have none yet.
 
     Raises:
         RuntimeError: the compiler's messages.
     """
-    sources = [*(_HERE / f"{name}.cpp" for name in _SOURCES), _HERE / "pretend.h"]
+    sources = [*(_HERE / f"{source}.cpp" for source in _SOURCES[name]), _HERE / "pretend.h"]
     key = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources))
     key.update(f"{version('torch')} {sys.version} {_FLAGS}".encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "lightning-shardckpt" / f"{MODULE}-{key.hexdigest()[:16]}"
+    folder = cache / "lightning-shardckpt" / f"{name}-{key.hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    module = folder / f"{MODULE}.so"
+    module = folder / f"{name}.so"
     with (folder / "lock").open("w") as lock:  # another process may build it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not module.exists():
-            _build(folder, module)
+            _build(name, folder, module)
     return module
 
 
-def _build(folder: Path, module: Path) -> None:
+def _build(name: str, folder: Path, module: Path) -> None:
     import torch
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
     includes = [flag for path in (*include_paths(), sysconfig.get_paths()["include"]) for flag in ("-isystem", path)]
-    objects = {name: str(folder / f"{name}.o") for name in _SOURCES}
+    objects = {source: str(folder / f"{source}.o") for source in _SOURCES[name]}
+    older = ("-DPreMulSumSupplement=NCCLPreMulSumSupplement",) if torch.__version__ < "2.12" else ()
+    flags = (*_FLAGS, *older, f"-DTORCH_EXTENSION_NAME={name}", *includes)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(
-            threads.map(
-                lambda name: _run("g++", *_FLAGS, *includes, "-c", str(_HERE / f"{name}.cpp"), "-o", objects[name]),
-                reversed(_SOURCES),  # the longest first
-            )
-        )
+        compile_ = lambda source: _run("g++", *flags, "-c", str(_HERE / f"{source}.cpp"), "-o", objects[source])  # noqa: E731
+        list(threads.map(compile_, reversed(_SOURCES[name])))  # the longest first
     linked = folder / "linked.so"
-    names = [f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python")]
-    _run("g++", "-shared", *objects.values(), f"-L{libraries}", *names, f"-Wl,-rpath,{libraries}", "-o", str(linked))
+    libraries_of_torch = [f"-l{library}" for library in ("c10", "torch", "torch_cpu", "torch_python")]
+    paths = (f"-L{libraries}", *libraries_of_torch, f"-Wl,-rpath,{libraries}")
+    _run("g++", "-shared", *objects.values(), *paths, "-o", str(linked))
     linked.rename(module)
 
 

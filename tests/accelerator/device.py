@@ -6,21 +6,17 @@ own, such as a rank that the tests have forked, before anything asks for a GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from tests.accelerator.build import MODULE, built
+from tests.accelerator import nccl
+from tests.accelerator.build import PRETEND, load
 
 _GIB = 1 << 30
-_GROUPS_TIMEOUT = timedelta(minutes=10)
 
 _module: Any = None
 
@@ -44,13 +40,11 @@ def install(
         deadlock_s: the process ends with status 86, after a word, when a collective has run for so long.
     """
     global _module
-    spec = importlib.util.spec_from_file_location(MODULE, built())
-    assert spec and spec.loader
-    _module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(_module)
+    _module = load(PRETEND)
     _module.begin(devices, guarded, eager, notices_death, deadlock_s)
     _change_cuda()
-    _change_distributed()
+    torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)  # type: ignore[assignment]
+    nccl.install(_module)
 
 
 def counts() -> dict[str, int]:
@@ -280,61 +274,3 @@ def _clone_by(of_host: Callable[..., Any]) -> Callable[..., Any]:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
 
     return clone
-
-
-# ── torch.distributed ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Options:
-    """``ProcessGroupNCCL.Options``."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self._timeout, self.config = _GROUPS_TIMEOUT, SimpleNamespace()
-        self.global_ranks_in_group: list[int] = []
-        self.group_name = ""
-        self.split_from = self.split_color = None
-
-
-class _Instances(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _module.PretendNccl)
-
-
-class ProcessGroupNCCL(metaclass=_Instances):
-    """Makes a pretend NCCL over a gloo group of the same ranks."""
-
-    Options = _Options
-
-    def __new__(cls, store: Any, rank: int, size: int, options: _Options) -> Any:
-        _module.set_rank(dist.get_rank() if dist.is_initialized() else rank)
-
-        def pair_with(peer: int) -> Any:
-            low, high = sorted((rank, peer))
-            return _gloo(c10d.PrefixStore(f"pretend {low} {high}/", store), int(rank == high), 2)
-
-        name = f"{options.group_name}{list(options.global_ranks_in_group)}"
-        return _module.PretendNccl(_gloo(c10d.PrefixStore("pretend/", store), rank, size), rank, size, name, pair_with)
-
-
-def _group_nothing(self: Any) -> None:
-    """``ncclGroupStart`` and ``ncclGroupEnd``: an abort waits for nobody here."""
-
-
-def _gloo(store: Any, rank: int, size: int) -> Any:
-    return c10d.ProcessGroupGloo(store, rank, size, timeout=_GROUPS_TIMEOUT)
-
-
-def _change_distributed() -> None:
-    initialize = c10d.init_process_group
-
-    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        initialize(*args, **kwargs)  # groups would be split from a communicator that is bound to device_id
-
-    for home in (c10d, dist):
-        home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]  # that of a build with CUDA
-        home.init_process_group = init_process_group
-    _module.PretendNccl._group_start = _module.PretendNccl._group_end = _group_nothing
-    c10d._NCCL_AVAILABLE = True
-    c10d.default_pg_nccl_timeout = _GROUPS_TIMEOUT
-    torch.cuda.nccl = SimpleNamespace(version=lambda: (2, 27, 5), is_available=lambda *_: True)  # type: ignore[assignment]

@@ -1,4 +1,8 @@
-"""Run a function on several ranks, each with a GPU of its own, and NCCL between them: pretend ones, or real ones."""
+"""Run a function on several ranks with GPUs, and NCCL between them: pretend ones, or real ones.
+
+Where there are fewer real GPUs than ranks, ranks share them: kernels, streams and memory are real, and collectives go
+through the host by nccl.cpp, since NCCL takes one rank per GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.accelerator import build, device
+from tests.accelerator import build, device, nccl
 from tests.support.pool import run_ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"  # as the strategies choose it for CUDA
@@ -31,7 +35,7 @@ def require_device() -> None:
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    build.built()
+    build.built(build.PRETEND)
 
 
 def require_gpus(count: int) -> None:
@@ -52,23 +56,25 @@ def run_on_gpus(
     """Return ``[fn(*args) on rank 0, on rank 1, …]``, as `run_ranks` does, from processes that see ``world`` GPUs.
 
     Args:
-        pretend: options of the pretend device; a real one has none.
+        pretend: options of the pretend device; of a real one, ``eager`` alone says something.
         backend: of the process group.
         options: of `run_ranks`.
     """
     __tracebackhide__ = True
-    pretend = {"devices": world, **(pretend or {})}
     if on_real_gpus:
-        require_gpus(pretend["devices"])
-        return run_ranks(world, _on_gpu, fn, args, None, backend, init_process_group=False, **options)
-    require_device()
-    return run_ranks(world, _on_gpu, fn, args, pretend, backend, init_process_group=False, **options)
+        require_gpus((pretend or {}).get("devices", 1))
+    else:
+        require_device()
+    pretend = {"devices": world, **(pretend or {})}
+    return run_ranks(world, _on_gpu, fn, args, on_real_gpus, pretend, backend, init_process_group=False, **options)
 
 
-def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], pretend: dict[str, Any] | None, backend: str) -> Any:
+def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], real: bool, pretend: dict[str, Any], backend: str) -> Any:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if pretend is not None:
+    if not real:
         device.install(**pretend)
+    elif torch.cuda.device_count() < world:
+        nccl.share(world, eager=pretend.get("eager", True))
     torch.cuda.set_device(rank % torch.cuda.device_count())
     warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
     store = dist.FileStore(os.path.abspath("../store"), world)  # type: ignore[attr-defined]  # public

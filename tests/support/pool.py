@@ -49,6 +49,8 @@ PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes with
 # Daemon threads that a library starts once per process and never stops: tqdm's monitor, fsspec's event loop, and what
 # watches the other ranks in a script of Fabric.
 LIBRARY_THREADS = {"TMonitor", "fsspecIO", "shardckpt-heartbeat", "shardckpt-beat"}
+# Threads of allocators, which know of forks: of what other packages bring in.
+FORKABLE_THREADS = {"jemalloc_bg_thd"}
 # What a rank reports because another rank failed first; such errors are shown last.
 SECONDARY = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed? ?out|Connection refused|failed to connect|store.*closed"
@@ -369,7 +371,9 @@ def be_ready_to_fork() -> None:
     """Leave nothing for collections of garbage, which would copy pages, and nothing that a fork would break."""
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "only a process with one thread can be forked safely"
+    threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    others = [name for name in threads[1:] if name not in FORKABLE_THREADS]
+    assert not others, f"only a process with one thread can be forked safely, and this one has {others}"
 
 
 def _use_huge_pages() -> None:
