@@ -25,11 +25,16 @@ def accumulated_leaf(node: Node) -> Tensor | None:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running in this thread.
+    """Return whether a backward pass is running in this thread."""
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """A number of the backward pass that runs in this thread; -1 for none.
 
     Relies on ``torch._C._current_graph_task_id``.
     """
-    return bool(torch._C._current_graph_task_id() != -1)
+    return int(torch._C._current_graph_task_id())
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -183,6 +183,8 @@ class MeshStrategy(Remade):
             )
         if fsdp_engine not in ("torch", "exact"):
             raise TopologyError(f'fsdp_engine is "torch" or "exact", found {fsdp_engine!r}')
+        if cpu_offload and fsdp_engine == "exact":
+            raise TopologyError('cpu_offload is for fsdp_engine="torch"; "exact" keeps parameters on the device')
         if reduce_dtype not in (None, "float32", "bfloat16"):
             raise TopologyError(f'reduce_dtype is "float32", "bfloat16" or None, found {reduce_dtype!r}')
         if reduce_dtype is not None and fsdp_engine == "exact":

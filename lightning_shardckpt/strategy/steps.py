@@ -26,11 +26,10 @@ from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
-from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value
+from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_loss
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.grad_scaler import unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.torch_autograd import is_batched
+from lightning_shardckpt.compat.torch_autograd import after_backward, backward_number, in_backward, is_batched
 from lightning_shardckpt.compat.torch_distributed import reduce_scatter_single
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.placement import Placements, model_shape, placements_of
+from lightning_shardckpt.parallel.tensors.placement import Placements, describe, model_shape, placements_of
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the group over whose ranks its gradients are partial sums, besides the data axes."""
@@ -34,6 +34,7 @@ class GatherItem:
     """The layout of a sharded tensor, and of the whole one.
 
     Attributes:
+        name: of the tensor, see `describe`.
         whole_spec: of the tensor as a tensor-parallel plan expects it; None where the plan does not shard it.
         shape: of what the tensor-parallel axes leave to this rank.
         local: the shape of this rank's rows of that.
@@ -41,6 +42,7 @@ class GatherItem:
         partial: see `PARTIAL`.
     """
 
+    name: str
     spec: DTensorSpec
     whole_spec: DTensorSpec | None
     where: Placements
@@ -57,7 +59,7 @@ class GatherItem:
         if where.model_mesh is not None:
             whole = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec.tensor_meta)
         shape, partial = model_shape(spec, where), shard.__dict__.get(PARTIAL)
-        return cls(spec, whole, where, shape, local.shape, local.device, partial)
+        return cls(describe(shard), spec, whole, where, shape, local.shape, local.device, partial)
 
     def whole(self, memory: Tensor) -> Tensor:
         """The tensor over the beginning of flat memory; a view of nothing, so that it may be changed in place."""
@@ -103,10 +105,11 @@ class GatherItem:
             UnsupportedCodeError: on every rank, if the ranks reduce gradients of different tensors.
         """
         shard, replicate = self.where.shard, self.where.replicate
-        what, exists = f"the gradient of a tensor of shape {tuple(self.spec.shape)}", gradient is not None
+        exists = gradient is not None
         for peers in (shard, replicate):
             if peers is not None:
-                exists = any(numbers[0] for numbers in peers.compare(what, float(exists)))
+                exists = any(numbers[0] for numbers in peers.compare(f"the gradient of {self.name}", float(exists)))
+                _announce_end(peers)
         if not exists:
             return None
         meta = self.spec.tensor_meta
@@ -142,6 +145,25 @@ class GatherItem:
         if isinstance(gradient, DTensor) and tuple(gradient.placements) != self.where.model:
             return gradient.redistribute(placements=self.where.model)
         return gradient
+
+
+_announced: dict[str, int] = {}
+"""The last backward at whose end the ranks of a group tell each other that it ends."""
+
+
+def _announce_end(peers: Peers) -> None:
+    """Compare at the end of the backward that runs, so that ranks which reduce more gradients are told.
+
+    Raises:
+        UnsupportedCodeError: at the end, on every rank, if others reduce the gradient of one more.
+    """
+
+    def end() -> None:
+        peers.compare("the end of a backward")
+
+    if in_backward() and _announced.get(peers.reads_name) != backward_number():
+        _announced[peers.reads_name] = backward_number()
+        after_backward(end)
 
 
 def refuse_sparse(gradient: Tensor | None) -> None:

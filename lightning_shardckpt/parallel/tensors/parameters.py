@@ -24,7 +24,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
-from lightning_shardckpt.parallel.tensors.placement import placements_of, rows_of, spec_over
+from lightning_shardckpt.parallel.tensors.placement import NAME, placements_of, rows_of, spec_over
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, sharded
 
 
@@ -94,6 +94,7 @@ def shard_parameters(
             if old not in new:
                 _refuse_other_kinds(old, fqn)
                 new[old] = _sharded(old, data_mesh, root_mesh, (elsewhere or {}).get(old, device))
+                new[old].__dict__[NAME] = fqn
             if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group
             slots[name] = new[old]

@@ -19,6 +19,8 @@ from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, Tensor
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")
+NAME = "_shardckpt_name"
+"""Attribute of a sharded parameter, and of what is made of it alone: its name, which the ranks compare in reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ class Placements:
     def batches(self) -> int:
         """The number of data-parallel ranks."""
         return prod(peers.size for peers in (self.shard, self.replicate) if peers is not None)
+
+
+def describe(tensor: DTensor) -> str:
+    """Return what tells a sharded tensor from others."""
+    return f"{tensor.__dict__.get(NAME, 'a tensor')} of shape {tuple(tensor.shape)}"
 
 
 @lru_cache(maxsize=4096)

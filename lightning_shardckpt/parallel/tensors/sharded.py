@@ -40,7 +40,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
-from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, local_part
+from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, NAME, local_part
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
 
 Function = Callable[..., Any]
@@ -99,6 +99,8 @@ class ShardedTensor(DTensor):
         """The gradient, averaged over all batches."""
         with without_torch_function():
             found = _grad.__get__(self)
+            if isinstance(found, DTensor) and NAME in self.__dict__:
+                found.__dict__[NAME] = f"the gradient of {self.__dict__[NAME]}"
             return None if found is None else sharded(found)
 
     @grad.setter
@@ -187,7 +189,10 @@ def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
     assert meta is not None
     if meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    return sharded(new_dtensor(local, spec))
+    found = sharded(new_dtensor(local, spec))
+    if (name := tensor.__dict__.get(NAME)) is not None:
+        found.__dict__[NAME] = name
+    return found
 
 
 def is_sharded(value: object) -> bool:

@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
-from lightning_shardckpt.parallel.tensors.placement import Placements, local_part, placements_of
+from lightning_shardckpt.parallel.tensors.placement import Placements, describe, local_part, placements_of
 
 _agreed: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()  # plain tensors: version and placements
 
@@ -49,7 +49,7 @@ def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True, device: tor
         device: where to gather; by default where the shards are.
     """
     item, device = GatherItem.of(tensor), device or tensor.device
-    what = f"{what} of a tensor of shape {tuple(tensor.shape)}"
+    what = f"{what} of {item.name}"
     if torch.is_grad_enabled() and tensor.requires_grad:
         found: Tensor = Gather.apply(tensor, item, what, device)  # type: ignore[no-untyped-call]  # torch's
     else:
@@ -76,7 +76,7 @@ def combined(tensors: Sequence[DTensor], what: str, powers: Sequence[float], val
     axes += [peers for peers, is_sharded in _model_axes(where) if is_sharded]
     found = list(values)
     for peers in axes:
-        every = peers.share(f"{what} of a tensor of shape {tuple(tensors[0].shape)}", found)
+        every = peers.share(f"{what} of {describe(tensors[0])}", found)
         found = [_joined(list(parts), power) for parts, power in zip(zip(*every, strict=True), powers, strict=True)]
     return found
 
@@ -130,7 +130,7 @@ def differentiable_sum(tensor: DTensor, what: str) -> Tensor:
     """The sum of all elements, with history. Without a part for NaN in what other ranks have not got."""
     where = where_is(tensor)
     for peers in holders(where):
-        peers.announce(f"{what} of a tensor of shape {tuple(tensor.shape)}")
+        peers.announce(f"{what} of {describe(tensor)}")
     replicated, summed = [Replicate()] * tensor.device_mesh.ndim, tensor.sum()
     assert isinstance(summed, DTensor)
     total = summed.redistribute(placements=replicated).to_local(grad_placements=replicated)

@@ -15,6 +15,7 @@ from lightning_shardckpt.compat.torch_autograd import (
     accumulated_leaf,
     accumulates_gradient_of,
     after_backward,
+    backward_number,
     change_arguments,
     copy_each,
     in_backward,
@@ -45,6 +46,18 @@ def test_a_backward_pass_is_noticed_while_it_runs_and_no_longer() -> None:
     assert not in_backward()
     out.sum().backward()
     assert seen == [True] and not in_backward()
+
+
+def test_each_backward_pass_has_a_number_of_its_own_in_all_of_it() -> None:
+    seen: list[int] = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda gradient: seen.append(backward_number()))
+    for _ in range(2):
+        out = leaf * 2
+        out.register_hook(lambda gradient: seen.append(backward_number()))
+        out.sum().backward()
+    first, in_leaf, second, in_leaf_again = seen
+    assert first == in_leaf != second == in_leaf_again and -1 not in seen and backward_number() == -1
 
 
 def test_a_function_runs_once_when_all_gradients_are_there() -> None:

@@ -33,6 +33,7 @@ BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, 'pipeline_loss="microbatch".*"gpipe"'),
         ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward is True, False or None, found 'no'"),
+        ({"cpu_offload": True, "fsdp_engine": "exact"}, 'cpu_offload is for fsdp_engine="torch"'),
         ({"reshard_after_forward": True, "pipeline_parallel_size": 2}, "Use reshard_after_forward=False"),
         *(
             (options, message)
