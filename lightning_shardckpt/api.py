@@ -29,7 +29,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
 )
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, checked_state
+from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, check_state
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
@@ -318,7 +318,7 @@ def _looked_at(state: dict[str, Any], named_by: nn.Module | None, ranks: Ranks) 
 
     def look() -> tuple[str, list[str]]:
         nonlocal objects
-        objects = checked_state(state)
+        objects = check_state(state)
         names.extend(sorted(names_in(objects, named_by)))
         return checksum("\n".join(names).encode()), objects.keys
 

@@ -31,7 +31,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_place
 from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, checked_parts, checked_patterns
+from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
 from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
 from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -140,7 +140,7 @@ class ShardCkptIO(Remade, CheckpointIO):
         self._verify_first = verify == "first"
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
-        self.resume, self.resume_skip = checked_parts(resume), checked_patterns("resume_skip", resume_skip)
+        self.resume, self.resume_skip = check_parts(resume), check_patterns("resume_skip", resume_skip)
         self.cast, self.adapters_only, self.pickle_objects = cast, adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),

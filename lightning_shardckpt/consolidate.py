@@ -32,8 +32,8 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.detect import recognised
-from lightning_shardckpt.sources.did_you_mean import READABLE, described, did_you_mean
+from lightning_shardckpt.sources.detect import recognise
+from lightning_shardckpt.sources.did_you_mean import READABLE, describe, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.protocol import Contents, Outputs
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -167,7 +167,7 @@ def _write(
 @contextmanager
 def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
     """Open the checkpoint in a folder or at a URL; without torch if it is one of ours."""
-    if is_url(where) or not os.path.isdir(where) or recognised(where) is None:
+    if is_url(where) or not os.path.isdir(where) or recognise(where) is None:
         try:
             checkpoint = Checkpoint(storage, where)
         except CheckpointNotFoundError:
@@ -244,7 +244,7 @@ def _export(stored: ExportSource, outputs: Outputs, output: str, options: Option
 
 def _what_is_wrong(folder: Path) -> str:
     """Say why a folder is no checkpoint of ours: Lightning's sentence, and a hint."""
-    said, hint = described(folder), did_you_mean(folder, READABLE)
+    said, hint = describe(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
     if not folder.is_dir():

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.detect import recognised
+from lightning_shardckpt.sources.detect import recognise
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
@@ -254,7 +254,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self.path, self._verify = path, verify
         self._source: Source | None = None
         self._checkpoint: Checkpoint | None = None
-        known = recognised(path) if storage is None else None
+        known = recognise(path) if storage is None else None
         if known is None:
             self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
             self._components: Mapping[str, Component] = self._checkpoint.root.components

@@ -106,7 +106,7 @@ class Background:
             self.drain()
             return
         phase = f"making room to save {room_for!r}" if room_for is not None else "waiting for saves in the background"
-        found = ranks.step(phase, lambda: self._await(room_for), _merged)
+        found = ranks.step(phase, lambda: self._await(room_for), _merge_failures)
         if room_for is None:
             self._settled = self._count
         with self.lock:
@@ -222,7 +222,7 @@ class Background:
             while self._is_alive() and not self._has_room(room_for):
                 self.waited = self.waited or room_for is not None
                 self._changed.wait(_LOOK_S)
-            return [(number, _reported(error)) for number, error in sorted(self._failures.items())]
+            return [(number, _report(error)) for number, error in sorted(self._failures.items())]
 
     def _has_room(self, path: str | None) -> bool:
         if path is None:
@@ -240,7 +240,7 @@ class Background:
             raise failure
 
 
-def _reported(error: Exception) -> ErrorReport:
+def _report(error: Exception) -> ErrorReport:
     """Return a report as ``rebuild_error`` takes it: an OSError puts its number before the message by itself."""
     found = report_error(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -248,7 +248,7 @@ def _reported(error: Exception) -> ErrorReport:
     return found
 
 
-def _merged(of_ranks: list[list[_Failure]]) -> list[_Failure]:
+def _merge_failures(of_ranks: list[list[_Failure]]) -> list[_Failure]:
     """Return every failure that some rank knows of, the earliest save's first. Runs on rank 0."""
     found = {number: report for failures in reversed(of_ranks) for number, report in failures}
     return [(number, found[number]) for number in sorted(found)]

@@ -80,8 +80,8 @@ def save(
     """
     job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), job:
-        agreed = _agreed(job, describe, ranks)
-        return _written(job, agreed, on_complete, ranks)
+        agreed = _agree(job, describe, ranks)
+        return _write_and_commit(job, agreed, on_complete, ranks)
 
 
 def save_async(
@@ -126,16 +126,16 @@ def save_async(
     job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
-        agreed = _agreed(job, describe, ranks)
+        agreed = _agree(job, describe, ranks)
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that either the background has the draft, or this thread
-            saved = background.save(path, partial(_finished, job, agreed, on_complete), memory)
+            saved = background.save(path, partial(_finish, job, agreed, on_complete), memory)
             unfinished.pop_all()
         return saved
 
 
-def _agreed(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
+def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
     if agreed is None:
         ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.blame)
@@ -145,7 +145,7 @@ def _agreed(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agr
     return agreed
 
 
-def _written(
+def _write_and_commit(
     job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
 ) -> list[str]:
     nbytes, linked = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
@@ -155,11 +155,11 @@ def _written(
     return job.notes
 
 
-def _finished(
+def _finish(
     job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
 ) -> list[str]:
     with job:
-        return _written(job, agreed, on_complete, ranks)
+        return _write_and_commit(job, agreed, on_complete, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class RankWriter:
                     continue
                 files, left = self._linked(draft, name, pieces, stage, base)
                 written.linked_nbytes += sum(file.info.nbytes for file in files)
-                for group in divided(left, frozen.get(name, frozenset())):
+                for group in divide(left, frozen.get(name, frozenset())):
                     first, limit = len(files) + 1, self._options.size_per_shard
                     planned_files = plan_files(name, self._rank, group, limit, first=first)
                     files += [write_file(draft, planned, save_id, stage) for planned in planned_files]
@@ -219,7 +219,7 @@ def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
     return True
 
 
-def divided(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]]:
+def divide(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]]:
     """Return pieces in groups that share no file: those of frozen parameters, and the others.
 
     A small share of frozen ones is not worth a file.
@@ -286,7 +286,7 @@ class SaveHistory:
         found = None
         for saved in filter(None, (self._last.get(directory), _Saved(_absolute(path)))):
             try:
-                found = _opened(saved, storage, rank)
+                found = _open_base(saved, storage, rank)
                 break
             except CheckpointNotFoundError:
                 continue
@@ -316,7 +316,7 @@ class Base:
     error: OSError | None = None
 
 
-def _opened(saved: _Saved, storage: Storage, rank: int) -> Base | None:
+def _open_base(saved: _Saved, storage: Storage, rank: int) -> Base | None:
     if saved.indexes is not None:
         return Base(storage.open(saved.path), saved.indexes)  # each file that is linked says of which save it is
     checkpoint = Checkpoint(storage, saved.path)

@@ -27,7 +27,7 @@ PARTS = ("model", "optimizer", "param_groups", "schedulers", "loops", "data", "c
 _LISTED = 10
 
 
-def checked_parts(resume: Sequence[str] | None) -> frozenset[str]:
+def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
     """The parts that a fit takes; None is all of them.
 
     Raises:
@@ -50,7 +50,7 @@ def checked_parts(resume: Sequence[str] | None) -> frozenset[str]:
     return frozenset(resume)
 
 
-def checked_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
+def check_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """The patterns of an option.
 
     Raises:
@@ -107,13 +107,13 @@ def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequenc
             "them, and * is any text"
         )
     count = count_text(len(names), "entry", "entries")
-    return [f"{path!r}: skipped, and left as they are: {count}, {listed(names)}"] if names else []
+    return [f"{path!r}: skipped, and left as they are: {count}, {list_names(names)}"] if names else []
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Names with commas, of many the first.
 
-    >>> listed(["a", "b"])
+    >>> list_names(["a", "b"])
     'a, b'
     """
     more = f", … and {len(names) - _LISTED} more" if len(names) > _LISTED else ""

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import Source, are_equal
 from lightning_shardckpt.sources.source_view import converts
-from lightning_shardckpt.state.compound_tensors import MARK, described
+from lightning_shardckpt.state.compound_tensors import MARK, describe_record
 from lightning_shardckpt.state.model import names_of
 from lightning_shardckpt.state.module_io import NO_CODE, Scopes
 from lightning_shardckpt.state.snapshot import Leaves
@@ -211,11 +211,15 @@ class ModelMatch:
         unwanted = (((self._known.keys() | self._left_out.keys()) - wanted) | (there - here)) - elsewhere
         strangers = sorted(unwanted - {base_fqn(name) for name in elsewhere} if unwanted else ())
         self.aside.note_absent(rest, self.keys, self._left_out, strangers)
-        changed = [name for name, record in records.items() if document.get(name, record) != record]
+        changed = [
+            (name, f"{describe_record(document[name])} in checkpoint, {describe_record(record)} in model")
+            for name, record in records.items()
+            if document.get(name, record) != record
+        ]
         return [
             *((name, _IN_CHECKPOINT) for name in strangers),
             *((name, _IN_MODEL) for name in sorted(here - there)),
-            *((n, f"{described(document[n])} in checkpoint, {described(records[n])} in model") for n in changed),
+            *changed,
             *(self.aside.differing_dtypes() if not self._targets.cast else ()),
         ]
 

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, checked_patterns, listed
+from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns, list_names
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import fitted_to
+from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, renamed
 from lightning_shardckpt.sources.state_dict_views import as_objects, as_values, dicts_for, places_of, trainer_of
@@ -33,10 +33,10 @@ from lightning_shardckpt.state.nested_dict import (
     put_at,
     remove_at,
     sharded_tensors,
-    unwrapped,
+    unwrap,
     value_at,
 )
-from lightning_shardckpt.state.state_dicts import KEYS, Path, checked_keys, key_of
+from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, key_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.gc_pause import gc_paused
 
@@ -72,13 +72,13 @@ class NestedLoad:
         keep_parameters: bool = False,
     ) -> None:
         self._keep_parameters = keep_parameters
-        self._cast, self._skip = cast, checked_patterns("skip", skip)
+        self._cast, self._skip = cast, check_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
         self._own_names, self._named = names_in(objects, named_by), names_for(objects, named_by, self._whole)
         if not objects.modules and named_by is not None:
-            self._whole = _of_optimizers(self._own_names, unwrapped(named_by), self._whole)
+            self._whole = _of_optimizers(self._own_names, unwrap(named_by), self._whole)
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
         self._optimizers = list(objects.optimizers.values())
@@ -137,13 +137,13 @@ class NestedLoad:
         here_named = renamed(source, names, others, numbers)
         if not prefixes:
             return here_named, problems
-        fitted, more = fitted_to(here_named, module=self._root, live=self._leaves, whole=self._whole)
+        fitted, more = fit_to(here_named, module=self._root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
 
     def _as_objects(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
         """Return a source with state dicts as the objects that are asked for, its trainer's state, and its objects."""
         known = trainer_of(source)
-        keys = checked_keys(known.get(KEYS), source.path)
+        keys = check_keys(known.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
         self.present = [*objects, *(key for key in known if key != KEYS)]
         if keys is None:
@@ -232,11 +232,11 @@ class NestedLoad:
 
         def other(name: str) -> str | None:
             new = self._key_mapping(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else ()
-            return _moved(new[0], back) if new else None
+            return _move_prefix(new[0], back) if new else None
 
         names: dict[str, str | None] = {}
         for name in sorted(self._own_names | self._whole.state):
-            if (there := _moved(name, here)) is not None:
+            if (there := _move_prefix(name, here)) is not None:
                 names[name] = self._prefix + stored_names[there] if there in stored_names else None
         return names, other
 
@@ -267,9 +267,10 @@ class NestedLoad:
             loaded = load(path, self._live, ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
-                there = f"it has {listed([*map(repr, self.present)])}" if self.present else "it has a model alone"
+                present, missing = (list_names([*map(repr, names)]) for names in (self.present, self.missing))
+                there = f"it has {present}" if present else "it has a model alone"
                 raise KeyError(
-                    f"checkpoint {path!r} does not have {listed([*map(repr, self.missing)])} of the state; {there}. "
+                    f"checkpoint {path!r} does not have {missing} of the state; {there}. "
                     "Pass strict=False to load the rest"
                 ) from error
             raise
@@ -313,7 +314,7 @@ class NestedLoad:
             remove_at(trainer, path)
 
 
-def _moved(name: str, prefixes: Mapping[str, str]) -> str | None:
+def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
     """The name with the longest prefix that it has replaced; None if it has none of them."""
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return None if longest is None else prefixes[longest] + name.removeprefix(longest)

@@ -67,7 +67,7 @@ class NestedSave:
         """Return what this rank contributes."""
         if not self._overwrite and self._party.ranks.rank == 0:
             _refuse_existing(self.path, self._storage)
-        objects = checked_state(self._state).in_order(self._order)
+        objects = check_state(self._state).in_order(self._order)
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
         found = snapshot(checkpoint_of(self._state, objects, names), module)
@@ -148,7 +148,7 @@ def order_of_state(state: Any, ranks: Ranks, phase: str) -> list[str]:
 
     def look() -> list[str]:
         try:
-            return checked_state(state).keys
+            return check_state(state).keys
         except (StateError, TypeError):  # which are raised when the state is described
             return []
 
@@ -156,7 +156,7 @@ def order_of_state(state: Any, ranks: Ranks, phase: str) -> list[str]:
     return found
 
 
-def checked_state(state: dict[str, Any]) -> NestedObjects:
+def check_state(state: dict[str, Any]) -> NestedObjects:
     """Return what is in a state, checked to be one.
 
     Raises:

@@ -100,7 +100,7 @@ def _label(of: str, names: Iterable[str]) -> str:
     return f"{of} {checksum(repr(sorted(names)).encode())}"
 
 
-def combined(digests: Digests) -> dict[str, str]:
+def combine(digests: Digests) -> dict[str, str]:
     """One digest of everything for each label."""
     return {
         label: checksum("\n".join(f"{name}={digest}" for name, digest in sorted(of.items())).encode())
@@ -239,7 +239,7 @@ def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], 
     return root_to_json(RootIndex(save_id, world, held, {})).decode()
 
 
-def joined_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
+def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     """Join what groups tell.
 
     Args:
@@ -258,7 +258,7 @@ def joined_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     trainer = reduce(union, [group["trainer"] for group in groups])
     referred = set(references(trainer))
     _check_trainer(tables, referred)
-    joined = _joined_tables(tables)
+    joined = _join_tables(tables)
     _check_held(joined, world)
     joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
     return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode(), trainer
@@ -291,7 +291,7 @@ def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
         )
 
 
-def _joined_tables(tables: list[Tables]) -> Tables:
+def _join_tables(tables: list[Tables]) -> Tables:
     """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
 
     A group that knows only an alias of a tensor stores it under the name that the others use. Of plain tensors of the

@@ -23,13 +23,13 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     GroupTable,
     SaveWish,
     Written,
-    combined,
+    combine,
     differ,
     differing,
     digests_over_groups,
     group_text,
     groups_of,
-    joined_groups,
+    join_groups,
     refuse_differing,
     replica_digests,
     table_of,
@@ -129,7 +129,7 @@ class SaveJob:
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
         """Return what this rank wants to save, as a digest. Runs on every rank."""
-        snapshot = _pinned(describe()) if self._options.replicas == "first" else describe()
+        snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
         everyone, replicas = ((0, self._ranks.world),), Digests()
         tables: Tables = {
             name: Component(specs_of(name, leaves, everyone), leaves.aliases)
@@ -145,7 +145,7 @@ class SaveJob:
             "path": str(self.path),
             "step": self._about.step,
             "digest": digest,
-            "replicas": combined(replicas),
+            "replicas": combine(replicas),
         }
 
     def agree(self, wishes: list[SaveWish]) -> Agreement | None:
@@ -202,7 +202,7 @@ class SaveJob:
             MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
             StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
         """
-        text, self._trainer = joined_groups([report for report in reports if report is not None], self._ranks.world)
+        text, self._trainer = join_groups([report for report in reports if report is not None], self._ranks.world)
         return text
 
     def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
@@ -368,7 +368,7 @@ class SaveJob:
             self._draft.discard()
 
 
-def _pinned(found: Snapshot) -> Snapshot:
+def _pin(found: Snapshot) -> Snapshot:
     """Return a snapshot whose tensors are all written by the lowest rank that holds them."""
     pinned = {name: replace(of, pinned=frozenset(of.tensors)) for name, of in found.leaves.items() if name != "trainer"}
     return replace(found, leaves={**found.leaves, **pinned})

@@ -50,7 +50,7 @@ def load_whole(
     device = device_of(map_location)
     storage = storage or StorageRouter()
     found = load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
-    return moved_to(found, device)
+    return move_to(found, device)
 
 
 def device_of(map_location: object) -> torch.device:
@@ -71,7 +71,7 @@ def device_of(map_location: object) -> torch.device:
     raise TypeError(f"map_location is a device, such as 'cpu' or 'cuda:0', or a dict or function, got {map_location!r}")
 
 
-def moved_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def move_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a checkpoint dict with all its tensors on a device; what was one tensor stays one."""
     there: dict[int, torch.Tensor] = {}
 

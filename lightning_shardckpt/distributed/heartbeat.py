@@ -59,7 +59,7 @@ def heartbeat(tuning: Tuning) -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    beats = _started(tuning)
+    beats = _start(tuning)
     try:
         yield
     except BaseException as error:
@@ -81,10 +81,10 @@ def watch_until_exit(tuning: Tuning) -> None:
     `raise_if_lost` tells of a lost rank, and the log does. An exception that nobody catches is told to the others.
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and not _running:
-        atexit.register(_end_with_process, _started(tuning), os.getpid())
+        atexit.register(_end_with_process, _start(tuning), os.getpid())
 
 
-def _started(tuning: Tuning) -> Heartbeat:
+def _start(tuning: Tuning) -> Heartbeat:
     beats = Heartbeat(default_store(), f"heartbeat-{next(_runs)}", dist.get_rank(), dist.get_world_size(), tuning)
     beats.start()
     _running.append(beats)

@@ -237,7 +237,7 @@ class Ranks:
             living = self._neighbours.living()
             absent = [rank for rank in _absentees(store, "left", self.world) if rank not in living]
             where = self._neighbours.machines_text(absent)
-            put_bytes(store, "left/absent", _json({"who": absent and f"{_listed(absent)} of {self.world}{where}"}))
+            put_bytes(store, "left/absent", _json({"who": absent and f"{_list_ranks(absent)} of {self.world}{where}"}))
         text = self._wait(store, partial(get_if_there, store, "left/absent"), self._tuning.roll_call_s)
         return (text is not None and json.loads(text)["who"]) or ""
 
@@ -273,7 +273,7 @@ class Ranks:
             missing = _absentees(store, str(self._count), self.world)
             where = self._neighbours.machines_text(missing)
             raise RankError(
-                f"rank(s) {_listed(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
+                f"rank(s) {_list_ranks(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
                 f"they{where} hang, are stopped, did not enter this call, or their machine is lost"
             )
         reports = json.loads(b"[" + b",".join(texts) + b"]")
@@ -378,7 +378,7 @@ def _absentees(store: Store, folder: str, world: int) -> list[int]:
     return [int(key.rpartition("/")[2]) for key in lacking(store, [f"{folder}/{rank}" for rank in range(world)])]
 
 
-def _listed(ranks: list[int], count: int | None = None) -> str:
+def _list_ranks(ranks: list[int], count: int | None = None) -> str:
     """Return the first ranks of a list as text, and how many more there are: each rank gets a message, and shows it."""
     more = (count or len(ranks)) - len(ranks[:_LISTED])
     text = ", ".join(map(str, ranks[:_LISTED]))
@@ -391,5 +391,5 @@ def _first_line(error: BaseException) -> str:
 
 def _rebuilt(report: ErrorReport, phase: str) -> Exception:
     ranks = report["ranks"]
-    others = f" (and rank(s) {_listed(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
+    others = f" (and rank(s) {_list_ranks(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
     return rebuild_error(report, f"rank {ranks[0]}{others} failed while {phase}: {report['type']}: {report['message']}")

@@ -24,7 +24,7 @@ from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
-from lightning_shardckpt.state.module_versions import METADATA, renamed_versions, with_versions
+from lightning_shardckpt.state.module_versions import METADATA, rename_versions, with_versions
 from lightning_shardckpt.state.state_dicts import KEYS, is_told_apart, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -124,7 +124,7 @@ def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
         return
     naming.check(state)
     names = unique((name, naming.new(name), id(value)) for name, value in state.items() if naming.takes(name))
-    versions = renamed_versions(getattr(state, METADATA, None), names)
+    versions = rename_versions(getattr(state, METADATA, None), names)
     checkpoint["state_dict"] = with_versions({new: state[old] for new, old in names.items()}, versions)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [_renamed(one, naming) for one in checkpoint["optimizer_states"]]

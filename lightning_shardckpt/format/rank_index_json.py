@@ -12,7 +12,7 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import BETWEEN, count_of
 from lightning_shardckpt.format.file_names import file_info, linked_file_info
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, RankIndex, ShardEntry
-from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decoded, parse_json, texts
+from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decode_index, parse_json, texts
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     bytes_in,
@@ -74,7 +74,7 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     Raises:
         FormatError: naming ``where`` and what is wrong.
     """
-    return decoded(parse_json(text, where), where, _rank_index, _VERSIONS)
+    return decode_index(parse_json(text, where), where, _rank_index, _VERSIONS)
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:

@@ -17,7 +17,7 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, documents_by_rank, file_info, rank_index_name
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
-from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decoded, parse_json
+from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decode_index, parse_json
 from lightning_shardckpt.format.value_checks import (
     bytes_in,
     check_dtype,
@@ -193,7 +193,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
         )
-    return decoded(parse_json(text, where), where, _root, _VERSIONS)
+    return decode_index(parse_json(text, where), where, _root, _VERSIONS)
 
 
 def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def decoded(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
+def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
     """Return what ``decode`` makes of a JSON object of our format.
 
     Args:

@@ -25,7 +25,7 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources import dcp_metadata
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.paths import DCP_NAME, dcp_place
-from lightning_shardckpt.sources.torch_pickle import CoalescedReads, loaded, tensor_in, value_in
+from lightning_shardckpt.sources.torch_pickle import CoalescedReads, load_or_raise, tensor_in, value_in
 from lightning_shardckpt.state.json_tree import encode_small, tensor_from_bytes
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.optimizer import optimizer_leaves
@@ -337,7 +337,7 @@ def _meta(directory: str, weights_only: bool) -> dict[str, Any] | None:
     with os.fdopen(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise FormatError(f"file {META} is not a regular file")
-        found = loaded(lambda: torch.load(opened, map_location="cpu", weights_only=weights_only), _refused)
+        found = load_or_raise(lambda: torch.load(opened, map_location="cpu", weights_only=weights_only), _refused)
     if not isinstance(found, dict):
         raise FormatError(f"file {META} holds a {type(found).__name__}, not a dict")
     return found

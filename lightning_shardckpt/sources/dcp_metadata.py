@@ -21,7 +21,7 @@ from lightning_shardckpt.format.value_checks import (
     check_text,
     shown,
 )
-from lightning_shardckpt.sources.safe_unpickler import Called, Known, Record, ordered, record, text, unpickle
+from lightning_shardckpt.sources.safe_unpickler import Called, Known, Record, make_ordered, record, text, unpickle
 from lightning_shardckpt.sources.torch_pickle import KNOWN_DTYPES, FilePart
 
 MAX_BYTES = 1 << 29
@@ -49,7 +49,7 @@ _KNOWN: Known = {
     # until torch 2.2
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": record("properties"),
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Called(int),
-    "collections.OrderedDict": Called(ordered),
+    "collections.OrderedDict": Called(make_ordered),
 }
 
 

@@ -81,7 +81,7 @@ FORMATS = (
 )
 
 
-def recognised(path: str) -> Format | None:
+def recognise(path: str) -> Format | None:
     """The format of what is at ``path``; None for a checkpoint of this package, and for nothing that can be read.
 
     A checkpoint of this package may hold files for Hugging Face, too. What an unfinished save of it left is nothing.

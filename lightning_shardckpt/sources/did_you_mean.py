@@ -48,16 +48,16 @@ def open_checkpoint(
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        raise CheckpointNotFoundError(explained(path, error, marks)) from None
+        raise CheckpointNotFoundError(explain(path, error, marks)) from None
 
 
-def explained(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
+def explain(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
     """Return the message of an error about a path of the file system, with what is there, and what may be meant."""
-    said = described(path) or str(error).partition("; did you mean")[0]
+    said = describe(path) or str(error).partition("; did you mean")[0]
     return said + did_you_mean(path, marks)
 
 
-def described(path: str | os.PathLike[str]) -> str | None:
+def describe(path: str | os.PathLike[str]) -> str | None:
     """Return what a path holds that is no checkpoint of ours, as a sentence; None if it cannot be told."""
     path = Path(path)
     if not os.path.lexists(path):

@@ -182,7 +182,7 @@ def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
 
 
 @contextmanager
-def closed_on_error(reader: Reader) -> Iterator[Reader]:
+def close_on_error(reader: Reader) -> Iterator[Reader]:
     """Keeps a reader open unless what is done with it fails."""
     try:
         yield reader

@@ -113,11 +113,11 @@ def joined(
 
 def _merge(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
     names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
-    return {names[pattern]: [stacked(found, operation.dim)] for pattern, found in pieces.items()}
+    return {names[pattern]: [stack(found, operation.dim)] for pattern, found in pieces.items()}
 
 
 def _concatenate(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
-    return {targets[0]: [concatenated([t for s in sources for t in pieces.get(s, [])], operation.dim)]}
+    return {targets[0]: [concatenate([t for s in sources for t in pieces.get(s, [])], operation.dim)]}
 
 
 def _chunk(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
@@ -134,7 +134,7 @@ _OPERATIONS: dict[str, Callable[[Pieces, Any, list[str], list[str]], Pieces]] = 
 }
 
 
-def stacked(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
+def stack(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     """Stack tensors as ``torch.stack`` does.
 
     Raises:
@@ -150,7 +150,7 @@ def stacked(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     return ForeignTensor(first.dtype, _insert(first.shape, dim, len(tensors)), tuple(boxes))
 
 
-def concatenated(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
+def concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     """Concatenate tensors as ``torch.cat`` does.
 
     Raises:

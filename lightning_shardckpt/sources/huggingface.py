@@ -16,7 +16,7 @@ from lightning_shardckpt.sources.foreign_source import (
     ForeignSource,
     ForeignTensor,
     ForeignTensors,
-    closed_on_error,
+    close_on_error,
     tensors_of,
 )
 from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, only_index
@@ -32,7 +32,7 @@ _LISTED = 5
 def open_file(path: str) -> Source:
     """A single file of safetensors."""
     folder, name = os.path.split(os.path.abspath(path))
-    with closed_on_error(LocalReader(folder, follow_links=True)) as reader:
+    with close_on_error(LocalReader(folder, follow_links=True)) as reader:
         return _safe(path, reader, {name: tensors_of(reader, name, folder)}, {})
 
 
@@ -44,7 +44,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
         CorruptionError: if a file that the index names is missing, truncated, or has not what the index says.
     """
     single, index = _choose(path) if index is None else (None, index)
-    with closed_on_error(LocalReader(path, follow_links=True)) as reader:
+    with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)
         names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
         if index.startswith(SAFE):

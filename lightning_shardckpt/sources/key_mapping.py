@@ -84,7 +84,7 @@ class KeyMapping:
                 old, _, new = text.rpartition("=")
                 entries.setdefault(old, new)
             elif len(texts) == 1:
-                return cls(function=_imported(text, option), option=option)
+                return cls(function=_import_function(text, option), option=option)
             else:
                 raise ValueError(f"{option} {text!r} is neither a file nor OLD=NEW")
         return cls._of_entries(entries, option)
@@ -211,7 +211,7 @@ def _entries_in(path: str, option: str) -> Mapping[str, NewNames]:
     return found
 
 
-def _imported(path: str, option: str) -> Callable[[str], NewNames]:
+def _import_function(path: str, option: str) -> Callable[[str], NewNames]:
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found: Callable[[str], NewNames] = getattr(import_module(module), name)

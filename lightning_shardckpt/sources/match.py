@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
 from lightning_shardckpt.sources.source_view import Place, SourceView, place_of, root_of
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
-from lightning_shardckpt.state.module_versions import renamed_versions
+from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import VERSION
@@ -51,7 +51,7 @@ def is_weights_alone(source: Source) -> bool:
     return "model" in stored.components() and VERSION not in stored.trainer(_no_tensor)
 
 
-def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames) -> tuple[Source, list[str]]:
+def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames) -> tuple[Source, list[str]]:
     """The source of a load as the model wants it, and what of it cannot be fitted, a line each.
 
     Args:
@@ -66,14 +66,14 @@ def fitted_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNa
     ties = tuple(tie for tie in ties if len(tie) > 1)
     found = fit(source, module, WholeNames(whole.state or frozenset((*live.tensors, *live.aliases)), ties))
     problems = found.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in found.apart]
-    return matched(source, found, ties), problems
+    return apply_match(source, found, ties), problems
 
 
 def _no_tensor(key: str) -> torch.Tensor:
     raise FormatError(f"{key!r} is no tensor of the trainer")
 
 
-def matched(source: Source, fit: Match, ties: Iterable[tuple[str, ...]] = ()) -> SourceView:
+def apply_match(source: Source, fit: Match, ties: Iterable[tuple[str, ...]] = ()) -> SourceView:
     """Return a source with the names of a model; tensors that the model lacks have the names they would have there.
 
     Args:
@@ -89,7 +89,7 @@ def matched(source: Source, fit: Match, ties: Iterable[tuple[str, ...]] = ()) ->
         table |= {name: Place(made, "model", name) for name in fit.made}
     table = {name: place for name, place in table.items() if name not in aliases}
     values = source.document("model")
-    documents = {"versions": renamed_versions(source.document("versions"), fit.stored)}
+    documents = {"versions": rename_versions(source.document("versions"), fit.stored)}
     if values:
         documents["model"] = {name: values[old] for name, old in fit.values.items()}
     return SourceView(source, {"model": table}, {"model": aliases}, documents)
@@ -185,7 +185,7 @@ def fit(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMappin
             f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
             f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a {mapping.option}."
         )
-    found = _fitted(best, {name: keys[old] for name, old in names.items()}, source, whole)
+    found = _follow(best, {name: keys[old] for name, old in names.items()}, source, whole)
     values = mapping.renamed(source.document("model") or {})
     found.values = {best.name(name): old for name, old in values.items()}
     found.idle = mapping.unused(keys)
@@ -224,7 +224,7 @@ def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _fitted(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeNames) -> Match:
+def _follow(way: _Way, keys: Mapping[str, str], source: Source, whole: WholeNames) -> Match:
     """Follow the way. ``keys``: new name → key of the stored tensor."""
     found, used = Match(), set[str]()
     for relative, where in way.hits.items():
@@ -294,11 +294,11 @@ def report(found: Match, path: str) -> list[str]:
         ("of pretrained_key_mapping, about no name in it", found.idle, "entry", "entries"),
     ]
     counted = [(f"{what}: {count_text(len(names), one, many)}", names) for what, names, one, many in kinds if names]
-    lines = ["\n  ".join([what, *limited(names)]) for what, names in counted]
+    lines = ["\n  ".join([what, *first_lines(names)]) for what, names in counted]
     return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []
 
 
-def limited(lines: Collection[str], count: int = _LISTED) -> list[str]:
+def first_lines(lines: Collection[str], count: int = _LISTED) -> list[str]:
     """The first lines, and how many more there are."""
     shown = list(lines)[:count]
     return shown + ([f"… and {len(lines) - count} more"] if len(lines) > count else [])

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.sources.detect import recognised
-from lightning_shardckpt.sources.did_you_mean import READABLE, explained
+from lightning_shardckpt.sources.detect import recognise
+from lightning_shardckpt.sources.did_you_mean import READABLE, explain
 from lightning_shardckpt.sources.source import ShardedSource, Source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url
@@ -113,7 +113,7 @@ def open_source(
         CheckpointNotFoundError: if it is nothing that can be read; says which path was probably meant.
         FormatError: if it is several things at once.
     """
-    other = recognised(path)
+    other = recognise(path)
     if other is not None:
         source = other.open(path, weights_only)
         return source, f"{other.name}, {_digest(source)}"
@@ -122,5 +122,5 @@ def open_source(
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        raise CheckpointNotFoundError(explained(path, error, READABLE)) from None
+        raise CheckpointNotFoundError(explain(path, error, READABLE)) from None
     return sharded, sharded.checkpoint.root.save_id

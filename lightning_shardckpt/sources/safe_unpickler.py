@@ -45,7 +45,7 @@ class Record:
         self.state: Any = {}
 
 
-def ordered(items: Any = ()) -> dict[Any, Any]:
+def make_ordered(items: Any = ()) -> dict[Any, Any]:
     """A dict of pairs, for ``known``; keys as in any dict of a pickle."""
     found = {}
     for key, value in items:

@@ -11,7 +11,7 @@ import torch
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.sources.source import ReadTarget, Source, TensorSource
 from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
-from lightning_shardckpt.state.module_versions import renamed_versions
+from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
 
@@ -239,17 +239,18 @@ def renamed(
         if number in numbers:
             param, _, state = rest.rpartition("/")
             of_optimizers[f"{numbers[number]}/{name_of(param)}/{state}"] = place_of(source, "optimizer", key)
-    documents: dict[str, Any] = {"versions": renamed_versions(source.document("versions"), stored_names)}
+    documents: dict[str, Any] = {"versions": rename_versions(source.document("versions"), stored_names)}
     for role in ("model", "frozen"):
         entries = source.document(role)
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
     document = source.document("optimizer")
     if document is not None or not optimizers:
-        documents["optimizer"] = {str(i): _renamed(document[str(n)], name_of) for i, n in enumerate(optimizers)}
+        found = (_rename_optimizer(document[str(number)], name_of) for number in optimizers)
+        documents["optimizer"] = {str(place): one for place, one in enumerate(found)}
     return SourceView(source, table | {"optimizer": of_optimizers}, aliases, documents)
 
 
-def _renamed(one: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
+def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
     """Return the document of an optimizer with other names of parameters."""
     if one["numbered"]:
         return one

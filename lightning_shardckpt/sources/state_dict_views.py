@@ -21,7 +21,7 @@ from lightning_shardckpt.state.model import is_extra_state, model_leaves
 from lightning_shardckpt.state.nested_dict import remove_at, value_at
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
-from lightning_shardckpt.state.state_dicts import KEYS, Path, checked_keys, insert, is_optimizer_state, key_of
+from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, insert, is_optimizer_state, key_of
 from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
@@ -74,7 +74,7 @@ def with_objects(source: Source) -> Source:
     if "model" in source.components() or source.document("optimizer"):
         return source
     known = trainer_of(source)
-    keys = checked_keys(known.get(KEYS), source.path)
+    keys = check_keys(known.get(KEYS), source.path)
     if keys is None:
         return source
     modules, _ = dicts_for(known, keys, [("model",)], [])

@@ -20,7 +20,7 @@ import torch
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_shape, check_size, shown
-from lightning_shardckpt.sources.safe_unpickler import Called, Known, ordered, unpickle
+from lightning_shardckpt.sources.safe_unpickler import Called, Known, make_ordered, unpickle
 from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.storage.protocol import Reader
 
@@ -201,7 +201,7 @@ _KNOWN: Known = {
     "torch._utils._rebuild_tensor_v2": Called(_rebuilt),
     "torch._utils._rebuild_tensor_v3": Called(_rebuilt),
     "torch._utils._rebuild_parameter": Called(lambda tensor, *_: tensor),
-    "collections.OrderedDict": Called(ordered),
+    "collections.OrderedDict": Called(make_ordered),
 }
 
 
@@ -211,7 +211,7 @@ def _storage(reference: tuple[Any, ...]) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4096)  # tensors of one shape have the same pickle
-def _pickled(content: bytes) -> Any:
+def _unpickle_tensor(content: bytes) -> Any:
     return unpickle(content, _KNOWN, _PICKLE, stored=_storage)
 
 
@@ -223,7 +223,7 @@ def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int]:
     """
     archive = ZipArchive(windows, piece)
     try:
-        found = _pickled(archive.content(_PICKLE, _SHORT_BYTES))
+        found = _unpickle_tensor(archive.content(_PICKLE, _SHORT_BYTES))
     except FormatError as error:
         raise archive.malformed(str(error)) from None
     if not isinstance(found, Pickled):
@@ -265,10 +265,10 @@ def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
     if piece.nbytes > _VALUE_BYTES:
         raise archive.malformed(f"a value of {piece.nbytes} bytes, more than {_VALUE_BYTES}")
     whole = windows.read(piece.file, piece.begin, piece.nbytes)
-    return loaded(lambda: torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True), archive.malformed)
+    return load_or_raise(lambda: torch.load(io.BytesIO(whole), "cpu", weights_only=True), archive.malformed)
 
 
-def loaded(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> Any:
+def load_or_raise(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> Any:
     """Return what ``torch.load`` returns; whatever it makes of a malformed or refused file is one error.
 
     Raises:

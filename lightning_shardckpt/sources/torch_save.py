@@ -54,7 +54,7 @@ class TorchFileSource:
         folder, name = os.path.split(os.path.abspath(path))
         self._folder, names = (path, list(files)) if files is not None else (folder, [name])
         self._names = names
-        self._found = [mapped(os.path.join(self._folder, name), weights_only) for name in names]
+        self._found = [map_file(os.path.join(self._folder, name), weights_only) for name in names]
         self._describe("model")
 
     def _describe(self, only: str | None) -> None:
@@ -158,7 +158,7 @@ class TorchFileSource:
         return fill
 
 
-def mapped(path: str, weights_only: bool = True) -> Any:
+def map_file(path: str, weights_only: bool = True) -> Any:
     """Return what is in a file of ``torch.save``, its tensors mapped.
 
     Raises:

@@ -76,7 +76,7 @@ def put_together(name: str, values: dict[str, Any], like: torch.Tensor) -> None:
         StateError: if the class is not there: nothing is imported by name.
         FormatError: if the record is none, or names a tensor that is not stored.
     """
-    record = _checked(values.pop(name + MARK), name)
+    record = _check_record(values.pop(name + MARK), name)
     inner: dict[str, Any] = {}
     for attribute in record["tensors"]:
         key = f"{name}{MARK}{attribute}"
@@ -111,7 +111,7 @@ def class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def described(record: Any) -> str:
+def describe_record(record: Any) -> str:
     """A record in words, for an error."""
     found = decode_small(record)
     return f"{found['class']} of shape {tuple(found['shape'])} with context {found['context']!r}"
@@ -132,7 +132,7 @@ def _laid_out(name: str, tensor: torch.Tensor, attribute: str, inner: torch.Tens
     return inner
 
 
-def _checked(found: Any, name: str) -> dict[str, Any]:
+def _check_record(found: Any, name: str) -> dict[str, Any]:
     record: dict[str, Any] = found
     ok = isinstance(record, dict) and record.keys() == {"class", "tensors", "shape", "context"}
     if not ok or not isinstance(record["class"], str) or not all(isinstance(t, str) for t in record["tensors"]):

@@ -53,10 +53,10 @@ def general(name: str, found: NamedBoxes) -> NamedBoxes:
     return alike
 
 
-def applied(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
+def apply_pattern(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
     """The parts of ``name``, if the pattern, a name with ``#`` for numbers, is one of it.
 
-    >>> applied("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
+    >>> apply_pattern("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
     [['layers.7.0.w', [0], [2], [2]]]
     """
     if "#" not in pattern:
@@ -64,10 +64,10 @@ def applied(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
     numbers = _NUMBER.findall(name)
     if pattern_of(name) != pattern:
         return None
-    return [[_filled(to, numbers), *box] for to, *box in parts]
+    return [[_fill(to, numbers), *box] for to, *box in parts]
 
 
-def _filled(text: str, numbers: list[str]) -> str:
+def _fill(text: str, numbers: list[str]) -> str:
     pieces = text.split("#")
     return "".join(a + b for a, b in zip(pieces, [*numbers, *[""] * len(pieces)], strict=False))
 
@@ -138,7 +138,7 @@ class Model:
         """
         own = tensor.name.replace(_ADAPTED, ".") if self.recorded["adapter"] else tensor.name
         names, rule = self.recorded["names"], own if own in self.recorded["names"] else pattern_of(own)
-        found = applied(rule, names[rule], own) if rule in names else None
+        found = apply_pattern(rule, names[rule], own) if rule in names else None
         if found is None:
             found = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
         total = 0

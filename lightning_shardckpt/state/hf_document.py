@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.transformers import has_own_code, names_not_save
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.state.hf_directory import NamedBoxes, applied, general, pattern_of
+from lightning_shardckpt.state.hf_directory import NamedBoxes, apply_pattern, general, pattern_of
 from lightning_shardckpt.state.model import is_elsewhere
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +78,8 @@ def _by_pattern(parts: dict[str, NamedBoxes], same: dict[str, NamedBoxes]) -> di
         if all(found == same[name] for name, found in names):
             continue
         alike = [general(name, found) for name, found in names]
-        if all(one == alike[0] and applied(pattern, one, n) == f for one, (n, f) in zip(alike, names, strict=True)):
+        pairs = zip(alike, names, strict=True)
+        if all(one == alike[0] and apply_pattern(pattern, one, name) == found for one, (name, found) in pairs):
             chosen[pattern] = alike[0]
         else:
             chosen |= {name: found for name, found in names if found != same[name]}

@@ -35,7 +35,7 @@ from lightning_shardckpt.state.json_values import (
     no_tensor,
     shape_filled_by,
 )
-from lightning_shardckpt.state.pickled_objects import pickled, unpickled
+from lightning_shardckpt.state.pickled_objects import pickle_object, unpickle_object
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
 INLINE_BYTES = 1024
@@ -173,7 +173,7 @@ class Encoder:
         if kind in _OMEGACONF:
             content = sys.modules["omegaconf"].OmegaConf.to_container(value)
             return {TAG: "omegaconf", "v": self.encode(content, path)}
-        if self._pickles and (content := pickled(value)) is not None:
+        if self._pickles and (content := pickle_object(value)) is not None:
             return {TAG: "pickle", "type": kind, "v": base64.b64encode(content).decode()}
         if path.startswith(self._droppable) and self._droppable:
             self.dropped.append(f"{path}: {kind}")
@@ -206,7 +206,7 @@ def decode(value: Any, stored: Callable[[str], torch.Tensor], *, unpickles: bool
     Raises:
         FormatError: for a tag that is not in the table, or a value that its tag does not allow.
     """
-    return decode_with(_of_torch(stored, unpickled if unpickles else None), value)
+    return decode_with(_of_torch(stored, unpickle_object if unpickles else None), value)
 
 
 def decode_small(value: Any) -> Any:

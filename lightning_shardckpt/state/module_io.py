@@ -270,13 +270,13 @@ def _load_each(
     for start, module in modules.items():
         mine = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
         known = None if versions is None else versions_in(versions, start)
-        found = _loaded(module, with_versions(mine, known, (name for name, _ in module.named_modules())))
+        found = _load_module(module, with_versions(mine, known, (name for name, _ in module.named_modules())))
         missing += [start + name for name in found[0]]
         unexpected += [start + name for name in found[1]]
     return missing, unexpected
 
 
-def _loaded(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
+def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
     """Have a module load a state dict; returns the names that are missing and unexpected."""
     try:
         with _cutting_wholes(module):

@@ -56,10 +56,10 @@ def versions_in(known: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
     return OrderedDict((name.removeprefix(prefix).removesuffix("."), version) for name, version in inside)
 
 
-def renamed_versions(versions: Mapping[str, Any] | None, stored: Mapping[str, str]) -> dict[str, Any] | None:
+def rename_versions(versions: Mapping[str, Any] | None, stored: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the document for modules under other names, as far as the names of their entries tell.
 
-    >>> renamed_versions({"net.norm": {"version": 2}}, {"norm.weight": "net.norm.weight"})
+    >>> rename_versions({"net.norm": {"version": 2}}, {"norm.weight": "net.norm.weight"})
     {'norm': {'version': 2}}
 
     Args:

@@ -25,7 +25,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, own_entries, refuse_zero_redundancy
-from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, joined_states, key_of, prefixes_of
+from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, join_states, key_of, prefixes_of
 from lightning_shardckpt.system.gc_pause import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
@@ -124,7 +124,7 @@ class NestedObjects:
         Raises:
             StateError: if two modules have an entry of one name.
         """
-        return joined_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
+        return join_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
 
 
 def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[str]:
@@ -139,7 +139,7 @@ def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[st
     """
     if objects.modules:
         return frozenset(map(clean_fqn, objects.state_dict()))
-    parameters, _ = named_tensors(unwrapped(named_by))
+    parameters, _ = named_tensors(unwrap(named_by))
     return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
 
 
@@ -173,18 +173,18 @@ def _refuse_foreign(found: NestedObjects) -> None:
             )
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """The object inside another one that only runs it, such as DistributedDataParallel; else the value."""
     if isinstance(value, DistributedDataParallel):
         return value.module
     if isinstance(value, nn.Module):
         inner = value.__dict__.get(WRAPPED) or fabric_original(value)
-        return value if inner is None else unwrapped(inner)
+        return value if inner is None else unwrap(inner)
     return loader_of_fabric(value)
 
 
 def _visit(value: Any, path: Path, found: NestedObjects) -> None:
-    value = unwrapped(value)
+    value = unwrap(value)
     if isinstance(value, nn.Module):
         found.modules[path] = value
     elif isinstance(value, Optimizer):
@@ -323,7 +323,7 @@ def names_for(
 
     Names that an optimizer was built with, of ``named_parameters``, count where no module has its parameters.
     """
-    names = parameter_names(unwrapped(named_by), whole) if named_by is not None else {}
+    names = parameter_names(unwrap(named_by), whole) if named_by is not None else {}
     if objects.modules:
         names |= parameter_names(objects.root, whole)
     for optimizer in objects.optimizers.values():

@@ -14,7 +14,7 @@ import torch
 from lightning_shardckpt.compat.torch_tensors import local_part
 
 
-def pickled(value: Any) -> bytes | None:
+def pickle_object(value: Any) -> bytes | None:
     """Return the pickle of an object; None if it cannot be pickled, or has sharded tensors, of which this rank has a
     part."""
     written = io.BytesIO()
@@ -25,7 +25,7 @@ def pickled(value: Any) -> bytes | None:
     return written.getvalue()
 
 
-def unpickled(content: bytes, type_name: str) -> Any:
+def unpickle_object(content: bytes, type_name: str) -> Any:
     """Return the object whose pickle this is. Executes what is in it.
 
     Raises:

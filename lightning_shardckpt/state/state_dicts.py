@@ -103,7 +103,7 @@ def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str |
         raise StateError(f"the key {min(wrong)!r} of the state means something else in a checkpoint: choose another")
     prefixes = prefixes_of(found.modules)
     if found.modules:
-        rest["state_dict"] = joined_states({prefixes[path]: state for path, state in found.modules.items()})
+        rest["state_dict"] = join_states({prefixes[path]: state for path, state in found.modules.items()})
     if found.optimizers:
         rest["optimizer_states"] = list(found.optimizers.values())
     modules = {key_of(path): prefix for path, prefix in prefixes.items()}
@@ -142,7 +142,7 @@ class _Found:
         return kept if isinstance(value, dict) else [kept.get(place) for place in range(len(value))]
 
 
-def joined_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return state dicts as one, with a prefix before the names of each.
 
     Raises:
@@ -187,7 +187,7 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
         FormatError: if it says of modules and optimizers what cannot be.
     """
     checkpoint.pop(FROZEN, None)
-    keys = checked_keys(checkpoint.pop(KEYS, None), "the checkpoint")
+    keys = check_keys(checkpoint.pop(KEYS, None), "the checkpoint")
     if keys is None:
         return checkpoint
     model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
@@ -207,7 +207,7 @@ def is_told_apart(checkpoint: Mapping[str, Any]) -> bool:
     Raises:
         FormatError: if it says of modules and optimizers what cannot be.
     """
-    keys = checked_keys(checkpoint.get(KEYS), "the checkpoint")
+    keys = check_keys(checkpoint.get(KEYS), "the checkpoint")
     if keys is None:
         return False
     prefixes = tuple(keys["modules"].values())
@@ -225,7 +225,7 @@ def insert(state: Any, key: str, value: Any) -> None:
         state[last] = value
 
 
-def checked_keys(keys: Any, path: str) -> dict[str, Any] | None:
+def check_keys(keys: Any, path: str) -> dict[str, Any] | None:
     """Return what a checkpoint says of where modules and optimizers were; None if it says nothing.
 
     Raises:

@@ -150,7 +150,7 @@ def resume(loader: StatefulLoader, position: dict[str, Any], then: dict[str, Any
 def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
     """Put a loader at the end of an iteration that is over, so that the next one is that which followed."""
     with kept_rng():
-        _continued(loader, position)
+        _continue(loader, position)
     set_own_states(loader, position["own"])
 
 
@@ -165,15 +165,15 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
         watch.begun, watch.order = random_state(loader), None
         draw_orders_within(sampler_of(loader), partial(_drawing_order, loader))
         iterator = watch.kind.__iter__(loader)
-        return _drawn(loader, iterator)
+        return _draw_all(loader, iterator)
     position, then = resumption
-    iterator, again = _continued(loader, position), []
+    iterator, again = _continue(loader, position), []
     epoch, used = watch.count()
     for number, process in enumerate(position["drawn"], used):
         set_rng_state(process)
         again.append(_draw(loader, iterator, (epoch, number)))
     set_random_state(loader, then)
-    return chain(again, _drawn(loader, iterator))
+    return chain(again, _draw_all(loader, iterator))
 
 
 def _state_dict(loader: StatefulLoader) -> Any:
@@ -188,7 +188,7 @@ def _load_state_dict(loader: StatefulLoader, state: Any) -> None:
     watch.kind.load_state_dict(loader, state)
 
 
-def _continued(loader: StatefulLoader, position: dict[str, Any]) -> Iterator[Any]:
+def _continue(loader: StatefulLoader, position: dict[str, Any]) -> Iterator[Any]:
     watch = loader.shardckpt_watch
     set_seed(loader, position["seed"])
     start = position["epoch_start"] or random_state(loader)
@@ -221,7 +221,7 @@ def _drawing_order(loader: StatefulLoader, again: dict[str, Any] | None = None) 
             warnings.warn(OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler)).__name__), stacklevel=2)
 
 
-def _drawn(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
+def _draw_all(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
     while True:
         try:
             batch = _draw(loader, iterator, loader.shardckpt_watch.count())

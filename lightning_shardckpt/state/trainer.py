@@ -113,8 +113,8 @@ def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -
         owners = [type(callback) for callback in callbacks if callback.state_key == key]
         if not owners and isinstance(key, type):
             owners = [key]
-        named = ", ".join(map(_qualified, owners)) or "a callback"
-        lost.append(f"{named}: its state_key is {key!r}, of type {_qualified(type(key))}")
+        named = ", ".join(map(_qualified_name, owners)) or "a callback"
+        lost.append(f"{named}: its state_key is {key!r}, of type {_qualified_name(type(key))}")
     if lost:
         raise StateError(
             "callbacks whose state cannot be stored so that Lightning finds it again:\n  "
@@ -123,7 +123,7 @@ def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -
         )
 
 
-def _qualified(kind: type) -> str:
+def _qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

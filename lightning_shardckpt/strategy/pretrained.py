@@ -16,7 +16,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, fit, limited, matched, report
+from lightning_shardckpt.sources.match import Match, apply_match, first_lines, fit, report
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.sources.set_aside import SetAside
 from lightning_shardckpt.sources.source import ReadTarget, Source
@@ -62,7 +62,7 @@ class PretrainedStart:
             values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted, names = matched(source, found), names_of(leaves, whole.ties)
+            fitted, names = apply_match(source, found), names_of(leaves, whole.ties)
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
@@ -84,7 +84,7 @@ class PretrainedStart:
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
         notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
         if notes and ranks.rank == 0:
-            warnings.warn(f"pretrained weights at {source.path!r}: " + "\n  ".join(limited(notes)), stacklevel=4)
+            warnings.warn(f"pretrained weights at {source.path!r}: " + "\n  ".join(first_lines(notes)), stacklevel=4)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _compared(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Ma
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
     found, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
-    stored = matched(source, found).components()["model"].tensors
+    stored = apply_match(source, found).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
     seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
     hooks = Scopes(code.after if wanted.strict else ())  # which may forgive
@@ -155,7 +155,7 @@ def _judging(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]
     def judge(reports: list[dict[str, list[str]]]) -> list[str]:
         problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
         if problems:
-            listed = "\n  ".join(limited(problems, 20))
+            listed = "\n  ".join(first_lines(problems, 20))
             raise MismatchError(
                 f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
                 "Leave them out with a pretrained_key_mapping that makes None of their names, or change the model."

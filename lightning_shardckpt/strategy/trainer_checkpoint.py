@@ -24,7 +24,7 @@ from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.match import fitted_to
+from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
@@ -196,7 +196,7 @@ def module_targets(
     adapters = adapter_tensors(module, leaves.tensors)
 
     def fitting(source: Source) -> tuple[Source, list[str]]:
-        return fitted_to(with_objects(source), module=module, live=leaves, whole=whole)
+        return fit_to(with_objects(source), module=module, live=leaves, whole=whole)
 
     names = parameter_names(module, whole) if optimizers is not None else {}
     code = LoadCode.of({"": module})

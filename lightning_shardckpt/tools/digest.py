@@ -22,7 +22,7 @@ from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.assemble import StoredCheckpoint
-from lightning_shardckpt.sources.detect import recognised
+from lightning_shardckpt.sources.detect import recognise
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -138,7 +138,7 @@ def digest(
 @contextmanager
 def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
     with ExitStack() as stack:
-        if is_url(path) or recognised(path) is None:
+        if is_url(path) or recognise(path) is None:
             yield StoredCheckpoint(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
             return
         from lightning_shardckpt.distributed.ranks import Ranks

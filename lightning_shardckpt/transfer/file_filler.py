@@ -24,7 +24,7 @@ from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import Request, single_run
-from lightning_shardckpt.transfer.shard_reader import ShardReader, cloned
+from lightning_shardckpt.transfer.shard_reader import ShardReader, clone_reader
 from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_windows, windows
 
 _ALIGNMENT = 64
@@ -94,7 +94,7 @@ def fill(
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[_Task], None]]:
-        with cloned(tensors.path, tensors.reader) as reader:
+        with clone_reader(tensors.path, tensors.reader) as reader:
             source = ShardReader(
                 tensors.path, reader, target_bytes=window_bytes, span_gap_bytes=tuning.row_gap_bytes, tuning=tuning
             )

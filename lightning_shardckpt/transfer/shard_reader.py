@@ -51,7 +51,7 @@ def fetch(
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[Task], None]]:
-        with cloned(files.path, files.reader) if count > 1 else nullcontext(files.reader) as reader:
+        with clone_reader(files.path, files.reader) if count > 1 else nullcontext(files.reader) as reader:
             yield ShardReader(files.path, reader, verify=verify, tuning=tuning).do
 
     run_tasks(plan.tasks(wanted), open_worker, threads=count, name="shardckpt-reader")
@@ -169,7 +169,7 @@ class ShardReader:
 
 
 @contextmanager
-def cloned(path: str, reader: Reader) -> Iterator[Reader]:
+def clone_reader(path: str, reader: Reader) -> Iterator[Reader]:
     """Another reader of the checkpoint at ``path``, for this thread; closed at the end."""
     with naming(path):
         found = reader.clone()
@@ -223,10 +223,10 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
     if found != expected:
         pairs = zip(found.split(BETWEEN), expected.split(BETWEEN), strict=True)
         at = next(i for i, (one, other) in enumerate(pairs) if one != other) * block
-        raise corrupted(path, key, writer, entry, low + at, low + min(at + block, len(data)))
+        raise corruption_error(path, key, writer, entry, low + at, low + min(at + block, len(data)))
 
 
-def corrupted(path: str, key: str, writer: int, entry: ShardEntry, first: int, last: int) -> CorruptionError:
+def corruption_error(path: str, key: str, writer: int, entry: ShardEntry, first: int, last: int) -> CorruptionError:
     """The error for bytes ``[first, last)`` of a file that are not what was saved."""
     return CorruptionError(
         f"checkpoint {path!r}: corrupted data of {key!r} in {entry.file}, written by rank {writer}, "

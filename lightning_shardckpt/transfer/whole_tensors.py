@@ -17,7 +17,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.read_plan import Request
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader, corrupted, read_verbatim
+from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader, corruption_error, read_verbatim
 from lightning_shardckpt.transfer.strided_copy import scatter
 
 _PLANS, _PLANNED_BOXES = 1024, 64  # plans that are kept, and how many boxes one may have
@@ -182,7 +182,7 @@ def _read_common(
     data = target[runs[0][0] * size : runs[0][1] * size] if in_one_piece else source.window[: (end - begin) * size]
     read_verbatim(source, stored.entry.file, stored.entry.begin + begin * size, data)
     for first, last in blocks.feed(data):
-        raise corrupted(source.path, stored.key, stored.place.overlap.writer, stored.entry, first, last)
+        raise corruption_error(source.path, stored.key, stored.place.overlap.writer, stored.entry, first, last)
     if not in_one_piece:
         scatter(data, target, window.shape, where, size)
     return len(data)

@@ -134,13 +134,13 @@ def claim(
         try:
             if locks.take(own.file) is False:
                 raise _in_use(target, temporary)
-            doomed = list(_doomed(_dead(target, temporary, own.notes, quiet_s), parent, own.notes))
+            doomed = list(_doom_all(_dead(target, temporary, own.notes, quiet_s), parent, own.notes))
         except BaseException:
             delete(temporary)
             own.release()
             raise
     for name, path, file in doomed:
-        said = _described(path)
+        said = _describe(path)
         error = delete(path)
         locks.release(file)
         own.notes.append(f"removed {said}, {name}" if error is None else f"could not remove {said}, {path!r}: {error}")
@@ -223,7 +223,7 @@ def _dead(target: str, own: str, notes: list[str], quiet_s: float | None) -> dic
     try:
         for name in sorted(os.listdir(parent)):
             match, path = _PATTERN.fullmatch(name), os.path.join(parent, name)
-            file = None if match is None or path == own else _opened(path, notes)
+            file = None if match is None or path == own else _open_leftover(path, notes)
             if match is not None and os.path.islink(path):
                 with suppress(OSError):  # another process may be about to do it
                     os.unlink(path)
@@ -250,7 +250,7 @@ def _dead(target: str, own: str, notes: list[str], quiet_s: float | None) -> dic
     return dead
 
 
-def _doomed(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
+def _doom_all(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
     """Each leftover under a name of something to be deleted: the name it had, the new path, and its lock."""
     for name, file in dead.items():
         path = os.path.join(parent, name)
@@ -259,13 +259,13 @@ def _doomed(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tup
             os.rename(path, doomed)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):  # else whoever left it deletes it
-                notes.append(f"could not remove {_described(path)}, {path!r}: {error}")
+                notes.append(f"could not remove {_describe(path)}, {path!r}: {error}")
             locks.release(file)
         else:
             yield name, doomed, file
 
 
-def _opened(path: str, notes: list[str]) -> int | None:
+def _open_leftover(path: str, notes: list[str]) -> int | None:
     """A directory or a regular file of a temporary's name; None for anything else."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -304,7 +304,7 @@ def _changed_since(path: str, when: float) -> bool:
     return any(found.st_mtime > when for found in _contents(path))
 
 
-def _described(path: str) -> str:
+def _describe(path: str) -> str:
     files = [found for found in _contents(path) if stat.S_ISREG(found.st_mode)]
     complete = os.path.exists(os.path.join(path, ROOT_NAME))
     what = "a checkpoint that was replaced or deleted" if complete else "the leftover of an unfinished save"

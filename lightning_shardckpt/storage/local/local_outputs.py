@@ -83,7 +83,7 @@ class LocalOutputs:
             return doomed
 
         with self._temporary(path, make_and_open, publish) as (unfinished, claim):
-            yield partial(_opened_new, unfinished), claim.notes
+            yield partial(_open_new, unfinished), claim.notes
             for folder, _, names in os.walk(unfinished, topdown=False):
                 for name in names:
                     _sync_file(os.path.join(folder, name))
@@ -143,7 +143,7 @@ def _replace_file(source: str, target: str) -> None:
 
 
 @contextmanager
-def _opened_new(folder: str, name: str, nbytes: int) -> Iterator[int]:
+def _open_new(folder: str, name: str, nbytes: int) -> Iterator[int]:
     """A descriptor of a new file."""
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), exist_ok=True)

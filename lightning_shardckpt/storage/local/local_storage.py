@@ -68,7 +68,7 @@ class LocalStorage:
         Raises:
             CheckpointNotFoundError: if there is none, if it is incomplete, or if the path is something else.
         """
-        path = _checked(path)
+        path = _absolute_path(path)
         for attempt in range(_ATTEMPTS):
             found = _or_aside(path)
             try:
@@ -100,7 +100,7 @@ class LocalStorage:
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """A new checkpoint that will appear at ``path``."""
-        path = _checked(path)
+        path = _absolute_path(path)
         return LocalDraft(path, save_id, self, file_system=self._file_system, tuning=self._tuning)
 
     def remove(self, path: str) -> list[str]:
@@ -115,7 +115,7 @@ class LocalStorage:
         Raises:
             CheckpointNotFoundError: if what is there is no checkpoint.
         """
-        path = _checked(path)
+        path = _absolute_path(path)
         if os.path.islink(path):
             os.unlink(path)
             return []
@@ -137,7 +137,7 @@ class LocalStorage:
         return notes + doomed.delete()
 
 
-def _checked(path: str) -> str:
+def _absolute_path(path: str) -> str:
     path = os.fspath(path)
     if "://" in path and not path.startswith(("file://", "local://")):
         raise ValueError(f"{path!r}: only paths of a file system are supported, not URLs")

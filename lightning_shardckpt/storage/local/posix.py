@@ -93,7 +93,7 @@ def link_file(name: str, directory: int, path: str) -> None:
 
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many with one system call; they are made one batch at a time."""
-    for _ in _written(file, parts):
+    for _ in _write_batches(file, parts):
         pass
 
 
@@ -112,7 +112,7 @@ def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int) -> No
         OSError: of a write or of the sync, without a path.
     """
     waiting = 0
-    for nbytes in _written(file, parts):
+    for nbytes in _write_batches(file, parts):
         waiting += nbytes
         if waiting >= writeback_bytes:
             begin_writeback(file)
@@ -131,7 +131,7 @@ def begin_writeback(file: int) -> bool:
     return ask is not None and ask(file, *whole, _WRITE) == 0
 
 
-def _written(file: int, parts: Iterable[Bytes]) -> Iterator[int]:
+def _write_batches(file: int, parts: Iterable[Bytes]) -> Iterator[int]:
     """Write all parts, batch by batch; how many bytes each batch had."""
     batch, size = list[Bytes](), 0
     for part in parts:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.remote.retry import IncompleteAnswerError, RetryPolicy, retried
+from lightning_shardckpt.storage.remote.retry import IncompleteAnswerError, RetryPolicy, retry_call
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _T = TypeVar("_T")
@@ -171,4 +171,4 @@ class ObjectStore:
         """Have the store forget unfinished uploads."""
 
     def _retried(self, what: str, call: Callable[[], _T]) -> _T:
-        return retried(what, call, self._retry_policy)
+        return retry_call(what, call, self._retry_policy)

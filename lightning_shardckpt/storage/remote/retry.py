@@ -36,7 +36,7 @@ class IncompleteAnswerError(OSError):
     """A store sent fewer bytes than were asked for."""
 
 
-def retried(what: str, call: Callable[[], _T], policy: RetryPolicy) -> _T:
+def retry_call(what: str, call: Callable[[], _T], policy: RetryPolicy) -> _T:
     """The result of ``call``, which is called again after a failure that may pass.
 
     Raises:

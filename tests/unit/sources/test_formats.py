@@ -26,7 +26,7 @@ from lightning_shardckpt.errors import (
     ShardCkptError,
     StateError,
 )
-from lightning_shardckpt.sources.detect import FORMATS, recognised
+from lightning_shardckpt.sources.detect import FORMATS, recognise
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -61,7 +61,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def opened(path: Path) -> Source:
-    known = recognised(str(path))
+    known = recognise(str(path))
     assert known is not None
     return known.open(str(path), True)
 
@@ -148,7 +148,7 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
     everything = (*FORMATS, FORMATS[0].__class__("a directory", os.path.isdir, FORMATS[0].open))
     monkeypatch.setattr("lightning_shardckpt.sources.detect.FORMATS", everything)
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
-        recognised(str(tmp_path))
+        recognise(str(tmp_path))
 
 
 def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_is_no_file_of_weights_says_so(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(FormatError, match=r"of torch before 1.6, .*write it anew"):
         opened(tmp_path / "old.bin")
-    assert recognised(str(tmp_path)) is None
+    assert recognise(str(tmp_path)) is None
 
 
 def test_a_pickle_in_a_file_of_weights_is_not_run(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from lightning_shardckpt.sources.foreign_source import ForeignSource, ForeignTen
 from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,
-    concatenated,
+    concatenate,
     joined,
-    stacked,
+    stack,
 )
 from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, fit, matched, report
+from lightning_shardckpt.sources.match import Match, apply_match, fit, report
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names
@@ -162,14 +162,14 @@ def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[Fore
     source, tensors = parts
     some = [source.tensors.tensor("model", name) for name in tensors]
     whole = torch.stack(list(tensors.values()), dim)
-    assert torch.equal(read(source, stacked(some, dim)), whole)
-    twice = concatenated([stacked(some[:4], 0), stacked(some[4:8], 0)], dim)
+    assert torch.equal(read(source, stack(some, dim)), whole)
+    twice = concatenate([stack(some[:4], 0), stack(some[4:8], 0)], dim)
     values = list(tensors.values())
     assert torch.equal(read(source, twice), torch.cat([torch.stack(values[:4]), torch.stack(values[4:8])], dim))
     for found, expected in zip(chunks(some[0], 5), values[0].chunk(5), strict=True):
         assert torch.equal(read(source, found), expected)
     with pytest.raises(UnsupportedError, match="not alike"):
-        stacked([some[0], concatenated(some[:2], 0)], 0)
+        stack([some[0], concatenate(some[:2], 0)], 0)
 
 
 class Converter:
@@ -203,5 +203,5 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     source = open_file(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
     target = ReadTarget("model", "net.w", tensor, fresh=True)
-    read_converted(matched(source, Match({"net.w": "w"})), [target])()
+    read_converted(apply_match(source, Match({"net.w": "w"})), [target])()
     assert torch.equal(tensor, value.to(live))
