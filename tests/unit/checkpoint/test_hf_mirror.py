@@ -28,7 +28,7 @@ def written(mirror: list[OutputFile], tensors: dict[str, TensorSpec], world: int
     storage = MemoryStorage()
     draft = storage.draft("/x", worlds.SAVE_ID)
     for rank in reversed(range(world)):
-        mirroring = HFMirror(mirror, {"config.json": b"{}", "a/b.json": b"{}"} if rank == 0 else {})
+        mirroring = HFMirror(mirror, {"config.json": b"{}"} if rank == 0 else {})
         mirroring.write(
             draft,
             plan_save(tensors, rank),
