@@ -88,7 +88,7 @@ class RunRecorder(Callback):
         self._plan, self._end = plan, end
         self._trainer: Any = None
         self._step = plan.first_step
-        self._values = _Values({plan.files: "…"})
+        self._values = _Values({plan.saves: "…", plan.files: "…"})
         self._file: TextIO | None = None
 
     def begin(self, trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class RunRecorder(Callback):
     def _redirect_saves(self) -> None:
         for number, callback in enumerate(self._trainer.checkpoint_callbacks):
             if isinstance(callback, ModelCheckpoint):
-                callback.dirpath = os.path.join(self._plan.files, "saves", str(number))
+                callback.dirpath = os.path.join(self._plan.saves, str(number))
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -201,22 +201,22 @@ class RunRecorder(Callback):
             "buffers": self._tensors(module.named_buffers()),
             "optimizer": self._optimizers(),
             "param_groups": self._param_groups(),
-            "schedulers": _merged(
+            "schedulers": _merge(
                 values.entries(f"{i}/{type(config.scheduler).__name__}/{key}", value)
                 for i, config in enumerate(trainer.lr_scheduler_configs)
                 for key, value in config.scheduler.state_dict().items()
                 if not callable(value)
             ),
             "precision": values.entries("precision", trainer.precision_plugin.state_dict()),
-            "metrics": _merged(values.entries(name, dict(of.metric_state)) for name, of in metrics),
+            "metrics": _merge(values.entries(name, dict(of.metric_state)) for name, of in metrics),
             "module": self._attributes(module),
             "datamodule": self._datamodule(),
-            "callbacks": _merged(map(self._callback, range(len(trainer.callbacks)), trainer.callbacks)),
+            "callbacks": _merge(map(self._callback, range(len(trainer.callbacks)), trainer.callbacks)),
         }
 
     def _tensors(self, named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Entry]:
         present = ((clean_fqn(name), tensor) for name, tensor in named if tensor is not None)
-        return _merged(self._values.entries(name, tensor) for name, tensor in present if not is_elsewhere(tensor))
+        return _merge(self._values.entries(name, tensor) for name, tensor in present if not is_elsewhere(tensor))
 
     def _optimizers(self) -> dict[str, Entry]:
         names, entries = parameter_names(self._trainer.lightning_module), list[dict[str, Entry]]()
@@ -227,7 +227,7 @@ class RunRecorder(Callback):
                 name = f"{number}/{names.get(id(parameter), _NO_PARAMETER)}"
                 items = values.items() if isinstance(values, Mapping) else (("", values),)
                 entries += [self._values.entries(f"{name}/{key}", value) for key, value in items]
-        return _merged(entries)
+        return _merge(entries)
 
     def _outside_hooks(self) -> Any:
         """Look at optimizers as they are: in hooks, a pipeline shows a whole that no stage has, or refuses to."""
@@ -249,7 +249,7 @@ class RunRecorder(Callback):
         skipped = ("torch.", "lightning.", "torchmetrics.")
         own = [(n, m) for n, m in module.named_modules() if not type(m).__module__.startswith(skipped)]
         given = _given_by(pl.LightningModule)
-        return _merged(self._values.attributes(n, m, given) for n, m in own if not isinstance(m, Metric))
+        return _merge(self._values.attributes(n, m, given) for n, m in own if not isinstance(m, Metric))
 
     def _datamodule(self) -> dict[str, Entry]:
         datamodule = getattr(self._trainer, "datamodule", None)
@@ -306,7 +306,7 @@ class RunRecorder(Callback):
         return entries
 
 
-def _merged(many: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
+def _merge(many: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
     return {name: entry for each in many for name, entry in each.items()}
 
 
@@ -468,14 +468,14 @@ def box_record(start: tuple[int, ...], lengths: tuple[int, ...], local: Tensor) 
     places = np.full((1,) * len(lengths), _SEED, np.uint64)
     for dim, (first, length) in enumerate(zip(start, lengths, strict=True)):
         along = np.arange(first, first + length, dtype=np.uint64).reshape([-1] + [1] * (len(lengths) - dim - 1))
-        places = _mixed(places ^ (along + np.uint64(dim + 1)) * np.uint64(0x9E3779B97F4A7C15))
+        places = _mix(places ^ (along + np.uint64(dim + 1)) * np.uint64(0x9E3779B97F4A7C15))
     places = places.reshape(-1)
     data: NDArray[np.uint8] = local.reshape(-1).view(torch.uint8).numpy().reshape(len(places), -1)
     words = np.zeros((len(places), -(-data.shape[1] // 8) * 8 if len(places) else 8), np.uint8)
     words[:, : data.shape[1]] = data
     hashes = places
     for word in words.view(np.uint64).T:
-        hashes = _mixed(hashes ^ word)
+        hashes = _mix(hashes ^ word)
     digest = int(hashes.sum(dtype=np.uint64))
     if local.is_complex():
         return BoxRecord(start, lengths, digest, ())
@@ -486,7 +486,7 @@ def box_record(start: tuple[int, ...], lengths: tuple[int, ...], local: Tensor) 
     return BoxRecord(start, lengths, digest, tuple(sums))
 
 
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the finalizer of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

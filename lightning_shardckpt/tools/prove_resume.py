@@ -189,8 +189,9 @@ def prove_runs(
     checkpoint = str(folder / "checkpoint.ckpt")
 
     def record(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
-        files = folder / ("straight" if name == "straight" else "interrupted") / "files"  # resumed: its own saves
-        plan = RunPlan(str(folder / name / "records"), str(files), first, last, save_to, resume_from)
+        saves_of = "straight" if name == "straight" else "interrupted"  # a resumed run finds its own checkpoints
+        places = folder / name / "records", folder / name / "files", folder / saves_of / "saves"
+        plan = RunPlan(*map(str, places), first, last, save_to, resume_from)
         said = run(name, plan)
         ranks = read_records(plan.records)
         if not ranks:

@@ -134,7 +134,8 @@ class RunPlan:
 
     Attributes:
         records: the folder for the records of all ranks.
-        files: the folder that replaces ``default_root_dir``, and ``dirpath`` of the script's own ModelCheckpoints.
+        files: the folder that replaces ``default_root_dir``; a LightningCLI writes its config there once.
+        saves: the folder that replaces ``dirpath`` of the script's own ModelCheckpoints.
         first_step: batches that were trained before this run.
         last_step: the batch after which the run ends, counted from the beginning of training.
         save_to: the checkpoint to save after the last batch, if any.
@@ -143,6 +144,7 @@ class RunPlan:
 
     records: str
     files: str
+    saves: str
     first_step: int
     last_step: int
     save_to: str | None = None

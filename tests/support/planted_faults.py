@@ -255,7 +255,7 @@ def run(folder: Path, first: int, last: int, fault: Fault | None = None, **optio
     name, epoch_mean = f"{first}-{last}", options.pop("epoch_mean", False)
     save_to = str(folder / "a.ckpt") if (first, last) == (0, MIDDLE) else None
     resume_from = str(folder / "a.ckpt") if first else None
-    plan = RunPlan(str(folder / name), str(folder / "files"), first, last, save_to, resume_from)
+    plan = RunPlan(str(folder / name), str(folder / "files"), str(folder / "saves"), first, last, save_to, resume_from)
     recorder = RunRecorder(plan, end=lambda: None)
     kept = [part for part in PARTS if part != fault.left_out] if fault.left_out else None
     trainer = pl.Trainer(

@@ -87,7 +87,7 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(tmp_path: Path, pyth
     assert done.returncode == 1, printed + done.stderr
     assert re.search(r"^  step 3, at its start: batch/batch\[0\] on rank 0: .*$", printed, re.MULTILINE)
     assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof, its logger nowhere
-    assert len(list((proof / "straight" / "files" / "saves").rglob("*.ckpt"))) == 5
+    assert len(list((proof / "straight" / "saves").rglob("*.ckpt"))) == 5
     (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
     assert [*resumed.moments] == [(2, "restored")] + [(n, when) for n in (3, 4, 5) for when in ("before", "after")]
     assert "loss" in straight.moments[3, "after"]["logged"]
