@@ -169,9 +169,9 @@ class RetentionRules:
             if getattr(self, name) < -1:
                 raise ValueError(f"{name} is a number of checkpoints, or -1 for all, got {getattr(self, name)}")
 
-    def superfluous(self, found: Iterable[SavedCheckpoint], protected: Collection[str] = ()) -> list[SavedCheckpoint]:
+    def superfluous(self, saved: Iterable[SavedCheckpoint], protected: Collection[str] = ()) -> list[SavedCheckpoint]:
         """The checkpoints that no rule keeps, the oldest first; never one of the ``protected`` paths."""
-        newest_first = sorted(found, key=lambda one: (one.saved_at_s, one.step), reverse=True)
+        newest_first = sorted(saved, key=lambda one: (one.saved_at_s, one.step), reverse=True)
         kept = {one.path for one in newest_first[: self.last]}
         if self.every_n_steps is not None:
             kept |= {one.path for one in newest_first if one.step % self.every_n_steps == 0}
@@ -260,8 +260,8 @@ class CheckpointRetention(Callback):
         self._seen = newest
         protected = {os.path.realpath(path) for path in _protected(trainer)} | {os.path.realpath(newest.path)}
         for directory in {os.path.realpath(save_directory(one, trainer)) for one in _model_checkpoints(trainer)}:
-            found = list(self._complete(directory, self._io, protected))
-            for one in self.rules.superfluous(found, protected):
+            checkpoints = list(self._complete(directory, self._io, protected))
+            for one in self.rules.superfluous(checkpoints, protected):
                 self._io.remove_checkpoint(one.path)
 
     def _complete(self, directory: str, io: ShardCkptIO, protected: set[str]) -> Iterator[SavedCheckpoint]:
@@ -419,15 +419,15 @@ class DropoutBySample(Callback):
         dropouts = {fqn: module for fqn, module in modules.items() if is_droppable(module)}
         if isinstance(self.samples_dim, int):
             return dict.fromkeys(dropouts, self.samples_dim)
-        found: dict[str, int] = {}
+        dims: dict[str, int] = {}
         for pattern, dim in self.samples_dim.items():
             matched = matching_fqns(dropouts, pattern)
             if not matched:
                 raise MisconfigurationException(
                     f"DropoutBySample(samples_dim=…): {pattern!r} matches none of the dropouts {sorted(dropouts)}"
                 )
-            found |= dict.fromkeys(matched, dim)
-        return found
+            dims |= dict.fromkeys(matched, dim)
+        return dims
 
     def _numbers(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> torch.Tensor:
         """The places of this rank's samples in the epoch's order of all data-parallel ranks."""

@@ -72,13 +72,13 @@ def _inspect(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.inspect import inspect, render  # each tool imports what it needs
 
     of = arguments
-    found = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
-    _print(found, of.json, lambda: render(found, of.all or of.tensors is not None))
+    report = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
+    _print(report, of.json, lambda: render(report, of.all or of.tensors is not None))
     return 0
 
 
-def _print(found: dict[str, Any], as_json: bool, text: Callable[[], str]) -> None:
-    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else text())
+def _print(report: dict[str, Any], as_json: bool, text: Callable[[], str]) -> None:
+    print(json.dumps(report, indent=2, ensure_ascii=False) if as_json else text())
 
 
 def _verify(arguments: Namespace) -> int:
@@ -155,8 +155,8 @@ def _digest(arguments: Namespace) -> int:
     options = {"tensors": arguments.tensors, "names": arguments.names}
     options["storage_options"] = arguments.storage_options
     with progress() as bar:
-        found = digest(arguments.path, **options, advance=bar, expect=bar.expect)
-    _print(found, arguments.json, lambda: render(found, arguments.all))
+        report = digest(arguments.path, **options, advance=bar, expect=bar.expect)
+    _print(report, arguments.json, lambda: render(report, arguments.all))
     return 0
 
 
@@ -187,9 +187,9 @@ def _diff(arguments: Namespace) -> int:
 
     options = {"tensors": arguments.tensors, "quick": arguments.quick, "storage_options": arguments.storage_options}
     with progress() as bar:
-        found = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
-    _print(found, arguments.json, lambda: render(found, arguments.all))
-    same = is_same(found)
+        report = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
+    _print(report, arguments.json, lambda: render(report, arguments.all))
+    same = is_same(report)
     return 2 if same is None else int(not same)
 
 
@@ -197,8 +197,8 @@ def _explain(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.explain import explain, render
 
     of = arguments
-    found = explain(of.path, of.onto, storage_options=of.storage_options)
-    _print(found, of.json, lambda: render(found, of.all))
+    report = explain(of.path, of.onto, storage_options=of.storage_options)
+    _print(report, of.json, lambda: render(report, of.all))
     return 0
 
 

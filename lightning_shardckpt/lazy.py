@@ -138,10 +138,10 @@ def metadata(
         CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
     """
     with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        found = checkpoint.metadata
+        known = checkpoint.metadata
         if not values:
-            return found
-        return replace(found, values={name: entry.info for name, entry in checkpoint.entries().items()})
+            return known
+        return replace(known, values={name: entry.info for name, entry in checkpoint.entries().items()})
 
 
 def load_keys(
@@ -178,7 +178,7 @@ def load_keys(
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
         for key in wanted:
-            yield key, checkpoint[key][...] if key in checkpoint else decoded(entries[key])
+            yield key, checkpoint[key][...] if key in checkpoint else decode_entry(entries[key])
 
 
 def open(
@@ -263,9 +263,9 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self._components = self._source.components()
         self._where: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):
-            found = self._components[component]
+            stored = self._components[component]
             prefix = "" if component == "model" else f"{component}/"
-            keys = {**dict(zip(found.tensors, found.tensors, strict=True)), **found.aliases}
+            keys = {**dict(zip(stored.tensors, stored.tensors, strict=True)), **stored.aliases}
             for name, key in keys.items():
                 self._where.setdefault(prefix + name, (component, key))  # a name of the model's may be like another
 
@@ -290,11 +290,11 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         for rank in sorted(ranks):
             if first is None or any((s, rest.partition("/")[0]) == ("rank", str(rank)) for s, _, rest in first):
                 parts.append(entries_of("rank", self._document("rank", rank), rank))
-        found: dict[str, DocumentEntry] = {}
+        entries: dict[str, DocumentEntry] = {}
         for name, entry in chain.from_iterable(part.items() for part in parts):
             if name not in self._where:  # what is the model's comes first
-                found.setdefault(name, entry)
-        return found
+                entries.setdefault(name, entry)
+        return entries
 
     def _documents(self) -> Iterable[str]:
         return self._checkpoint.root.documents if self._checkpoint is not None else ()
@@ -354,7 +354,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return name in self._where
 
 
-def decoded(entry: DocumentEntry) -> Any:
+def decode_entry(entry: DocumentEntry) -> Any:
     """Return the value of an entry of a document.
 
     Raises:

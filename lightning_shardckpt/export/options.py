@@ -90,12 +90,12 @@ def unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
     Raises:
         ValueError: naming two tensors that would have the same name.
     """
-    found: dict[str, tuple[str, object]] = {}
+    by_new_name: dict[str, tuple[str, object]] = {}
     for old, new, what in names:
-        other = found.setdefault(new, (old, what))
+        other = by_new_name.setdefault(new, (old, what))
         if other[1] != what:
             raise ValueError(f"two tensors would be called {new!r}: {other[0]!r} and {old!r}")
-    return {new: old for new, (old, _) in found.items()}
+    return {new: old for new, (old, _) in by_new_name.items()}
 
 
 @dataclass(frozen=True, slots=True)

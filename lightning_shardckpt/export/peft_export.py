@@ -60,7 +60,7 @@ def export_adapters(
     outputs = storage.outputs(output)
     with Checkpoint(storage, folder) as checkpoint:
         stored, export, paths = ShardedCheckpoint(checkpoint), Export([]), []
-        for one in _chosen(checkpoint, adapter, prefix):
+        for one in _choose(checkpoint, adapter, prefix):
             inner = "" if one.name == (adapter or _DEFAULT) else f"{one.name}/"
             export.containers.append(_container(inner + WEIGHTS, folder, one, stored.components()))
             export.files[inner + CONFIG] = one.config.encode()
@@ -75,7 +75,7 @@ def export_adapters(
     return [path if is_url(path) else Path(path) for path in paths]
 
 
-def _chosen(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
+def _choose(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
     where = f"checkpoint {checkpoint.path!r}"
     if PEFT not in checkpoint.root.documents:
         raise FormatError(

@@ -55,8 +55,8 @@ class ShardedCheckpoint(StoredCheckpoint):
         """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""
         from lightning_shardckpt.export.torch_archive import of_torch  # torch, which other exports do without
 
-        found: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
-        return found
+        state: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
+        return state
 
 
 @dataclass(slots=True)
@@ -77,10 +77,10 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
     """
     export = Export([])
     tensors, ties = _model_tensors(stored, options, export)
-    export.containers = _contained("model", tensors, ties, options, export)
+    export.containers = _lay_out_files("model", tensors, ties, options, export)
     if options.has_optimizer:
-        found, document = _optimizer_tensors(stored, options)
-        export.containers += _contained("optimizer", found, {}, options, export)
+        state, document = _optimizer_tensors(stored, options)
+        export.containers += _lay_out_files("optimizer", state, {}, options, export)
         export.files[_OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
@@ -119,7 +119,7 @@ def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tu
         tensor = OutputTensor(naming.new(first), options.written_as(spec.dtype), spec.shape, ("model", key))
         tensors.append(tensor)
         ties |= {naming.new(other): tensor.name for other in others if naming.new(other) != tensor.name}
-    return _not_nothing(tensors), ties
+    return _refuse_nothing(tensors), ties
 
 
 def _for_hugging_face(
@@ -148,10 +148,10 @@ def _for_hugging_face(
     unique(parts)
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.files |= model.files(next(floating, None), options.dtype is not None)
-    return _not_nothing(tensors)
+    return _refuse_nothing(tensors)
 
 
-def _not_nothing(tensors: list[OutputTensor]) -> list[OutputTensor]:
+def _refuse_nothing(tensors: list[OutputTensor]) -> list[OutputTensor]:
     if not tensors:
         raise ValueError("no tensor of the model is left to write")
     return tensors
@@ -175,10 +175,10 @@ def _optimizer_tensors(stored: ExportSource, options: Options) -> tuple[list[Out
             )
             names.append((key, tensors[-1].name, key))
     unique(names)
-    return tensors, {number: _renamed(one, naming) for number, one in document.items()}
+    return tensors, {number: _rename_document(one, naming) for number, one in document.items()}
 
 
-def _renamed(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, Any]:
+def _rename_document(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, Any]:
     """An optimizer's document with the new names of the parameters that are taken."""
 
     def new(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _some(names: Sequence[str]) -> str:
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _contained(
+def _lay_out_files(
     stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
 ) -> list[OutputFile]:
     """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
@@ -209,14 +209,14 @@ def _contained(
     else:
         groups = [[tensor] for tensor in tensors]
         names = [safetensors_files.file_name(stem, tensor.name) for tensor in tensors]
-    found = []
+    files = []
     for name, group in zip(names, groups, strict=True):
         here = {tensor.name for tensor in group}
         also = {other: of for other, of in ties.items() if of in here and other != "format"}
-        found.append(safetensors_files.container(name, group, {**_METADATA, **also}))
-    if len(found) > 1 or options.files == "one_file_per_tensor":
-        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.index_json(found)
-    return found
+        files.append(safetensors_files.container(name, group, {**_METADATA, **also}))
+    if len(files) > 1 or options.files == "one_file_per_tensor":
+        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.index_json(files)
+    return files
 
 
 def write_file(

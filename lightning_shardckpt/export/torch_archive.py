@@ -127,10 +127,10 @@ def strides_of(shape: Shape) -> tuple[int, ...]:
     >>> strides_of((5, 0, 3, 2))
     (6, 6, 2, 1)
     """
-    found = [1]
+    strides = [1]
     for length in reversed(shape[1:]):
-        found.append(found[-1] * max(length, 1))
-    return tuple(reversed(found)) if shape else ()
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 # ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +294,7 @@ def _from_numpy(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     """A number of Python's; one that is longer than its own loses digits."""
-    found = value.item()
-    if type(found).__module__ != "numpy":
-        return found
-    return complex(found) if found.dtype.kind == "c" else float(found)
+    number = value.item()
+    if type(number).__module__ != "numpy":
+        return number
+    return complex(number) if number.dtype.kind == "c" else float(number)

@@ -78,9 +78,9 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
     if "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1:
         for group in (group for one in checkpoint.get("optimizer_states", ()) if one for group in one["param_groups"]):
             group["params"] = in_order_of_layers(group["params"])  # a plain optimizer loads by place
-    checkpoint = plain.of(_as_saved(checkpoint, options.naming))
+    checkpoint = plain.of(_restore_keys(checkpoint, options.naming))
     archive = TorchFileLayout(checkpoint, zip64_bytes)
-    return TorchFile(archive, [_converted(source, options, region) for region in archive.regions], plain.changed)
+    return TorchFile(archive, [_convert_region(source, options, region) for region in archive.regions], plain.changed)
 
 
 def write_torch(
@@ -96,7 +96,7 @@ def write_torch(
     fill(file, [planned.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
 
 
-def _converted(source: ExportSource, options: Options, region: Region) -> Region:
+def _convert_region(source: ExportSource, options: Options, region: Region) -> Region:
     """The region, with a conversion where the tensor is stored in another dtype."""
     if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
         return region
@@ -105,7 +105,7 @@ def _converted(source: ExportSource, options: Options, region: Region) -> Region
     return region if written == stored else replace(region, conversion=conversion(stored, written))
 
 
-def _as_saved(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
+def _restore_keys(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
     """Return the state with the keys it was saved under, where the names still tell which module they are of."""
     if not is_told_apart(checkpoint):
         return {key: value for key, value in checkpoint.items() if key != KEYS}
@@ -127,10 +127,10 @@ def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
     versions = rename_versions(getattr(state, METADATA, None), names)
     checkpoint["state_dict"] = with_versions({new: state[old] for new, old in names.items()}, versions)
     if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [_renamed(one, naming) for one in checkpoint["optimizer_states"]]
+        checkpoint["optimizer_states"] = [_rename_optimizer(one, naming) for one in checkpoint["optimizer_states"]]
 
 
-def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
+def _rename_optimizer(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
     if not optimizer:  # a Trainer's without one
         return optimizer
     if any(isinstance(param, int) for group in optimizer["param_groups"] for param in group["params"]):
@@ -141,7 +141,7 @@ def _renamed(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
         {**group, "params": [naming.new(param) for param in group["params"] if naming.takes(param)]}
         for group in optimizer["param_groups"]
     ]
-    state = {naming.new(param): found for param, found in optimizer["state"].items() if naming.takes(param)}
+    state = {naming.new(param): of for param, of in optimizer["state"].items() if naming.takes(param)}
     return {"state": state, "param_groups": groups}
 
 
@@ -156,8 +156,8 @@ def in_order_of_layers(params: list[str]) -> list[str]:
         layer = _LAYER.match(param) if isinstance(param, str) else None
         if layer is not None:
             places.setdefault(layer[1], []).append((int(layer[2]), place))
-    found = list(params)
+    ordered = list(params)
     for layers in places.values():
         for (_, place), (_, old) in zip(sorted(layers, key=lambda one: one[1]), sorted(layers), strict=True):
-            found[place] = params[old]
-    return found
+            ordered[place] = params[old]
+    return ordered

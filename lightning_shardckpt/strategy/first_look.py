@@ -32,7 +32,7 @@ def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) ->
     Raises:
         StateError: on every rank, naming what cannot be stored on any, and the rank.
     """
-    saving = list(_saving(trainer))
+    saving = list(_list_savers(trainer))
     if not saving:
         return
     weights_only = all(getattr(callback, "save_weights_only", False) for callback in saving)
@@ -48,7 +48,7 @@ def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) ->
             rank_zero_warn(note)
 
 
-def _saving(trainer: pl.Trainer) -> Iterator[Callback]:
+def _list_savers(trainer: pl.Trainer) -> Iterator[Callback]:
     for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # type: ignore[attr-defined]  # set later
         never = isinstance(callback, ModelCheckpoint) and callback.save_top_k == 0 and not callback.save_last
         if isinstance(callback, Checkpoint) and not never:

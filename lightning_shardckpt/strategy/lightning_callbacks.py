@@ -26,7 +26,7 @@ def regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
         trainer: whose optimizers are going to be loaded.
         state: Lightning's checkpoint dict.
     """
-    for callback in _finetuning(trainer):
+    for callback in _list_finetuning(trainer):
         saved = state.get("callbacks", {}).get(callback.state_key)
         if saved is not None:
             callback.load_state_dict(saved)
@@ -35,19 +35,19 @@ def regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
 
 def keep_groups(trainer: pl.Trainer) -> None:
     """Keep loaded hyper-parameters after callbacks have their state: BaseFinetuning would undo them."""
-    for callback in _finetuning(trainer):
+    for callback in _list_finetuning(trainer):
         keep_loaded_groups(callback)
 
 
 def trained_names(trainer: pl.Trainer) -> list[str]:
     """Return the canonical FQNs of parameters that are not frozen, where BaseFinetuning changes that; else nothing."""
-    named = trainer.lightning_module.named_parameters(remove_duplicate=False) if _finetuning(trainer) else ()
+    named = trainer.lightning_module.named_parameters(remove_duplicate=False) if _list_finetuning(trainer) else ()
     return sorted(clean_fqn(name) for name, parameter in named if parameter.requires_grad)
 
 
 def thaw(trainer: pl.Trainer, names: Collection[str]) -> None:
     """Thaw the parameters with these canonical FQNs, as BaseFinetuning does; nothing without that callback."""
-    if not _finetuning(trainer):
+    if not _list_finetuning(trainer):
         return
     for prefix, module in trainer.lightning_module.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -64,5 +64,5 @@ def schedule_accumulation(trainer: pl.Trainer) -> None:
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
-def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
+def _list_finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
     return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]

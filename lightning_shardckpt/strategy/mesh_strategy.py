@@ -35,9 +35,9 @@ from lightning_shardckpt.parallel.sharding.references import refuse_shared_memor
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.strategy.pretrained import Pretrained, beginning
+from lightning_shardckpt.strategy.pretrained import Pretrained, begin_from
 from lightning_shardckpt.strategy.steps import autocast_dtype
-from lightning_shardckpt.strategy.trainer_checkpoint import checked_io
+from lightning_shardckpt.strategy.trainer_checkpoint import check_io
 from lightning_shardckpt.system.remade import Remade
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
@@ -262,11 +262,11 @@ class MeshStrategy(Remade):
     def checkpoint_io(self) -> ShardCkptIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = ShardCkptIO()
-        return checked_io(self._checkpoint_io)
+        return check_io(self._checkpoint_io)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = checked_io(io)
+        self._checkpoint_io = check_io(io)
 
     @property
     def _sizes_by_axis(self) -> dict[str, int]:
@@ -322,7 +322,7 @@ class MeshStrategy(Remade):
         values = values or DeferredInit(self.tuning)
         refuse_shared_memory(module)
         values.settle(module)
-        with beginning(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
+        with begin_from(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
             with same_rng():  # for modules that draw their own first values only now
                 sharded = shard(
                     module,

@@ -40,12 +40,11 @@ class Pretrained:
 
 
 class PretrainedStart:
-    """A model to be, compared with what is stored; ``names`` of it get their values from there, whatever its code does.
-    """
+    """A model that is not sharded yet, compared with stored weights; ``names`` get their values from these alone."""
 
-    def __init__(self, source: Source | None, found: Match | None, seen: Scopes, *, strict: bool) -> None:
-        self._source, self._fit, self._strict = source, found, strict
-        self.names = frozenset(name for name in found.names if not seen(name)) if found is not None else frozenset()
+    def __init__(self, source: Source | None, match: Match | None, seen: Scopes, *, strict: bool) -> None:
+        self._source, self._fit, self._strict = source, match, strict
+        self.names = frozenset(name for name in match.names if not seen(name)) if match is not None else frozenset()
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
         """Read what this rank holds of the model that was sharded since.
@@ -54,7 +53,7 @@ class PretrainedStart:
         """
         if self._source is None or self._fit is None:
             return
-        source, found, state_dict = self._source, self._fit, module.state_dict()
+        source, match, state_dict = self._source, self._fit, module.state_dict()
         modules, for_code, loaded = {"": module}, ForCode(), dict[str, Any]()
 
         def read() -> None:
@@ -62,11 +61,11 @@ class PretrainedStart:
             values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
-            fitted, names = apply_match(source, found), names_of(leaves, whole.ties)
+            fitted, names = apply_match(source, match), names_of(leaves, whole.ties)
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
-            here = {key: tensor for key, tensor in rest.tensors.items() if key in found.names}
+            here = {key: tensor for key, tensor in rest.tensors.items() if key in match.names}
             aside.note_absent(rest, here, (), ())
             for_code, targets = aside.allocate()
             stored = fitted.document("model") or {}
@@ -88,7 +87,7 @@ class PretrainedStart:
 
 
 @contextmanager
-def beginning(
+def begin_from(
     wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage
 ) -> Iterator[PretrainedStart]:
     """Compare what is stored with a module that is not sharded yet; inside the context it may be, and then be filled.
@@ -102,22 +101,22 @@ def beginning(
     if wanted is None:
         yield PretrainedStart(None, None, Scopes(()), strict=False)
         return
-    with _opened(wanted.path, ranks, storage) as source:
-        found: list[tuple[Match, Scopes]] = []
+    with _open(wanted.path, ranks, storage) as source:
+        matches: list[tuple[Match, Scopes]] = []
 
         def compare() -> dict[str, list[str]]:
-            found.append(_compared(source, module, wanted))
-            return {"problems": found[0][0].problems, "report": report(found[0][0], source.path)}
+            matches.append(_compare(source, module, wanted))
+            return {"problems": matches[0][0].problems, "report": report(matches[0][0], source.path)}
 
         phase = f"comparing pretrained weights at {source.path!r} with the model"
-        notes = ranks.step(phase, compare, _judging(source.path, strict=wanted.strict))
+        notes = ranks.step(phase, compare, _judge_by(source.path, strict=wanted.strict))
         for note in notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
-        yield PretrainedStart(source, *found[0], strict=wanted.strict)
+        yield PretrainedStart(source, *matches[0], strict=wanted.strict)
 
 
 @contextmanager
-def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
+def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
     with ExitStack() as closing:
         try:
             source = with_objects(closing.enter_context(opened(path, ranks=ranks, storage=storage)))
@@ -129,29 +128,29 @@ def _opened(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compared(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Match, Scopes]:
+def _compare(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Match, Scopes]:
     """Return what fits, with all that does not noted, and what code of the model is to load."""
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    found, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
-    stored = apply_match(source, found).components()["model"].tensors
+    match, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
+    stored = apply_match(source, match).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
     seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
     hooks = Scopes(code.after if wanted.strict else ())  # which may forgive
-    found.missing = [name for name in found.missing if not seen(name) and not hooks(name)]
-    judged = {stored_name for name, (stored_name, _) in found.others.items() if seen(name) or hooks(name)}
-    found.unexpected = [name for name in found.unexpected if name not in judged]
-    for name in sorted(name for name in found.names if not seen(name)):
+    match.missing = [name for name in match.missing if not seen(name) and not hooks(name)]
+    judged = {stored_name for name, (stored_name, _) in match.others.items() if seen(name) or hooks(name)}
+    match.unexpected = [name for name in match.unexpected if name not in judged]
+    for name in sorted(name for name in match.names if not seen(name)):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)
         if spec.shape != tuple(live.shape):
-            found.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
+            match.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
         elif not converts(spec.dtype, dtype):
-            found.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
-    return found, seen
+            match.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
+    return match, seen
 
 
-def _judging(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]], list[str]]:
+def _judge_by(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]], list[str]]:
     def judge(reports: list[dict[str, list[str]]]) -> list[str]:
         problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
         if problems:

@@ -138,14 +138,14 @@ class Position:
         return {"rng": self.rng, "positions": self.loaders} | {key: value for key, value in rest.items() if value}
 
 
-def present(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
+def note_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
     """Return the place where training is now."""
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
-    used = _used(state)
+    used = _count_used(state)
     loaders = [_position(loader, used) for loader in train_loaders(trainer)]
     for loader in train_loaders(trainer):
         rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
-    monitored = {} if fit_loop else _monitored(trainer)
+    monitored = {} if fit_loop else _collect_monitored(trainer)
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it once more when a run resumes
         fit_loop = state
@@ -158,7 +158,7 @@ def _position(loader: object, used: int | None) -> dict[str, Any] | None:
     return loader.position() if isinstance(loader, ResumableLoader) else None
 
 
-def _used(fit_loop: Mapping[str, Any]) -> int | None:
+def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
     """Return how many batches of the present epoch are used; None where it is over."""
     return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
 
@@ -177,7 +177,7 @@ def _partial(trainer: pl.Trainer) -> list[str]:
     return [name for name in plateau_monitors(trainer) if name in names]
 
 
-def _monitored(trainer: pl.Trainer) -> dict[str, Any]:
+def _collect_monitored(trainer: pl.Trainer) -> dict[str, Any]:
     """Return metrics' values that are about to be used: in the hooks of an epoch's end, or of its last validation."""
     current, monitors = trainer.fit_loop.epoch_progress.current, plateau_monitors(trainer)
     if not monitors or not is_last_batch(trainer):
@@ -200,7 +200,7 @@ class Stopping:
 
     def position(self, trainer: pl.Trainer) -> Position:
         """Return the place where a run that resumes must go on."""
-        return self._noted or present(trainer)
+        return self._noted or note_position(trainer)
 
     def forget(self) -> None:
         """Call when training goes on or begins."""
@@ -213,7 +213,7 @@ class Stopping:
 
         def end_batch(fetcher: Any, original: EndBatch) -> None:
             if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
-                self._noted = present(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
+                self._noted = note_position(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
             try:
                 original()
             except SIGTERMException:
@@ -228,7 +228,7 @@ class Stopping:
         """Call when a run ends, before its loaders are taken down; it leaves Lightning's loop as it was."""
         for loader in train_loaders(trainer):
             if isinstance(loader, StatefulLoader):
-                finish(loader, _used(trainer.fit_loop.state_dict()))
+                finish(loader, _count_used(trainer.fit_loop.state_dict()))
         self.unwatch()
 
     def unwatch(self) -> None:
@@ -243,7 +243,7 @@ class Stopping:
             state = trainer.fit_loop.state_dict()
             if not is_accumulating(trainer):  # a run that resumes counts it when it skips the validation
                 take_back_step(state)
-            self._noted = present(trainer, state)
+            self._noted = note_position(trainer, state)
 
 
 def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Continuation:
         saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, share.data_size
         self._same_data = saved.data_size == share.data_size
-        self._found: list[tuple[int, EpochPosition | None]] = []
+        self._places: list[tuple[int, EpochPosition | None]] = []
         self._fresh = share.data_rank if share.data_rank >= saved.data_size else None
 
     def before_loaders(self) -> None:
@@ -356,34 +356,34 @@ class Continuation:
 
     def _has_state(self, loader: StatefulLoader, position: Any) -> bool:
         """Return whether a position has a state for this loader; warns if it has none, or that of other data."""
-        found = position is not None and "state" in position
-        if not (found and self._same_data) and self._epochs > 0:
+        there = position is not None and "state" in position
+        if not (there and self._same_data) and self._epochs > 0:
             sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
-            reason = f"the state that was saved is that of a single rank, and {sizes}" if found else "none was saved"
+            reason = f"the state that was saved is that of a single rank, and {sizes}" if there else "none was saved"
             rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
-        return found and self._same_data
+        return there and self._same_data
 
-    def _reached(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
+    def _locate(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
         """Return how many batches each loader gave since it began, and the position in the epoch, where it is known."""
         batches, positions = self._batches or 0, self._positions or []
         if len(positions) != len(loaders):
             return [(batches, None)] * len(loaders)
-        found = []
+        places = []
         for loader, position in zip(loaders, positions, strict=True):
             given, reached = batches_of_loader(loader, batches, cycles=cycles), None
             if isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
                 given = batches_of_loader(loader, batches, cycles=cycles, length=steps_of_epoch(position))
                 reached = loader.epoch_position_after(position, given)
-            found.append((given, reached))
-        return found
+            places.append((given, reached))
+        return places
 
     def _count_anew(self, loaders: list[Any], trainer: pl.Trainer) -> None:
         """Count batches as an epoch of the present number of ranks and batch size does."""
-        self._found = self._reached(loaders, cycles_loaders(trainer))
-        moves = [reached.batches - given for given, reached in self._found if reached is not None]
+        self._places = self._locate(loaders, cycles_loaders(trainer))
+        moves = [reached.batches - given for given, reached in self._places if reached is not None]
         if not self._batches or not moves:
             return
-        leads = [i for i, (_, reached) in enumerate(self._found) if reached is not None]
+        leads = [i for i, (_, reached) in enumerate(self._places) if reached is not None]
         pick = max if cycles_loaders(trainer) else min
         moved = moves[leads.index(pick(leads, key=lambda i: len(loaders[i])))]
         if not moved:
@@ -404,9 +404,9 @@ class Continuation:
             return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]
         reasons, leader = list[str](), None
         sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
-        if len({reached.batches - given for given, reached in self._found if reached is not None}) > 1:
+        if len({reached.batches - given for given, reached in self._places if reached is not None}) > 1:
             reasons.append("the global batches of several dataloaders changed, so that they go with others")
-        for loader, position, (given, reached) in zip(loaders, positions, self._found, strict=True):
+        for loader, position, (given, reached) in zip(loaders, positions, self._places, strict=True):
             if isinstance(loader, StatefulLoader):
                 if self._has_state(loader, position):
                     resume(loader, position, {"process": get_rng_state(), "own": position["own"]})

@@ -132,8 +132,8 @@ class RunCheckpoints:
         """
         run = self._begun
         safe = run.launcher.weights_only if weights_only is None else weights_only
-        found = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
-        checkpoint, rank_state, self._loaded = found
+        loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
+        checkpoint, rank_state, self._loaded = loaded
         if run.is_fit and rank_state is not None:
             self._continuation = Continuation(checkpoint, rank_state, run.share, io.resume)
         return checkpoint
@@ -155,7 +155,7 @@ class RunCheckpoints:
 
         with filling(module, path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
-            notes: list[str] = self._begun.ranks.step(phase, load, lambda found: sorted({*chain(*found)}))
+            notes: list[str] = self._begun.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))

@@ -39,7 +39,7 @@ _OF_A_CLI = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
 
-def checked_io(io: object) -> ShardCkptIO:
+def check_io(io: object) -> ShardCkptIO:
     """The CheckpointIO of a ShardedStrategy, which must be ours: others are called on one rank with whole tensors.
 
     Raises:

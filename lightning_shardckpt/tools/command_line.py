@@ -35,7 +35,7 @@ class Command:
 
 def run_process(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
     """Run a command as this process, which ends with its exit status."""
-    signal.signal(signal.SIGTERM, _terminated)  # so that unfinished files are removed
+    signal.signal(signal.SIGTERM, _terminate)  # so that unfinished files are removed
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may have characters that a terminal lacks
     sys.exit(main(arguments))
@@ -69,21 +69,21 @@ def _status(command: Command) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer would fail at exit
         return 1
     except (ShardCkptError, OSError, ValueError) as error:
-        return _failed(command, str(error))
+        return _fail(command, str(error))
     except KeyboardInterrupt:
         return 130
     except ImportError as error:  # such as no torch, or none that will do
-        return _failed(command, f"{type(error).__name__}: {error}")
+        return _fail(command, f"{type(error).__name__}: {error}")
     except Exception as error:  # the libraries that read URLs raise classes of their own
         if not any(isinstance(value, str) and is_url(value) for value in vars(command.arguments).values()):
             raise
-        return _failed(command, f"{type(error).__name__}: {error}")
+        return _fail(command, f"{type(error).__name__}: {error}")
 
 
-def _failed(command: Command, why: str) -> int:
+def _fail(command: Command, why: str) -> int:
     print(f"{PROGRAM} {command.tool}: {why}", file=sys.stderr)
     return command.trouble_status
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
+def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

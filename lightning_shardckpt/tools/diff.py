@@ -70,16 +70,16 @@ def diff(
         open_checkpoint(b, storage_options=storage_options) as second,
     ):
         compare: _Compare = _by_index(first, second) if quick else _ByValue(first, second, advance)
-        found: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
+        lists: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
         pairs = list(_pairs(first, second, tensors))
         expect(0 if quick else sum(_compared_bytes(pair, first, second) for pair in pairs))
         for pair in pairs:
-            kind, entry = _judged(pair, first, second, compare)
+            kind, entry = _judge(pair, first, second, compare)
             if kind == "same":
-                found["same"] += 1
+                lists["same"] += 1
             else:
-                found[kind].append({"component": pair.component, "name": pair.name, **entry})
-        if tensors is not None and not any(found.values()):
+                lists[kind].append({"component": pair.component, "name": pair.name, **entry})
+        if tensors is not None and not any(lists.values()):
             raise ValueError(f"neither checkpoint has a tensor whose name matches {tensors!r} or contains it")
         return {
             "a": os.fspath(a),
@@ -87,13 +87,13 @@ def diff(
             "quick": quick,
             "about": _changes(_about(first), _about(second)),
             "hyper_parameters": _changes(hyper_parameters(first), hyper_parameters(second)),
-            "tensors": found,
+            "tensors": lists,
         }
 
 
-def is_same(found: dict[str, Any]) -> bool | None:
+def is_same(report: dict[str, Any]) -> bool | None:
     """Return whether all tensors are the same; None if a quick comparison found no difference, but could not decide."""
-    tensors = found["tensors"]
+    tensors = report["tensors"]
     if any(tensors[kind] for kind in ("added", "removed", "changed", "different")):
         return False
     return None if tensors["undecided"] else True
@@ -101,9 +101,9 @@ def is_same(found: dict[str, Any]) -> bool | None:
 
 def _about(checkpoint: Checkpoint) -> dict[str, str]:
     root = checkpoint.root
-    found = {"step": str(root.step), "epoch": str(root.epoch), "ranks": str(root.world_size)}
-    found |= {f"topology/{axis}": str(size) for axis, size in root.topology.items()}
-    return found | {f"software/{name}": version for name, version in root.software.items()}
+    facts = {"step": str(root.step), "epoch": str(root.epoch), "ranks": str(root.world_size)}
+    facts |= {f"topology/{axis}": str(size) for axis, size in root.topology.items()}
+    return facts | {f"software/{name}": version for name, version in root.software.items()}
 
 
 def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]]:
@@ -138,7 +138,7 @@ def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterat
                 yield _Pair(component, name, *pair)
 
 
-def _described(spec: TensorSpec) -> dict[str, Any]:
+def _describe(spec: TensorSpec) -> dict[str, Any]:
     return {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
@@ -150,19 +150,19 @@ def _compared_bytes(pair: _Pair, first: Checkpoint, second: Checkpoint) -> int:
     return bytes_in(a.shape, a.dtype) if (a.dtype, a.shape) == (b.dtype, b.shape) else 0
 
 
-def _judged(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:
+def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:
     """Return the list of the report that a tensor belongs to, and its entry there."""
     if pair.b is None:
         assert pair.a is not None
-        return "removed", _described(first.root.components[pair.component].tensors[pair.a])
+        return "removed", _describe(first.root.components[pair.component].tensors[pair.a])
     b = second.root.components[pair.component].tensors[pair.b]
     if pair.a is None:
-        return "added", _described(b)
+        return "added", _describe(b)
     a = first.root.components[pair.component].tensors[pair.a]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return "changed", {"a": _described(a), "b": _described(b)}
+        return "changed", {"a": _describe(a), "b": _describe(b)}
     kind, more = compare(pair.component, (pair.a, pair.b), a)
-    return kind, _described(a) | more
+    return kind, _describe(a) | more
 
 
 # ── whether they are equal ────────────────────────────────────────────────────────────────────────────────────────
@@ -174,14 +174,14 @@ _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
     """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks."""
 
-    def stored(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
+    def read_checksums(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
         replica = checkpoint.replicas(component)[key]
         boxes = boxes_of(checkpoint.root.components[component].tensors[key], replica)
         entries = (checkpoint.entry(component, key, one.as_overlap()) for one in boxes)
         return {(entry.box, entry.block): entry.checksums for entry in entries}
 
     def compare(component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
-        a, b = (stored(c, component, key) for c, key in zip((first, second), keys, strict=True))
+        a, b = (read_checksums(c, component, key) for c, key in zip((first, second), keys, strict=True))
         if a.keys() == b.keys():
             return ("same" if a == b else "different"), {}
         return "undecided", {}
@@ -198,7 +198,7 @@ class _ByValue:
         self._advance = advance
 
     def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
-        found = TensorDistance()
+        distance = TensorDistance()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
             streams = [
@@ -206,16 +206,16 @@ class _ByValue:
                 for (wholes, source), key in sides
             ]
             for a, b in zip(*streams, strict=True):
-                found.add(a, b, spec.dtype)
+                distance.add(a, b, spec.dtype)
                 self._advance(len(a))
-        if not found.elements:
+        if not distance.elements:
             return "same", {}
         return "different", {
-            "elements": found.elements,
+            "elements": distance.elements,
             "of": prod(spec.shape),
-            "not_finite": found.not_finite,
-            "max_abs": found.max_abs if isfinite(found.max_abs) else None,  # JSON has no infinity
-            "relative_l2": found.relative_l2,
+            "not_finite": distance.not_finite,
+            "max_abs": distance.max_abs if isfinite(distance.max_abs) else None,  # JSON has no infinity
+            "relative_l2": distance.relative_l2,
         }
 
 
@@ -294,8 +294,8 @@ class TensorDistance:
         """The norm of the difference divided by that of the first tensor; None if that is 0 or not finite."""
         if self._of_first in (0.0, inf) or self._squares == inf:
             return None
-        found = sqrt(self._squares) / sqrt(self._of_first)
-        return found if found < inf else None
+        ratio = sqrt(self._squares) / sqrt(self._of_first)
+        return ratio if ratio < inf else None
 
 
 def _squares(values: NDArray[Any]) -> float:
@@ -330,18 +330,18 @@ def _text(value: Any) -> str:
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(found: dict[str, Any], everything: bool = False) -> str:
+def render(report: dict[str, Any], everything: bool = False) -> str:
     """Render the result of ``diff`` as text for people."""
-    limit, tensors = None if everything else _LISTED, found["tensors"]
-    blocks = [f"A  {found['a']}\nB  {found['b']}"]
+    limit, tensors = None if everything else _LISTED, report["tensors"]
+    blocks = [f"A  {report['a']}\nB  {report['b']}"]
     for title, kind in (("about", "about"), ("hyper-parameter", "hyper_parameters")):
-        rows: list[tuple[str, ...]] = [(name, a or _ABSENT, b or _ABSENT) for name, (a, b) in found[kind].items()]
+        rows: list[tuple[str, ...]] = [(name, a or _ABSENT, b or _ABSENT) for name, (a, b) in report[kind].items()]
         if rows:
             blocks.append(_rows_table((title, "A", "B"), rows, limit))
     components = dict.fromkeys(t["component"] for t in tensors["different"])
     blocks += [_different(name, tensors, limit) for name in components]
     blocks += [text] if (text := _others(tensors, limit)) else []
-    return "\n\n".join([*blocks, _verdict(found)])
+    return "\n\n".join([*blocks, _verdict(report)])
 
 
 def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
@@ -377,8 +377,8 @@ def _rows_table(
     return long_table(header, rows, lambda row: row, limit=limit, right=right)
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    tensors = found["tensors"]
+def _verdict(report: dict[str, Any]) -> str:
+    tensors = report["tensors"]
     counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added", "undecided")]
     said = [f"{number:,} {kind}" for kind, number in counts if number]
     text = f"{count_text(tensors['same'], 'tensor')} the same" + "".join(f", {part}" for part in said)

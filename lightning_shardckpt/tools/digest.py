@@ -103,30 +103,30 @@ def digest(
     """
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
-    with _opened(file_path(path), storage_options) as stored:
+    with _open(file_path(path), storage_options) as stored:
         tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
         read = _Reading(stored.tensors, advance)
-        found: dict[str, list[NamedDigest]] = {}
+        rows_of: dict[str, list[NamedDigest]] = {}
         if names == "huggingface":
             parts = _hugging_face_parts(stored, tables.get("model", Component({})))
             expect(sum(read.nbytes("model", key) for key in parts))
-            found = {"model": [row for key, of in parts.items() for row in read.parts("model", key, of)]}
+            rows_of = {"model": [row for key, of in parts.items() for row in read.parts("model", key, of)]}
         else:
             expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
             computed = {name: {key: read.tensor(name, key) for key in of.tensors} for name, of in tables.items()}
-            found = {name: _named(of, computed[name]) for name, of in tables.items()}
-        components = {name: component_digest(rows) for name, rows in found.items()}
+            rows_of = {name: _name_digests(of, computed[name]) for name, of in tables.items()}
+        components = {name: component_digest(rows) for name, rows in rows_of.items()}
         every = dict(components)
         if names == "stored" and stored.document("optimizer"):
-            every["optimizer_values"] = _of_values(stored.document("optimizer"))
-        listed = [(of, row) for of, rows in found.items() for row in rows if is_selected([row.name], tensors)]
+            every["optimizer_values"] = _digest_values(stored.document("optimizer"))
+        listed = [(of, row) for of, rows in rows_of.items() for row in rows if is_selected([row.name], tensors)]
         if tensors is not None and not listed:
             raise ValueError(f"{os.fspath(path)} has no tensor whose name matches {tensors!r} or contains it")
         return {
             "path": os.fspath(path),
             "tensors": [_as_json(component, row) for component, row in listed],
             "components": components,
-            "counts": {name: len(rows) for name, rows in found.items()},
+            "counts": {name: len(rows) for name, rows in rows_of.items()},
             "optimizer_values": every.get("optimizer_values"),
             "whole": whole_digest(every),
         }
@@ -136,7 +136,7 @@ def digest(
 
 
 @contextmanager
-def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
+def _open(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
     with ExitStack() as stack:
         if is_url(path) or recognise(path) is None:
             yield StoredCheckpoint(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
@@ -150,7 +150,7 @@ def _opened(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[St
 # ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _named(described: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
+def _name_digests(described: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
     """Return the digests under each name of each tensor."""
     names = [*((key, key) for key in described.tensors), *described.aliases.items()]
     specs = ((name, key, described.tensors[key]) for name, key in names)
@@ -179,23 +179,23 @@ class _Reading:
 
     def tensor(self, component: str, key: str) -> str:
         """Return the digest of a stored tensor."""
-        found = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for _, data in self._windows(component, key):
-            found.update(data)
-        return found.hexdigest()
+            hasher.update(data)
+        return hasher.hexdigest()
 
     def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
         """Return the digests of the tensors that an export makes of a stored one, which is read once."""
         from lightning_shardckpt.transfer.strided_copy import gather
 
         spec = self._stored.spec(component, key)
-        found, whole = [xxhash.xxh3_64() for _ in parts], Box.whole(spec.shape)
+        sums, whole = [xxhash.xxh3_64() for _ in parts], Box.whole(spec.shape)
         for window, data in self._windows(component, key):
             for number, part in enumerate(parts):
                 common = window.intersect(part.box or whole) if spec.shape else window
                 if common is not None:  # its bytes are the next ones of this part, as windows ascend
-                    found[number].update(gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype]))
-        return [NamedDigest(of.name, of.dtype, of.shape, one.hexdigest()) for of, one in zip(parts, found, strict=True)]
+                    sums[number].update(gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype]))
+        return [NamedDigest(of.name, of.dtype, of.shape, one.hexdigest()) for of, one in zip(parts, sums, strict=True)]
 
     def _windows(self, component: str, key: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in order, each with the box that they are of."""
@@ -220,34 +220,34 @@ def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component)
     return parts
 
 
-def _of_values(document: Mapping[str, Any]) -> str:
+def _digest_values(document: Mapping[str, Any]) -> str:
     """Return the digest of the optimizers' state that is not tensors: each value, under its parameter's name."""
-    found = list[tuple[Any, ...]]()
+    values = list[tuple[Any, ...]]()
     for number, of in document.items():
         for group in of["groups"].values():
             hyper = [(key, value, group["params"]) for key, value in group["hyper"].items()]
-            found += [(number, name, key, value) for key, value, names in hyper for name in names]
+            values += [(number, name, key, value) for key, value, names in hyper for name in names]
         for state, values in of["values"].items():
             stored = [(one["value"], name) for one in values for name in one["params"]]
-            found += [(number, name, f"state {state}", value) for value, name in stored]
-        found += [(number, "", key, value) for key, value in of.get("own", {}).items()]
-    return values_digest(found)
+            values += [(number, name, f"state {state}", value) for value, name in stored]
+        values += [(number, "", key, value) for key, value in of.get("own", {}).items()]
+    return values_digest(values)
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(found: dict[str, Any], everything: bool = False) -> str:
+def render(report: dict[str, Any], everything: bool = False) -> str:
     """Render the result of ``digest`` as text for people."""
-    rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in found["tensors"]]
+    rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in report["tensors"]]
     blocks = []
-    for component in found["components"]:
-        own = [row for row, t in zip(rows, found["tensors"], strict=True) if t["component"] == component]
+    for component in report["components"]:
+        own = [row for row, t in zip(rows, report["tensors"], strict=True) if t["component"] == component]
         if own:
             header = (component, "dtype", "shape", "digest")
             blocks.append(long_table(header, own, lambda row: row, limit=None if everything else _LISTED))
-    lines = [(f"{n} ({count_text(found['counts'][n], 'tensor')})", d) for n, d in found["components"].items()]
-    if found["optimizer_values"] is not None:
-        lines.append(("values of optimizers", found["optimizer_values"]))
-    lines.append(("whole", found["whole"]))
+    lines = [(f"{n} ({count_text(report['counts'][n], 'tensor')})", d) for n, d in report["components"].items()]
+    if report["optimizer_values"] is not None:
+        lines.append(("values of optimizers", report["optimizer_values"]))
+    lines.append(("whole", report["whole"]))
     return "\n\n".join([*blocks, table(("", "digest"), lines)])

@@ -14,7 +14,7 @@ from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
 from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
-from lightning_shardckpt.tools.ownership import Owned, coordinates, held, written
+from lightning_shardckpt.tools.ownership import Owned, coordinates, sum_held, sum_written
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
@@ -89,7 +89,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
                     {"dim": c.dim, "axis": axes[c.axis].name, "parts": axes[c.axis].size, "blocks": c.blocks}
                     for c in spec.layout.cuts
                 ],
-                "ranks": [list(held) for held in spec.holders],
+                "ranks": [list(ranks) for ranks in spec.holders],
                 "aliases": aliases.get(key, []),
             }
 
@@ -131,7 +131,7 @@ def _by_rank(
     for name in names:
         every = root.components[name].tensors
         picked = {t["name"]: every[t["name"]] for t in listed if t["component"] == name}
-        held_by[name], written_by[name] = held(picked), written(picked, checkpoint.replicas(name))
+        held_by[name], written_by[name] = sum_held(picked), sum_written(picked, checkpoint.replicas(name))
     own_files: dict[int, list[int]] = {}
     for file in files:
         if file["rank"] is not None:

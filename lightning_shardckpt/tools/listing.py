@@ -55,7 +55,7 @@ def is_selected(names: Iterable[str], pattern: str | None) -> bool:
 
 def aliases_by_key(component: Component) -> dict[str, list[str]]:
     """Return the further names of each tensor that has any (tied weights), by the name under which it is stored."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for alias, key in component.aliases.items():
-        found.setdefault(key, []).append(alias)
-    return found
+        names.setdefault(key, []).append(alias)
+    return names

@@ -68,19 +68,19 @@ def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
             yield part, holders
 
 
-def held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
+def sum_held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
     """Return the share of the tensors that every rank holds, by rank; every replica counts."""
     total: dict[int, Owned] = {}
     for spec, count in Counter(tensors.values()).items():
-        found: dict[int, Owned] = {}
+        by_rank: dict[int, Owned] = {}
         for part, holders in held_parts(spec):
             for rank in holders:
-                _add(found, rank, part.box, spec)
-        _merge(total, found, count)
+                _add(by_rank, rank, part.box, spec)
+        _merge(total, by_rank, count)
     return total
 
 
-def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
+def sum_written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
     """Return the share of the tensors that every rank wrote, by rank.
 
     Args:
@@ -89,10 +89,10 @@ def written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None])
     """
     total: dict[int, Owned] = {}
     for (spec, replica), count in Counter((spec, chosen[key]) for key, spec in tensors.items()).items():
-        found: dict[int, Owned] = {}
+        by_rank: dict[int, Owned] = {}
         for one in boxes_of(spec, replica):
-            _add(found, one.writer, one.box, spec)
-        _merge(total, found, count)
+            _add(by_rank, one.writer, one.box, spec)
+        _merge(total, by_rank, count)
     return total
 
 
@@ -108,11 +108,11 @@ def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
     return {axis: rank // prod(sizes[i + 1 :]) % size for i, (axis, size) in enumerate(root.topology.items())}
 
 
-def _add(found: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
-    known = found.get(rank, Owned(tensors=1))
-    found[rank] = known + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
+def _add(by_rank: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
+    known = by_rank.get(rank, Owned(tensors=1))
+    by_rank[rank] = known + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
 
 
-def _merge(total: dict[int, Owned], found: Mapping[int, Owned], count: int) -> None:
-    for rank, one in found.items():
+def _merge(total: dict[int, Owned], by_rank: Mapping[int, Owned], count: int) -> None:
+    for rank, one in by_rank.items():
         total[rank] = total.get(rank, Owned()) + one.times(count)

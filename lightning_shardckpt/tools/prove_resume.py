@@ -190,18 +190,18 @@ def prove_runs(
 
     def record(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
         saves_of = "straight" if name == "straight" else "interrupted"  # a resumed run finds its own checkpoints
-        places = folder / name / "records", folder / name / "files", folder / saves_of / "saves"
-        plan = RunPlan(*map(str, places), first, last, save_to, resume_from)
+        records, files = (str(folder / name / part) for part in ("records", "files"))
+        plan = RunPlan(records, files, str(folder / saves_of / "saves"), first, last, save_to, resume_from)
         said = run(name, plan)
         ranks = read_records(plan.records)
         if not ranks:
             raise RankError(f"the {name} run ended by itself and recorded nothing: {_NO_FIT}\nThe command was {said}")
         if len(ranks) != ranks[0].setting.world:
             raise RankError(f"the {name} run has {ranks[0].setting.world} ranks, of which {len(ranks)} recorded here")
-        for records in ranks:
-            if (last, "after") not in records.moments:
+        for one in ranks:
+            if (last, "after") not in one.moments:
                 raise RankError(
-                    f"the {name} run ended by itself after step {records.last_step} (rank {records.setting.rank}), "
+                    f"the {name} run ended by itself after step {one.last_step} (rank {one.setting.rank}), "
                     f"before step {last}. The first fit counts. Let it train for longer, or prove fewer --steps.\n"
                     f"The command was {said}"
                 )
