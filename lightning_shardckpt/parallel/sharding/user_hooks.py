@@ -33,12 +33,13 @@ def refuse_node_hook(hook: Any) -> None:
         UnsupportedCodeError: for one of the user's. The node of a parameter gets the gradient of a rank's part, or
             none, and other nodes of pipelines get those of microbatches; nothing tells which node it is.
     """
-    if is_of_user(hook):
+    module = module_of(hook)
+    if not module.startswith(("torch.", "lightning_shardckpt.")) or module.startswith(_LIKE_USERS):
         raise UnsupportedCodeError(
             f"the hook {getattr(hook, '__qualname__', hook)} is registered on a node of autograd's graph, as grad_fn, "
             "get_gradient_edge or torch.distributed.optim give them. What runs there is the gradient of a rank's part. "
-            "Register it on the tensor or parameter (register_hook, register_post_accumulate_grad_hook), or change "
-            "gradients in on_before_optimizer_step."
+            "Register it on the tensor or parameter (register_hook, register_post_accumulate_grad_hook) or the module "
+            "(register_full_backward_hook), or change gradients in on_before_optimizer_step."
         )
 
 
