@@ -60,7 +60,8 @@ def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
 
 def with_hooks(leaves: Iterable[L]) -> list[L]:
     """Return the leaves that have hooks of either kind. Fast, as it is asked several times in a step."""
-    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+    with without_torch_function():
+        return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 @contextmanager
@@ -114,7 +115,8 @@ def set_accumulation_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
 
 def version_of(tensor: Tensor) -> int:
     """Return how often the memory of a tensor was changed in place, by it or by a view; ``data`` counts apart."""
-    return tensor._version
+    with without_torch_function():
+        return tensor._version
 
 
 def keep_version(tensor: Tensor) -> AbstractContextManager[None]:

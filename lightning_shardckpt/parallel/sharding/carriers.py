@@ -42,6 +42,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     storage_uses,
     version_of,
     with_hooks,
+    with_torch_function,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -295,7 +296,8 @@ class Carrier:
         return [local_tensor(leaf).untyped_storage().data_ptr() for leaf in self._leaves]
 
     def _state_of_leaves(self) -> list[tuple[int, bool]]:
-        return [(version_of(local_tensor(leaf)), leaf.requires_grad) for leaf in self._leaves]
+        with without_torch_function():
+            return [(version_of(local_tensor(leaf)), leaf.requires_grad) for leaf in self._leaves]
 
     def begin_step(self) -> None:
         """Note how the leaves are when torch's streams wait for what was done to them."""
@@ -340,7 +342,8 @@ class Carrier:
         call = _Call(partial(self._run_inside, numbers, inputs, body))
         device, with_history = self._engine.device, torch.is_grad_enabled()
         try:
-            output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
+            with without_torch_function():  # torch's hooks look at the leaves; `call` lets the forward have it
+                output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
         except RuntimeError:
             call.result()  # raises what the forward raised, because of which torch may fail, too
             raise
@@ -375,9 +378,7 @@ class Carrier:
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         return list(self._as_seen(numbers, token, copies=True)[0])
 
-    def _run_inside(
-        self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor
-    ) -> Any:
+    def _run_inside(self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor) -> Any:
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         copies = torch.is_grad_enabled() and saves_elsewhere()  # checkpointing may keep them for longer than torch
         uses = self._count_uses(numbers)
@@ -474,7 +475,8 @@ class Carrier:
             self._refuse("has a parameter that got a hook between forward and backward")
         assert self._torch_before_backward is not None
         self.module.set_unshard_in_backward(gathers)
-        self._torch_before_backward(gradient)
+        with without_torch_function():
+            self._torch_before_backward(gradient)
         self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
         if not self._is_entered:
             self._is_entered = True
@@ -624,7 +626,8 @@ class _Call:
     def run(self, argument: Any) -> None:
         assert self._body is not None
         try:
-            self._found = self._body(argument)
+            with with_torch_function():
+                self._found = self._body(argument)
         except BaseException as error:  # raised by `result`
             self._error = error
         self._body = None
