@@ -360,7 +360,6 @@ def _make_units(
     """Make FSDP units of the modules that this rank's stages hold."""
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
-    peers = peers_of(meshes.root["shard"]) if meshes.topology.shard > 1 else None
     gathers = any(isinstance(p, DTensor) for p in root.parameters())
     chosen = {module: "reshard" for module in units if module in names}
     if gathers:
@@ -372,7 +371,6 @@ def _make_units(
     for module, kind in chosen.items():
         unit = Unit(
             names[module],
-            peers.register(names[module]) if peers is not None else 0,
             device,
             reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
             recompute=module in recomputed,

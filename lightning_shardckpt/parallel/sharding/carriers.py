@@ -46,8 +46,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.announced_collectives import AnnouncedGather, AnnouncedReduction
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
-from lightning_shardckpt.parallel.sharding.marked_collectives import MarkedGather, MarkedReduction
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
@@ -75,14 +75,12 @@ class PlannedUnit(NamedTuple):
 
     Attributes:
         name: of the unit, for messages.
-        number: of that name, from `Peers.register`.
         leaves: sharded parameters that no other unit has.
         reshard: whether to free them between forward and backward.
         multiplied: the ids of those that only linear layers and convolutions have, of which autocast casts them.
     """
 
     name: str
-    number: int
     leaves: Sequence[ShardedTensor]
     reshard: bool
     multiplied: Collection[int] = ()
@@ -144,7 +142,7 @@ class Engine:
             for carrier in self._carriers:
                 carrier.free()
         found = call.result()
-        if not torch.is_grad_enabled() and self.device.type != "cpu":  # where gathers have no marks
+        if not torch.is_grad_enabled():
             self._compare_trails(0)
         return found
 
@@ -201,12 +199,14 @@ class Engine:
         done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
         for peers in self.peers:  # the second axis hears what the first one has told
             unused = max(numbers[0] for numbers in peers.compare(done, float(unused)))
+        self.peers[0].end_step(is_alike=True)
         return unused
 
     def recover(self) -> None:
         """Forget a backward that did not finish."""
         if self._is_in_backward and not in_backward():
             self._is_in_backward, self._trail, self._last = False, 0, ""
+            self.peers[0].end_step(is_alike=False)
             self._root.reset_iter_state()
             for carrier in self._carriers:
                 carrier.drop_gradients()
@@ -246,8 +246,8 @@ class Carrier:
             offload_policy=engine.offload_policy,
         )
         if engine.device.type == "cpu":
-            module.set_custom_all_gather(MarkedGather(engine.peers[0], unit.number, unit.name))
-            module.set_custom_reduce_scatter(MarkedReduction(engine.peers[0], unit.number, unit.name))
+            module.set_custom_all_gather(AnnouncedGather(engine.peers[0], unit.name))
+            module.set_custom_reduce_scatter(AnnouncedReduction(engine.peers[0], unit.name))
         self.module = module
         slots: Any = parameter_slots(module)
         self._slots: dict[str, Any] = slots

@@ -83,7 +83,6 @@ class Unit:
 
     Attributes:
         name: of the module, for messages.
-        number: of that name, from `Peers.register`.
         device: where its parameters are gathered.
         reshard: whether torch's engine frees them between forward and backward.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
@@ -92,7 +91,6 @@ class Unit:
     """
 
     name: str
-    number: int
     device: torch.device
     reshard: bool = False
     recompute: bool = False
@@ -360,7 +358,7 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
         leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
         if leaves:
             multiplied = set() if is_compiled else _multiplied(unit)
-            planned.append(PlannedUnit(settings.name, settings.number, leaves, settings.reshard, multiplied))
+            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, multiplied))
     carried = {id(leaf) for unit in planned for leaf in unit.leaves}
     others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in carried]
     if others and dist.get_rank() == 0:

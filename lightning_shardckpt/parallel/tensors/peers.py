@@ -1,14 +1,13 @@
 """The ranks that hold the shards of a tensor, and collectives among them that notice when the ranks disagree.
 
 Ranks that run different code (a layer that only one of them uses, ``if rank == 0: print(weight.norm())``) enter
-different collectives. Matched by their order, these would mix tensors in silence, or wait for each other. So every
-gather for a module carries a mark of what it is for, compared when it is done; and what user code reads by hand goes
-over a process group of its own, announced before with the line of code that asks.
+different collectives. Matched by their order, these would mix tensors in silence, or wait for each other. So ranks
+announce, over a process group of its own, what they enter where it is not what they entered in the step before; and
+what user code reads by hand, with the line of code that asks.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 import zlib
@@ -32,7 +31,6 @@ from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 
-MARK_BYTES = 8
 READ_TIMEOUT_S = 300.0
 _FRAMEWORKS = (
     *("torch.", "lightning_shardckpt.compat."),
@@ -56,8 +54,8 @@ class Peers:
     group_name: str
     reads_name: str
     timeout_s: float = READ_TIMEOUT_S
-    _purposes: list[str] = field(default_factory=list)
-    _trail: int = 0
+    _entered: list[str] = field(default_factory=list)
+    _entered_before: list[str] = field(default_factory=list)
     _reads_done: int = 0
     _notices: Store | None = None
 
@@ -83,29 +81,22 @@ class Peers:
 
     # --- what all ranks do alike ---
 
-    def register(self, purpose: str) -> int:
-        """A number for what collectives are for. Every rank must register the same purposes in the same order."""
-        self._purposes.append(purpose)
-        return len(self._purposes) - 1
+    def enter(self, purpose: str) -> None:
+        """Compare over gloo what the ranks do next, unless it is what they did at this place of the step before.
 
-    def mark(self, number: int, kind: str) -> bytes:
-        """Return what `check_marks` compares, after noting that a collective of this kind and purpose begins here."""
-        self._trail = zlib.crc32(f"{kind}{number}".encode(), self._trail)
-        return struct.pack("<iI", number, self._trail)
-
-    def check_marks(self, marks: Sequence[bytes]) -> None:
-        """Compare the marks of all ranks, in their order.
+        So a rank that does something else waits here, and those that go on find it, see `wait`.
 
         Raises:
-            UnsupportedCodeError: if they differ, on every rank.
+            UnsupportedCodeError: on every rank, if the ranks do different things.
         """
-        if all(mark == marks[0] for mark in marks):
-            return
-        purposes = [self._purposes[struct.unpack("<iI", mark)[0]] for mark in marks]
-        what = "; ".join(f"rank {rank}: {purpose}" for rank, purpose in zip(self.ranks, purposes, strict=True))
-        if len(set(purposes)) == 1:
-            what += ", after different modules before that"
-        raise UnsupportedCodeError(f"{_OTHER_MODULES}: {what}. {_SAME_MODULES}")
+        place = len(self._entered)
+        self._entered.append(purpose)
+        if self._entered_before[place : place + 1] != [purpose]:
+            self._announce(purpose, (), is_read=False)
+
+    def end_step(self, *, is_alike: bool) -> None:
+        """Begin the next step; ``is_alike`` says that the ranks have compared what they did in this one."""
+        self._entered_before, self._entered = self._entered if is_alike else [], []
 
     def compare(self, done: str, *numbers: float) -> list[list[float]]:
         """Return the numbers of every rank, at most four, after comparing what they have done.
@@ -115,18 +106,11 @@ class Peers:
         """
         return self._announce(done, numbers, is_read=False)
 
-    def refuse_gradients(self, purpose: str) -> None:
-        """Raises UnsupportedCodeError, on a rank that has reduced gradients with those of another module."""
-        raise UnsupportedCodeError(
-            f"the ranks reduce gradients of different modules at a time; rank {dist.get_rank()} those of {purpose}. "
-            "Losses must depend on the same modules on all ranks: add 0 * output.sum() for what a batch does not need."
-        )
-
     def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
         """Wait for a collective that all ranks enter; on a GPU its stream does, and this process goes on.
 
         Raises:
-            UnsupportedCodeError: if a rank waits in a read that this one does not make, on both. Not on a GPU.
+            UnsupportedCodeError: if a rank waits in an announcement that this one does not make, on both. Not on a GPU.
         """
         self._wait(work, purpose, device, number=None)
 
@@ -164,14 +148,14 @@ class Peers:
         self._wait(work, what, flat.device, number=self._reads_done)
 
     def _announce(self, what: str, numbers: Sequence[float], *, is_read: bool = True) -> list[list[float]]:
-        self._reads_done += is_read
+        self._reads_done += 1
         line = f" ({calling_line()})" if is_read else ""
         marks = [float(self._reads_done), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode()))]
         own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
         own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
         found = own.new_empty(self.size * own.numel())
         work = all_gather_single(found, own, group=self.reads, async_op=True)
-        self._wait(work, f"{what}{line}", own.device, number=self._reads_done if is_read else None)
+        self._wait(work, f"{what}{line}", own.device, number=self._reads_done, is_read=is_read)
         every = found.view(self.size, -1).tolist()
         if any(one[: len(marks)] != every[0][: len(marks)] for one in every):
             self._refuse(f"{what}{line}", is_read=is_read)
@@ -188,38 +172,50 @@ class Peers:
         problem = "the ranks ask for values of different sharded tensors at a time" if is_read else _OTHER_MODULES
         raise UnsupportedCodeError(f"{problem}: {each}. {_ADVICE if is_read else _SAME_MODULES}")
 
-    def _wait(self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None) -> None:
-        """``number`` of the read that this is; None for what is none."""
+    def _wait(
+        self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None, is_read: bool = True
+    ) -> None:
+        """``number`` of the announcement or the read that this is; None for others. Reads alone have a timeout."""
         assert work is not None  # this rank is in the group
         if device.type != "cpu":  # NCCL aborts the communicator of a wait that times out: a late rank would end the run
             work.wait()
             return
-        begun = time.monotonic()
+        begun, suspect = time.monotonic(), None
         while not ends_within(work, _LOOK_S):
             raise_if_lost()
-            self._look_around(what, number)
-            if number is not None and time.monotonic() - begun > self.timeout_s:
+            if number is None:
+                suspect = self._look_around(what, suspect)
+                continue
+            self._tell(what, number, is_read=is_read)
+            if is_read and time.monotonic() - begun > self.timeout_s:
                 raise RankError(
                     f"rank {dist.get_rank()} asks for {what}, but within {self.timeout_s:g} s not all of the ranks "
                     f"{self.ranks} did. {_ADVICE}"
                 )
 
-    def _look_around(self, what: str, number: int | None) -> None:
-        """Look whether one rank waits in a read while another, which has not come to it, waits for it elsewhere."""
-        store = self._store()
-        if number is not None:
-            store.set(f"read/{number}/{self.rank}", f"rank {dist.get_rank()} asks for {what}")
-            conflict = f"conflict/{number}"
-            if store.check([conflict]):
-                raise UnsupportedCodeError(f"{store.get(conflict).decode()}. {_ADVICE}")
-            return
-        following = self._reads_done + 1
-        asked = [f"read/{following}/{rank}" for rank in range(self.size)]
-        waiting = next((key for key in asked if store.check([key])), None)
-        if waiting is not None:
-            said = f"{store.get(waiting).decode()}, while rank {dist.get_rank()} waits for it in {what}"
-            store.set(f"conflict/{following}", said)
-            raise UnsupportedCodeError(f"{said}. {_ADVICE}")
+    def _tell(self, what: str, number: int, *, is_read: bool) -> None:
+        """Tell ranks that wait elsewhere where this one waits; raise if one has found that it is another place."""
+        store, conflict = self._store(), f"conflict/{number}"
+        said, advice = ("asks for", _ADVICE) if is_read else ("has come to", _SAME_MODULES)
+        store.set(f"waits/{number}/{self.rank}", f"rank {dist.get_rank()} {said} {what}\n{advice}")
+        if store.check([conflict]):
+            raise UnsupportedCodeError(store.get(conflict).decode())
+
+    def _look_around(self, what: str, suspect: str | None) -> str | None:
+        """Return the notice of a rank that waits in an announcement to which this rank, waiting elsewhere, never came.
+
+        Raises:
+            UnsupportedCodeError: if that is ``suspect``, found at the look before: not just what is about to end.
+        """
+        store, following = self._store(), self._reads_done + 1
+        waiting = [f"waits/{following}/{rank}" for rank in range(self.size)]
+        found = next((key for key in waiting if store.check([key])), None)
+        if found is not None and found == suspect:
+            said, advice = store.get(found).decode().split("\n")
+            message = f"{said}, while rank {dist.get_rank()} waits for it in {what}. {advice}"
+            store.set(f"conflict/{following}", message)
+            raise UnsupportedCodeError(message)
+        return found
 
     def _store(self) -> Store:
         if self._notices is None:
