@@ -116,8 +116,14 @@ class GradientSync:
     def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self._blocked, recurse=False)
-        with self.no_sync(self._blocked), name_unused_arguments():
-            yield
+        try:
+            with self.no_sync(self._blocked), name_unused_arguments():
+                yield
+        except BaseException:
+            for replicated in (self._partial, self._averaged):
+                if replicated is not None:
+                    replicated.reset()
+            raise
         if not self._blocked:
             self._check()
 
@@ -191,7 +197,10 @@ def _replicated_gradients(
     if meshes.topology.tensor > 1 and some:
         sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, accumulation, at_once=True)
     if ranks > 1:
-        means = ReplicatedGradients(list(others.values()), meshes.data_parallel_group, 1.0 / ranks, accumulation)
+        overlapping = dist.new_group() if meshes.topology.replicate == meshes.topology.world_size else None
+        means = ReplicatedGradients(
+            list(others.values()), meshes.data_parallel_group, 1.0 / ranks, accumulation, overlapping=overlapping
+        )
     return sums, means
 
 

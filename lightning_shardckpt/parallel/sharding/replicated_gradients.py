@@ -1,8 +1,9 @@
 """Average the gradients of replicated parameters, in whatever backward they arise.
 
-As DistributedDataParallel does it, when autograd is done with a backward: all gradients in a few buffers. Two kinds
-are reduced at once, one by one: those of a parameter with hooks of the user's, which must see the gradient of all
-batches, and what ``torch.autograd.grad`` returns.
+As DistributedDataParallel does it: in buckets, each on its way to the other ranks as soon as autograd has all of its
+gradients. ``grad`` has the mean when the backward ends; what user code does to it before that counts. Two kinds are
+reduced at once, one by one: those of a parameter with hooks of the user's, which must see the gradient of all batches,
+and what ``torch.autograd.grad`` returns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import after_backward, returns_gradient_of
-from lightning_shardckpt.compat.torch_tensors import accumulation_hooks, gradient_hooks
-from lightning_shardckpt.distributed.host_numbers import gathered, on_device
+from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, accumulation_hooks, gradient_hooks, version_of
+from lightning_shardckpt.distributed.host_numbers import any_rank, gathered, on_device, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 
@@ -33,7 +34,8 @@ _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDiction
 """What to remove from a parameter when it is given to another one of these."""
 _sums: MutableMapping[Tensor, tuple[dist.ProcessGroup, float]] = WeakIdKeyDictionary()
 """The group over which the gradients of a parameter are summed, and what the sums are multiplied with."""
-_BUFFER_BYTES = 32 << 20
+_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
+_data: Any = Tensor.data
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -95,6 +97,9 @@ class ReplicatedGradients:
         scale: of the sum. Only 1 / size may be reduced again without a change.
         accumulation: says whether backward passes only accumulate.
         at_once: reduce each gradient by itself, for sums.
+        overlapping: a group of the same ranks, for nothing but means that are computed while a backward goes on; None
+            to compute them when it is done.
+        bucket_bytes: of gradients that are sent together.
     """
 
     def __init__(
@@ -105,11 +110,17 @@ class ReplicatedGradients:
         accumulation: Accumulation,
         *,
         at_once: bool = False,
+        overlapping: dist.ProcessGroup | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._replicated, self._group, self._scale, self._at_once = list[nn.Parameter](), group, scale, at_once
         self._accumulation = accumulation
         self._changed: set[int] = set()
         self._queued = False
+        self._overlapping, self._bucket_bytes = overlapping, bucket_bytes
+        self._buckets, self._sent = list[_Bucket](), 0
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._has_lost_count = False
         self.add(parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -147,14 +158,63 @@ class ReplicatedGradients:
         return gradient
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if id(parameter) in self._changed and not self._queued and not self._accumulation.is_on:
+        if id(parameter) not in self._changed or self._accumulation.is_on:
+            return
+        if not self._queued:
             self._queued = True
+            self._buckets, self._sent = self._plan_buckets(), 0
+            self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.missing}
             after_backward(self._finish)
+        if self._buckets:
+            self._bucket_of[id(parameter)].missing.discard(id(parameter))
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            self._send_next()
+
+    def _plan_buckets(self) -> list[_Bucket]:
+        """Return buckets of parameters, those first that autograd is likely to be done with first; none for one."""
+        trained = [parameter for parameter in reversed(self._replicated) if parameter.requires_grad]
+        if self._overlapping is None or any(isinstance(parameter, DTensor) for parameter in trained):
+            return []
+        if self._has_lost_count:
+            raise UnsupportedCodeError(
+                "an earlier backward failed while gradients were on their way to other replicas, which may have sent "
+                "others. End the run where a backward fails, and resume from a checkpoint."
+            )
+        found = [_Bucket(some, {id(p) for p in some}) for some in _alike(trained, self._bucket_bytes)]
+        return found if len(found) > 1 else []
+
+    def _send_next(self) -> None:
+        """Send a bucket; all ranks do so in the same order."""
+        assert self._overlapping is not None
+        self._buckets[self._sent].send(self._overlapping, self._has_news)
+        self._sent += 1
 
     def _finish(self) -> None:
         self._queued = False
-        if not self._accumulation.is_on:
+        if not self._buckets:
+            if not self._accumulation.is_on:
+                self.reduce()
+            return
+        while self._sent < len(self._buckets):
+            self._send_next()
+        buckets, self._buckets = self._buckets, []
+        changed = [bucket.end_sending() for bucket in buckets]
+        if any_rank(any(changed), self._group):  # by user code in the backward, which counts
             self.reduce()
+            return
+        for bucket in buckets:
+            bucket.unpack(self._scale)
+        self._changed.clear()
+
+    def _has_news(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._changed and parameter.grad is not None
+
+    def reset(self) -> None:
+        """Forget a backward that did not finish."""
+        self._has_lost_count |= self._sent > 0 and bool(self._buckets)
+        for bucket in self._buckets:
+            bucket.release()
+        self._queued, self._buckets = False, []
 
     def reduce(self) -> None:
         """Average all gradients, if some changed here or elsewhere. Collective, if any rank has seen a backward.
@@ -162,8 +222,84 @@ class ReplicatedGradients:
         Those that no rank changed stay as they are. One that only others have is made.
         """
         trained = [parameter for parameter in self._replicated if parameter.requires_grad]
-        all_reduce_gradients(trained, self._group, lambda p: id(p) in self._changed, scale=self._scale)
+        all_reduce_gradients(trained, self._group, self._has_news, scale=self._scale)
         self._changed.clear()
+
+
+class _SentGradient(Tensor):
+    """A gradient of which a copy is on its way: notes uses by which changes go unseen by its version."""
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @property
+    def data(self) -> Tensor:
+        """The values."""
+        self.__dict__["_touched"] = True
+        return _data.__get__(self)  # type: ignore[no-any-return]  # a Tensor
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.__dict__["_touched"] = True
+        _data.__set__(self, value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as an array over the same memory."""
+        self.__dict__["_touched"] = True
+        return super().numpy(force=force)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that are sent together.
+
+    Attributes:
+        parameters: of one dtype and device.
+        missing: the ids of those whose gradients this backward has not made.
+    """
+
+    parameters: list[nn.Parameter]
+    missing: set[int]
+    _marks: list[float] = field(default_factory=list)
+    _flat: Tensor | None = None
+    _work: dist.Work | None = None
+    _gradients: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @torch.no_grad()
+    def send(self, group: dist.ProcessGroup, is_changed: Callable[[nn.Parameter], bool]) -> None:
+        """Begin to sum the gradients over ``group``; ``is_changed`` says whether this rank has something to add."""
+        self._marks = [float(is_changed(parameter)) for parameter in self.parameters]
+        self._flat = _pack(self.parameters, self._marks)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if type(gradient) is Tensor:
+                gradient.__class__ = _SentGradient
+                self._gradients.append((gradient, version_of(gradient)))
+
+    def end_sending(self) -> bool:
+        """Wait for the sums, on a GPU its stream; return whether a gradient that was sent may have changed since."""
+        assert self._flat is not None and self._work is not None
+        wait_for(self._work) if self._flat.is_cpu else self._work.wait()
+        present = {id(parameter.grad) for parameter in self.parameters}
+        changed = any(
+            "_touched" in vars(gradient) or version_of(gradient) != version or id(gradient) not in present
+            for gradient, version in self._gradients
+        )
+        self.release()
+        return changed
+
+    def release(self) -> None:
+        """Let the gradients be plain tensors again."""
+        for gradient, _ in self._gradients:
+            vars(gradient).pop("_touched", None)
+            gradient.__class__ = Tensor
+        self._gradients.clear()
+
+    @torch.no_grad()
+    def unpack(self, scale: float) -> None:
+        """Give the parameters their sums, multiplied by ``scale``."""
+        assert self._flat is not None
+        _unpack(self.parameters, self._marks, self._flat, scale, None)
 
 
 def count_hooks(parameter: nn.Parameter) -> int:
@@ -197,38 +333,42 @@ def all_reduce_gradients(
     Raises:
         UnsupportedCodeError: on all ranks, with ``hooks_count``, for a parameter that several of them have changed.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        alike[parameter.dtype, parameter.device].append(parameter)
-    for some in alike.values():
-        for buffered in _buffers(some):
-            marks = [float(is_changed(p)) for p in buffered]
-            hooked = [float(count_hooks(p) > 0) for p in buffered] if hooks_count else []
-            _all_reduce(buffered, group, marks, hooked, scale, device)
+    for buffered in _alike(parameters, _BUCKET_BYTES):
+        marks = [float(is_changed(p)) for p in buffered]
+        flat, anywhere = _pack(buffered, marks), None
+        flat = flat if device is None else flat.to(device)
+        dist.all_reduce(flat, group=group)
+        if hooks_count:  # by pipeline stages, which often differ
+            hooked = [float(count_hooks(p) > 0) for p in buffered]
+            anywhere, hooks = gathered(torch.tensor([marks, hooked]), group).sum(0)
+            if bool(((anywhere > 1) & (hooks > 0)).any()):
+                raise UnsupportedCodeError(
+                    "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, "
+                    "of which each of them has a part. Change the gradient in on_before_optimizer_step, or use "
+                    "pipeline_parallel_size=1."
+                )
+        _unpack(buffered, marks, flat, scale, anywhere)
 
 
-def _all_reduce(
-    parameters: list[nn.Parameter],
-    group: dist.ProcessGroup,
-    marks: list[float],
-    hooked: list[float],
-    scale: float,
-    device: torch.device | None,
-) -> None:
+def _pack(parameters: Sequence[nn.Parameter], marks: Sequence[float]) -> Tensor:
+    """Return marks and gradients in one buffer."""
     parts = [_flat_gradient(parameter) for parameter in parameters]
-    flat = torch.cat([on_device(marks, parts[0].dtype, parts[0].device), *parts])
-    flat = flat if device is None else flat.to(device)
-    dist.all_reduce(flat, group=group)
+    return torch.cat([on_device(marks, parts[0].dtype, parts[0].device), *parts])
+
+
+def _unpack(
+    parameters: Sequence[nn.Parameter], marks: Sequence[float], flat: Tensor, scale: float, anywhere: Tensor | None
+) -> None:
+    """Put sums, multiplied by ``scale``, into gradients that a rank has changed.
+
+    Args:
+        marks: of the parameters that this rank has changed.
+        flat: the sums over all ranks of what `_pack` returned.
+        anywhere: the sums of the marks, where they are known in host memory.
+    """
     flat[len(marks) :].mul_(scale)
-    anywhere, *sums = torch.split(flat, [len(marks), *(part.numel() for part in parts)])
-    hooks = torch.zeros(len(marks))
-    if hooked:  # by pipeline stages, which often differ
-        anywhere, hooks = gathered(torch.tensor([marks, hooked]), group).sum(0)
-    if hooked and bool(((anywhere > 1) & (hooks > 0)).any()):
-        raise UnsupportedCodeError(
-            "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, of which "
-            "each of them has a part. Change the gradient in on_before_optimizer_step, or use pipeline_parallel_size=1."
-        )
+    summed, *sums = torch.split(flat, [len(marks), *(local_tensor(parameter).numel() for parameter in parameters)])
+    anywhere = summed if anywhere is None else anywhere
     exist = marks if all(marks) else (anywhere != 0).tolist()  # on a GPU, waits for the device
     for parameter, exists, total in zip(parameters, exist, sums, strict=True):
         if exists:
@@ -245,14 +385,18 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     return local_tensor(parameter.grad).detach().reshape(-1)
 
 
-def _buffers(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters whose gradients fill one buffer."""
-    part, size = list[nn.Parameter](), 0
+def _alike(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters of one dtype and device whose gradients fill one buffer."""
+    alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        part.append(parameter)
-        size += parameter.numel() * parameter.itemsize
-        if size >= _BUFFER_BYTES:
+        alike[parameter.dtype, parameter.device].append(parameter)
+    for some in alike.values():
+        part, size = list[nn.Parameter](), 0
+        for parameter in some:
+            part.append(parameter)
+            size += parameter.numel() * parameter.itemsize
+            if size >= limit_bytes:
+                yield part
+                part, size = [], 0
+        if part:
             yield part
-            part, size = [], 0
-    if part:
-        yield part
