@@ -231,3 +231,21 @@ def _fail() -> str:
 
 def test_a_backward_after_one_that_failed_is_refused() -> None:
     assert all("an earlier backward failed" in message for message in run_ranks(2, _fail))
+
+
+def _fail_in_one_bucket() -> bool:
+    net, group = Net(), dist.group.WORLD
+    assert group is not None
+    gradients = ReplicatedGradients(list(net.parameters()), group, 0.5, Accumulation(), overlapping=dist.new_group())
+    net.at_layer = lambda net, number: 1 / number
+    with pytest.raises(ZeroDivisionError):
+        net(_batch(0)).backward()
+    gradients.reset()
+    net.zero_grad()
+    net.at_layer = lambda net, number: None
+    net(_batch(dist.get_rank())).backward()
+    return _alike(net.gradients(), _mean(_make))
+
+
+def test_a_backward_after_one_that_failed_is_averaged_where_nothing_was_sent() -> None:
+    assert run_ranks(2, _fail_in_one_bucket) == [True, True]
