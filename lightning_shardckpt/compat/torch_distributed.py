@@ -221,8 +221,15 @@ def torch_schedule(name: str) -> type:
     return found
 
 
+def has_order(schedule: type) -> bool:
+    """Return whether a class is a schedule that tells its order: torch's with one stage per rank do not."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    return issubclass(schedule, PipelineScheduleMulti)
+
+
 def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
-    """Return each rank's actions as torch writes them, such as ``0F1``.
+    """Return each rank's actions as torch writes them into a CSV file, such as ``0F1``.
 
     Relies on ``pipeline_order``, and on what the constructor reads of stages: no module and no process group.
 

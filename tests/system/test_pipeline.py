@@ -37,6 +37,7 @@ LOOPED = {"pipeline_parallel_size": 2, "pipeline_stages_per_rank": 2}
 BY_MICROBATCH = options(pipeline_loss="microbatch")
 ONE_F_ONE_B = options(pipeline_schedule="1f1b", pipeline_loss="microbatch")
 INTERLEAVED = options(pipeline_schedule="interleaved_1f1b", pipeline_loss="microbatch")
+OF_A_USER = Path(__file__).parents[1] / "support" / "order.csv"
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step")
 DEEP = replace(HARD, net="tied deep net")
 
@@ -98,6 +99,9 @@ GROUPS = {
         {
             "gpipe by microbatch": replace(HARD, sizes=RAGGED, strategy=BY_MICROBATCH),
             "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("activation_checkpointing", True))),
+            "a user's file": replace(
+                HARD, sizes=RAGGED, strategy=options(pipeline_schedule=str(OF_A_USER), pipeline_loss="microbatch")
+            ),
         },
     ),
     "two stages per rank": Group(

@@ -43,7 +43,7 @@ class PipelineRecipe:
     layers: Sequence[str] | None = None
     split: Split = "even"
     modules: Mapping[str, Where] = field(default_factory=dict)
-    schedule: str = "gpipe"
+    schedule: str | type = "gpipe"
     microbatches: int | None = None
     loss: LossOf = "batch"
     stages_per_rank: int = 1
@@ -61,6 +61,12 @@ class PipelineRecipe:
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
+        most = schedule.most_microbatches
+        if most is not None and (self.microbatches or most) > most:
+            raise TopologyError(
+                f"pipeline_schedule={self.schedule!r} is an order for {most} microbatches, so pipeline_microbatches "
+                f"can be {most} at most, found {self.microbatches}"
+            )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
                 f"pipeline_schedule={self.schedule!r} runs backward passes before all forward passes are done, so it "
@@ -164,7 +170,7 @@ class StagedModule:
             gradients,
             absent,
             keep_gathered=keep_gathered,
-            microbatches=self.recipe.microbatches or 2 * topology.pipeline,
+            microbatches=self.recipe.microbatches or self.schedule.most_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,
         )

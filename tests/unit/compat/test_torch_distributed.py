@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from lightning_shardckpt.compat.torch_distributed import (
     actions_of,
+    has_order,
     pickled,
     torch_schedule,
     unpickled,
@@ -91,8 +92,10 @@ def test_actions_are_those_that_torch_shows(name: str) -> None:
         assert actions_of(torch_schedule(name), ranks, 2, microbatches) == expected
 
 
-def test_schedules_are_found_by_name() -> None:
+def test_schedules_are_found_by_name_and_those_of_one_stage_have_no_order() -> None:
     assert torch_schedule("zbvzerobubble") is ScheduleZBVZeroBubble
+    assert has_order(ScheduleZBVZeroBubble) and has_order(PipelineScheduleMulti)
+    assert not has_order(ScheduleGPipe)
     with pytest.raises(ValueError):
         torch_schedule("2f2b")
     with pytest.raises(ValueError):
