@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -19,7 +17,7 @@ from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
-from tests.support.stores import Bucket, CredentialsFile, Proxy
+from tests.support.stores import Bucket, Proxy
 from tests.support.warm_python import Run
 
 FSDP2, TP2 = {"data_parallel_shard_size": 2}, {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
@@ -53,40 +51,6 @@ def test_a_rank_that_may_not_write_fails_the_save_on_all_ranks(s3: Bucket, s3_po
     assert len(saves) == 1  # the first one's
     assert lazy.OpenCheckpoint(s3.url("a.ckpt"), True, StorageRouter(storage_options=s3.options)).metadata.step == 1
     assert s3.uploads() == []
-
-
-class Renew(pl.Callback):
-    """Lets rank 0 renew credentials between two steps."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1 and trainer.is_global_zero:
-            CredentialsFile(self._path)
-        trainer.strategy.barrier()
-
-
-def renewed(url: str, endpoint: str, path: Path) -> dict[str, Any]:
-    """Save after each of two steps, between which credentials expire; then resume from the second."""
-    io = {"endpoint_url": endpoint}
-    callbacks = [Renew(path), tiny.SaveAt(1, f"{url}/1.ckpt"), tiny.SaveAt(2, f"{url}/2.ckpt")]
-    tiny.fit(FSDP2, 2, callbacks=callbacks, plugins=[ShardCkptIO(storage_options=io)])
-    return tiny.fit(FSDP2, 3, resume=f"{url}/2.ckpt", plugins=[ShardCkptIO(storage_options=io)])
-
-
-def test_a_run_goes_on_when_its_credentials_are_renewed(
-    s3: Bucket, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = CredentialsFile(tmp_path / "credentials")
-    for name, value in file.environment.items():
-        monkeypatch.setenv(name, value)
-    with Proxy(s3_port) as proxy:
-        proxy.harm = file.harm
-        ranks = run_ranks(2, renewed, s3.url("run"), f"http://127.0.0.1:{proxy.port}", tmp_path / "credentials")
-    assert [rank["step"] for rank in ranks] == [3, 3]
-    assert {key.split("/")[1] for key in s3.listed()} == {"1.ckpt", "2.ckpt"}
-    assert {asked.credential for asked in proxy.asked if file.harm(asked)} != set()
 
 
 LEAVE = """
