@@ -373,6 +373,7 @@ def _make_units(
             names[module],
             device,
             reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
+            is_rest=kind == "keep" and meshes.topology.pipeline == 1,
             recompute=module in recomputed,
             inner=kind == "inner",
             engine=engine,

@@ -77,12 +77,14 @@ class PlannedUnit(NamedTuple):
         name: of the unit, for messages.
         leaves: sharded parameters that no other unit has.
         reshard: whether to free them between forward and backward.
+        is_rest: whether torch may gather them with those of other units, all at the first forward of a step.
         multiplied: the ids of those that only linear layers and convolutions have, of which autocast casts them.
     """
 
     name: str
     leaves: Sequence[ShardedTensor]
     reshard: bool
+    is_rest: bool = False
     multiplied: Collection[int] = ()
 
 
@@ -151,15 +153,18 @@ class Engine:
         if self._root is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
+            together = defaultdict[Any, list[tuple[str, ShardedTensor]]](list)
             for unit in self._plan():
-                together = defaultdict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]](list)
                 for leaf in unit.leaves:
                     is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.multiplied
-                    together[leaf.dtype, self._autocast_dtype if is_cast else None].append(leaf)
-                for (_, cast_to), leaves in together.items():
-                    carrier = Carrier(self, unit._replace(leaves=leaves), cast_to)
-                    self._carriers.append(carrier)
-                    self._by_unit[unit.name].append(carrier)
+                    cast_to = self._autocast_dtype if is_cast else None
+                    place = None if unit.is_rest else unit.name
+                    together[place, unit.reshard, leaf.dtype, cast_to].append((unit.name, leaf))
+            for (_, reshard, _, cast_to), named in together.items():
+                carrier = Carrier(self, named, reshard=reshard, cast_to=cast_to)
+                self._carriers.append(carrier)
+                for name in dict.fromkeys(name for name, _ in named):
+                    self._by_unit[name].append(carrier)
             del self._plan
             self._root = fully_shard(_Root(carrier.module for carrier in self._carriers), mesh=self.mesh)
             self._root(_Call(lambda _: None))  # torch decides now which is the root
@@ -213,17 +218,31 @@ class Engine:
 
 
 class Carrier:
-    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit.
+    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit, or of several.
+
+    Several are gathered at the first forward of a step, and kept until the backward is done. All forwards until then
+    depend on the token of the first one, so that torch reduces their gradients together, when they are complete.
 
     Args:
         engine: that it is a part of.
-        unit: with the parameters.
+        named: the parameters, each with the name of its unit.
+        reshard: whether to free them between forward and backward.
         cast_to: the dtype of autocast, in which they are gathered; None for that of the parameters.
     """
 
-    def __init__(self, engine: Engine, unit: PlannedUnit, cast_to: torch.dtype | None) -> None:
-        self._engine, self._name, self._cast_to = engine, unit.name, cast_to
-        self._leaves = list(unit.leaves)
+    def __init__(
+        self,
+        engine: Engine,
+        named: Sequence[tuple[str, ShardedTensor]],
+        *,
+        reshard: bool,
+        cast_to: torch.dtype | None,
+    ) -> None:
+        self._engine, self._cast_to = engine, cast_to
+        self._names, self._leaves = [name for name, _ in named], [leaf for _, leaf in named]
+        units = list(dict.fromkeys(self._names))
+        self._has_several = len(units) > 1
+        self._token: Tensor | None = None
         self._numbers = {id(leaf): n for n, leaf in enumerate(self._leaves)}
         self._items = [GatherItem.of(leaf) for leaf in self._leaves]
         self._dtype = self._leaves[0].dtype
@@ -237,7 +256,7 @@ class Carrier:
         fully_shard(
             module,
             mesh=engine.mesh,
-            reshard_after_forward=unit.reshard,
+            reshard_after_forward=reshard,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=cast_to,
                 reduce_dtype=engine.reduce_dtype or self._dtype,
@@ -246,8 +265,8 @@ class Carrier:
             offload_policy=engine.offload_policy,
         )
         if engine.device.type == "cpu":
-            module.set_custom_all_gather(AnnouncedGather(engine.peers[0], unit.name))
-            module.set_custom_reduce_scatter(AnnouncedReduction(engine.peers[0], unit.name))
+            module.set_custom_all_gather(AnnouncedGather(engine.peers[0], ", ".join(units)))
+            module.set_custom_reduce_scatter(AnnouncedReduction(engine.peers[0], ", ".join(units)))
         self.module = module
         slots: Any = parameter_slots(module)
         self._slots: dict[str, Any] = slots
@@ -301,10 +320,11 @@ class Carrier:
 
     def begin_step(self) -> None:
         """Note how the leaves are when torch's streams wait for what was done to them."""
-        self._at_step = self._state_of_leaves()
+        self._at_step, self._token = self._state_of_leaves(), None
 
     def free(self) -> None:
         """Free whole parameters, if there are some."""
+        self._token = None
         if self._is_gathered:
             self.module.reshard()
 
@@ -335,10 +355,11 @@ class Carrier:
             inputs: of the unit's forward.
             body: the forward.
         """
-        self._engine.recover()
-        self._engine.note(self._name)
-        self._refresh()
-        numbers = [self._numbers[id(leaf)] for leaf in leaves]
+        numbers = self._begin(leaves)
+        if self._has_several and self._token is not None and torch.is_grad_enabled() and not in_backward():
+            found = self._run_inside(numbers, inputs, body, self._token)  # gathered for another forward of this step
+            self._gather_before_backward(numbers, found)
+            return found
         call = _Call(partial(self._run_inside, numbers, inputs, body))
         device, with_history = self._engine.device, torch.is_grad_enabled()
         try:
@@ -350,21 +371,29 @@ class Carrier:
         found = call.result()
         if output is not None and output.hook is not None:  # none where activations are computed again
             self._torch_before_backward = output.hook
-            before = partial(self._before_backward, numbers)
-            for tensor in tree_leaves(found):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._gather_before_backward(numbers, found)
         return found
+
+    def _begin(self, leaves: Sequence[ShardedTensor]) -> list[int]:
+        """Begin a forward with some of the parameters, and return their numbers."""
+        numbers = [self._numbers[id(leaf)] for leaf in leaves]
+        self._engine.recover()
+        self._engine.note(self._names[numbers[0]])
+        self._refresh()
+        return numbers
+
+    def _gather_before_backward(self, numbers: Sequence[int], outputs: Any) -> None:
+        before = partial(self._before_backward, numbers)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def keep(self, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
         """Return whole parameters in memory of their own, with history if gradients are enabled.
 
         Torch frees its memory at once, and does not gather again for the backward, which needs no parameters.
         """
-        self._engine.recover()
-        self._engine.note(self._name)
-        self._refresh()
-        numbers = [self._numbers[id(leaf)] for leaf in leaves]
+        numbers = self._begin(leaves)
         call = _Call(partial(self._copy_inside, numbers))
         output = self.module(torch.empty(0, device=self._engine.device, requires_grad=torch.is_grad_enabled()), call)
         wholes: list[Tensor] = call.result()
@@ -379,6 +408,8 @@ class Carrier:
         return list(self._as_seen(numbers, token, copies=True)[0])
 
     def _run_inside(self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            self._token = token
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         copies = torch.is_grad_enabled() and saves_elsewhere()  # checkpointing may keep them for longer than torch
         uses = self._count_uses(numbers)
@@ -398,9 +429,9 @@ class Carrier:
             if self._has_more_uses(numbers, uses):
                 gc.collect()
                 if self._has_more_uses(numbers, uses):
-                    self._refuse("keeps a view of a parameter when its forward is done")
+                    self._refuse(numbers[0], "keeps a view of a parameter when its forward is done")
         if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
-            self._refuse("makes an array of NumPy of a parameter's memory")
+            self._refuse(numbers[0], "makes an array of NumPy of a parameter's memory")
         return found
 
     def _as_seen(
@@ -418,7 +449,7 @@ class Carrier:
             wholes = [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
             return wholes, [self._without_memory(n) if self.is_cast else None for n in numbers]
         for n in numbers:
-            self._leaves[n].__dict__[CARRIED] = self._name
+            self._leaves[n].__dict__[CARRIED] = self._names[n]
             self._order_direct_gradients(n)
         if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
             token = token.detach().requires_grad_()
@@ -472,7 +503,7 @@ class Carrier:
         """
         refuse_batched(gradient)
         if with_hooks(self._leaves[n] for n in numbers):
-            self._refuse("has a parameter that got a hook between forward and backward")
+            self._refuse(numbers[0], "has a parameter that got a hook between forward and backward")
         assert self._torch_before_backward is not None
         self.module.set_unshard_in_backward(gathers)
         with without_torch_function():
@@ -480,7 +511,7 @@ class Carrier:
         self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
         if not self._is_entered:
             self._is_entered = True
-            self._engine.note(f"the backward of {self._name}")
+            self._engine.note(f"the backward of {self._names[numbers[0]]}")
         if gathers and not self._is_gathered:  # a part of this backward has come through the unit already
             self.module.unshard()
 
@@ -498,7 +529,7 @@ class Carrier:
 
     def end_backward(self) -> None:
         """Forget that a backward came here."""
-        self._is_entered = False
+        self._is_entered, self._token = False, None
 
     def complete(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
@@ -508,7 +539,7 @@ class Carrier:
         Called in a backward, for each forward of the unit. ``copies``: whether that had memory of its own.
         """
         if torch.is_grad_enabled():
-            self._refuse("has parameters whose gradients are differentiated (create_graph=True)")
+            self._refuse(numbers[0], "has parameters whose gradients are differentiated (create_graph=True)")
         for gradient in gradients:
             refuse_sparse(gradient)
             if gradient is not None:
@@ -558,12 +589,13 @@ class Carrier:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
-        self._is_entered = False
+        self._is_entered, self._token = False, None
         for whole in self._wholes:
             whole.grad = None
 
-    def _refuse(self, what: str) -> None:
-        where = f"the module {self._name}" if self._name else "the module"
+    def _refuse(self, number: int, what: str) -> None:
+        name = self._names[number]
+        where = f"the module {name}" if name else "the module"
         raise UnsupportedCodeError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
 
 

@@ -85,6 +85,7 @@ class Unit:
         name: of the module, for messages.
         device: where its parameters are gathered.
         reshard: whether torch's engine frees them between forward and backward.
+        is_rest: whether torch's engine may gather them with those of other units.
         recompute: whether to compute the activations again in the backward, instead of keeping them.
         inner: whether it is a part of another unit, so that torch's engine has nothing of it.
         engine: torch's; None without it.
@@ -93,6 +94,7 @@ class Unit:
     name: str
     device: torch.device
     reshard: bool = False
+    is_rest: bool = False
     recompute: bool = False
     inner: bool = False
     engine: Engine | None = None
@@ -358,7 +360,7 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
         leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
         if leaves:
             multiplied = set() if is_compiled else _multiplied(unit)
-            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, multiplied))
+            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, multiplied))
     carried = {id(leaf) for unit in planned for leaf in unit.leaves}
     others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in carried]
     if others and dist.get_rank() == 0:
