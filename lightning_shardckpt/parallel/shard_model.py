@@ -267,7 +267,7 @@ def _sharded_module(
     pipeline = None
     if stages is not None:
         absent = stages.list_absent(parameters.before, parameters.replaced)
-        pipeline = stages.pipeline(root, gradients, absent, device, keep_gathered=recipe.keeps_gathered(meshes))
+        pipeline = stages.pipeline(root, gradients, absent, device)
     return ShardedModule(
         meshes,
         root,

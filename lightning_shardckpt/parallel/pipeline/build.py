@@ -147,8 +147,6 @@ class StagedModule:
         gradients: GradientSync,
         absent: AbsentParameters,
         device: torch.device,
-        *,
-        keep_gathered: bool,
     ) -> Pipeline:
         """Put gates in front of all modules, and return what runs steps of them."""
         gates = Gates(self.plan.layers)
@@ -169,7 +167,6 @@ class StagedModule:
             device,
             gradients,
             absent,
-            keep_gathered=keep_gathered,
             microbatches=self.recipe.microbatches or self.schedule.most_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,

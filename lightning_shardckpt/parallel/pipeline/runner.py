@@ -11,7 +11,7 @@ Every stage runs the user's own step; gates in front of its modules let it compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -56,8 +56,6 @@ class Pipeline:
         root: the module.
         gradients: reduces them when all passes are done.
         absent: the parameters of other stages.
-        keep_gathered: whether to gather parameters once for all passes. Only then may a schedule put off gradients of
-            weights.
         microbatches: into how many a batch is split, if it has so many samples.
         loss_of: what the loss is computed of, as the module's docstring says.
         common: the modules that every stage has.
@@ -74,7 +72,6 @@ class Pipeline:
         gradients: GradientSync,
         absent: AbsentParameters,
         *,
-        keep_gathered: bool,
         microbatches: int,
         loss_of: LossOf,
         common: Sequence[nn.Module],
@@ -83,14 +80,13 @@ class Pipeline:
         self._gates, self._plan, self._schedule = gates, plan, schedule
         self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
         self.absent = absent
-        self._keeps = keep_gathered
         self._kept = KeptGathers()
         self._group, self._device = host_group(meshes.pipeline_group), device
         self._data_group = host_group(meshes.data_parallel_group) if meshes.topology.data_parallel > 1 else None
         self._rank = meshes.pipeline_rank
         transport = Transport(schedule, meshes.pipeline_group, self._group, self._rank, device)
         transport.warm_up()
-        self._stages = StageRunner(gates, plan, schedule, transport, split_backward=keep_gathered)
+        self._stages = StageRunner(gates, plan, schedule, transport)
         self._last = schedule.stages - 1
         here = named_modules(root)
         self._layers = {name: here[name] for name in plan.layers}
@@ -223,7 +219,7 @@ class Pipeline:
     @contextmanager
     def _gathering(self) -> Iterator[None]:
         """Surround passes that make up a step: what they need of parameters, and what becomes of their gradients."""
-        with self._gradients.no_sync(), self._kept.used() if self._keeps else nullcontext():
+        with self._gradients.no_sync(), self._kept.used():
             yield
 
     # --- before the first stage run ---
@@ -268,7 +264,7 @@ class Pipeline:
         """Raise an UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
 
         def work() -> tuple[int, ...]:
-            with self._gradients.no_sync(), KeptGathers().used() if self._keeps else nullcontext():
+            with self._gradients.no_sync(), KeptGathers().used():
                 found = self._microbatch_check.look(state, failure)
             self._checks.compare_parameters()
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that

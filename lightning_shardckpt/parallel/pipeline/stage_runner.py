@@ -30,19 +30,10 @@ class StageRunner:
 
     Args:
         transport: between this rank and the others of its pipeline.
-        split_backward: whether the gradients of weights may be put off where the schedule says so.
     """
 
-    def __init__(
-        self,
-        gates: Gates,
-        plan: StagePlan,
-        schedule: Schedule,
-        transport: Transport,
-        *,
-        split_backward: bool,
-    ) -> None:
-        self._gates, self._plan, self._split_backward = gates, plan, split_backward
+    def __init__(self, gates: Gates, plan: StagePlan, schedule: Schedule, transport: Transport) -> None:
+        self._gates, self._plan = gates, plan
         self._schedule, self._transport = schedule, transport
         self._last = schedule.stages - 1
 
@@ -155,7 +146,7 @@ class StageRunner:
         if pairs:  # else the loss does not depend on this part
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
             tokens = [entry.token for entry in stored.entered.values() if entry is not None]
-            if op.kind == "backward_input" and self._split_backward and tokens:
+            if op.kind == "backward_input" and tokens:
                 with for_samples(state.samples[microbatch]):
                     state.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
             else:
