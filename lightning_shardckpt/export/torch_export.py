@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.options import Naming, Options, unique
 from lightning_shardckpt.export.safetensors_export import ExportSource, conversion
 from lightning_shardckpt.export.torch_archive import (
@@ -150,6 +151,9 @@ def in_order_of_layers(params: list[str]) -> list[str]:
 
     >>> in_order_of_layers(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']
+
+    Raises:
+        StateError: where that is not known, since a name that is no layer's lies between layers.
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for place, param in enumerate(params):
@@ -160,4 +164,11 @@ def in_order_of_layers(params: list[str]) -> list[str]:
     for layers in places.values():
         for (_, place), (_, old) in zip(sorted(layers, key=lambda one: one[1]), sorted(layers), strict=True):
             ordered[place] = params[old]
+        between = params[min(place for _, place in layers) : max(place for _, place in layers)]
+        if others := [name for name in between if _LAYER.match(name) is None]:
+            raise StateError(
+                f"the file would have the optimizer's state in another order than the model: {others[0]!r} is stored "
+                "between the layers of pipeline stages, and a plain optimizer loads by place. Leave the optimizer out "
+                "(--optimizer false), or resume from the checkpoint itself."
+            )
     return ordered

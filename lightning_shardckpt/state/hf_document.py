@@ -205,9 +205,8 @@ class HuggingFace:
         """Return what the weights are called in the files of ``from_pretrained``; looked up once per model."""
         if model not in self._names:
             if has_own_code(original_class(model)):
-                notes.append(
-                    f"the code of {class_name(model)} is not in the checkpoint: put its files beside an export"
-                )
+                name = class_name(model)
+                notes.append(f"the code of {name} is not in the checkpoint: load an export by its from_pretrained")
             try:
                 self._names[model] = original_names(model)
             except Exception as error:  # of a version of transformers that works differently

@@ -1,4 +1,4 @@
-"""Resolve the words that ``ckpt_path`` may have, so that the rest of a run sees paths. Rank 0 decides for all.
+"""Resolve the words that ``ckpt_path`` may have, so that the rest of a run sees paths.
 
 Of ``"last"``, Lightning takes the ``last*`` with the newest modification time, complete or not, and nothing if that is
 a broken link. Here it is the newest complete checkpoint by the step that it recorded, among all that lie where the
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +32,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
+from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.did_you_mean import READABLE
 from lightning_shardckpt.sources.paths import dcp_place, leaves_out
@@ -80,28 +81,53 @@ class ResolvingLauncher(ScriptLauncher):
         return super().launch(self._resolve_and_call, trainer, function, call, trainer=trainer)
 
     def _resolve_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-        self.weights_only = call.arguments.get("weights_only")
-        ranks, given = self._meet(), call.arguments.get("ckpt_path")
-        if is_word_of_lightning(given):
-            self.resumes_from = _ask_lightning(trainer, str(given))  # on each: nodes download from the registry
-        else:
-            self.resumes_from = self._decide_on_rank_0(trainer, given, ranks)
+        given, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
+        resolve = partial(resolve_ckpt_path, trainer, given, weights_only=self.weights_only is not False)
+        ranks = self._meet()
+        self.resumes_from = agree_on_path(resolve, given, ranks, _storage_of(trainer).visible_within_s)
         if self.resumes_from != given:
             call.arguments["ckpt_path"] = self.resumes_from
         with ranks.watched():
             return function(*call.args, **call.kwargs)
 
-    def _decide_on_rank_0(self, trainer: pl.Trainer, given: Any, ranks: Ranks) -> Any:
-        """Return the path that rank 0 resolves ``given`` to. Collective: every rank of ``ranks`` must call it."""
 
-        def look() -> str | None:
-            if ranks.rank != 0:
-                return None
-            path = resolve_ckpt_path(trainer, given, weights_only=self.weights_only is not False)
-            return None if path == given else os.fspath(path)
+def agree_on_path(resolve: Callable[[], Any], given: Any, ranks: Ranks, visible_within_s: float) -> Any:
+    """Return what ``resolve`` returns on all ranks, which look again while they see different checkpoints.
 
-        path = ranks.step("resolving ckpt_path", look, lambda paths: paths[0])
-        return given if path is None else path
+    Collective: every rank of ``ranks`` must call it. What is equal to ``given`` is not compared.
+
+    Raises:
+        CheckpointNotFoundError: if no rank finds a complete one, though there are some.
+        MismatchError: if they still differ when a network file system should have shown all of them the same.
+    """
+    path = given
+
+    def look() -> dict[str, str | None]:
+        nonlocal path
+        try:
+            path = resolve()
+        except CheckpointNotFoundError as error:
+            return {"problem": str(error)}
+        return {"path": None if path == given else os.fspath(path)}
+
+    def are_same(views: list[dict[str, str | None]], look_again: bool) -> bool:
+        problems = [view["problem"] for view in views if "problem" in view]
+        if len(problems) == len(views):
+            raise CheckpointNotFoundError(problems[0])
+        other = next((rank for rank, view in enumerate(views) if view != views[0]), None)
+        if other is not None and not look_again:
+            raise MismatchError(
+                f"the ranks find different checkpoints to resume from: rank 0 {_describe(views[0])}, rank {other} "
+                f"{_describe(views[other])}; the directory must be on a file system that all ranks share"
+            )
+        return other is None
+
+    ranks.step_until("agreeing on ckpt_path", look, are_same, visible_within_s)
+    return path
+
+
+def _describe(view: dict[str, str | None]) -> str:
+    return f"none that is complete ({view['problem']})" if "problem" in view else repr(view["path"])
 
 
 def begins_anew(trainer: pl.Trainer, launcher: object) -> bool:
@@ -139,13 +165,17 @@ def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool
         The path; None or the word where there is nothing to resume from.
 
     Raises:
-        CheckpointNotFoundError: if there are checkpoints, but none that is complete.
+        CheckpointNotFoundError: if there are checkpoints, but none that is complete; for a model of the registry that
+            was not downloaded.
+        ValueError: by Lightning, for "hpc" without a checkpoint.
     """
     if ckpt_path is None and assigned_path(trainer) is not None:
         return None
     if ckpt_path is None and SLURMEnvironment.detect():
         with suppress(ValueError):  # by Lightning, if the job was not requeued
             return _ask_lightning(trainer, "hpc")
+    if is_word_of_lightning(ckpt_path):
+        return _ask_lightning(trainer, str(ckpt_path))
     fitting = trainer.state.fn == TrainerFn.FITTING
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     implied = ckpt_path is None and fitting and bool(savers)
@@ -273,14 +303,18 @@ def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
         (complete if seen.problem is None else skipped).append(seen)
         if complete and word == "best":
             break  # those after it have lower scores
+    chosen = None
+    if complete:
+        chosen = max(complete, key=lambda seen: (seen.step, seen.path)) if word == "last" else complete[0]
+    if chosen is not None and word == "last":
+        skipped = [seen for seen in skipped if not 0 <= seen.step < chosen.step]  # would not be taken anyway
     listed = "; ".join(f"{s.path!r}: {s.problem}" for s in skipped)
-    if not complete and any(seen.ours for seen in skipped):
+    if chosen is None and any(seen.ours for seen in skipped):
         raise CheckpointNotFoundError(f'ckpt_path="{word}": no checkpoint is complete: {listed}')
     if skipped:
         rank_zero_warn(f'ckpt_path="{word}" passes over what is no complete checkpoint: {listed}')
-    if not complete:
+    if chosen is None:
         return None
-    chosen = max(complete, key=lambda seen: (seen.step, seen.path)) if word == "last" else complete[0]
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
     if word == "last":
         times = {seen: _saved_at(seen.path) for seen in complete}

@@ -207,7 +207,9 @@ def test_a_run_that_lost_its_link_and_its_newest_save_goes_on_from_the_one_befor
 
 
 @pytest.mark.slow
-def test_all_ranks_take_what_rank_0_finds(tmp_path: Path) -> None:
+def test_ranks_that_see_different_last_checkpoints_all_raise(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_ranks(2, run, str(folder), 2, None, False)
-    assert [losses for losses, _ in run_ranks(2, run, str(folder), 4, "last", True)] == [2, 2]
+    for outcome in run_ranks(2, run, str(folder), 4, "last", True, expect_errors=True, grace_s=30):
+        assert outcome.error.type.endswith("MismatchError")
+        assert "rank 0" in outcome.error.message and "rank 1" in outcome.error.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from lightning_shardckpt.system.workers import Worker
 
 _LARGER_AFTER = 2000  # parts of an object of unknown size
 _DELETED_AT_ONCE = 1000  # S3's limit
-_REFUSED, _UNKNOWN = (409, 412), 501  # HTTP: a condition does not hold, or is nothing that the store knows
+_REFUSED, _BAD_REQUEST, _UNKNOWN = (409, 412), 400, 501  # HTTP; a condition does not hold, and nothing known
 
 
 def options_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +38,20 @@ class S3Objects(ObjectStore):
         self.conditional = True
 
     def stat(self, key: str) -> ObjectStat:
-        """Return what is known of an object. Raises FileNotFoundError."""
-        found = self.call("looking at", key, "head_object")
+        """Return what is known of an object.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            PermissionError: if the store takes the request for a bad one, which it does not say more of.
+        """
+        try:
+            found = self.call("looking at", key, "head_object")
+        except OSError as error:
+            if status_of(error) != _BAD_REQUEST:
+                raise
+            raise PermissionError(
+                errno.EACCES, f"looking at {self.url(key)}: {error}; have the credentials expired?"
+            ) from error
         return ObjectStat(int(found["ContentLength"]), str(found["ETag"]))
 
     def put(self, key: str, content: bytes, expected: str | None) -> None:

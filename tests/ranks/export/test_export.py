@@ -20,7 +20,8 @@ from safetensors.torch import load_file, load_model, save_file
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import CorruptionError, FormatError
+from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
+from lightning_shardckpt.export.torch_export import in_order_of_layers
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.safetensors_files import file_name
@@ -273,6 +274,12 @@ def test_a_plain_torch_optimizer_loads_the_file_and_goes_on(
     optimizer = module.configure_optimizers()["optimizer"]
     optimizer.load_state_dict(found["optimizer_states"][0])
     assert tiny.differences(expected, tiny.full_state(module, [optimizer])) == []
+
+
+def test_an_optimizer_whose_order_is_not_known_is_refused_by_name() -> None:
+    stored = ["embed.w", "layers.0.w", "layers.1.w", "head.w", "layers.2.w", "layers.3.w"]  # head: made first
+    with pytest.raises(StateError, match=r"'head\.w' is stored between the layers .*--optimizer false"):
+        in_order_of_layers(stored)
 
 
 @pytest.mark.slow
