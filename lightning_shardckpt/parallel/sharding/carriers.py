@@ -277,7 +277,8 @@ class Carrier:
         self._gathered: Any = None
         self._at_step: Any = None
         self._torch_before_backward: Callable[[Tensor], Any] | None = None
-        self._is_entered = False
+        self._entered = set[str]()
+        """The units that this backward has reached."""
         self._accumulators: dict[int, Any] = {}
         self.begin_backward()
 
@@ -356,7 +357,8 @@ class Carrier:
             body: the forward.
         """
         numbers = self._begin(leaves)
-        if self._has_several and self._token is not None and torch.is_grad_enabled() and not in_backward():
+        if self._has_several and self._has_token() and torch.is_grad_enabled() and not in_backward():
+            assert self._token is not None
             found = self._run_inside(numbers, inputs, body, self._token)  # gathered for another forward of this step
             self._gather_before_backward(numbers, found)
             return found
@@ -373,6 +375,10 @@ class Carrier:
             self._torch_before_backward = output.hook
             self._gather_before_backward(numbers, found)
         return found
+
+    def _has_token(self) -> bool:
+        """Return whether torch has gathered for an earlier forward of this step; a pass inside another may free it."""
+        return self._token is not None and self._is_gathered
 
     def _begin(self, leaves: Sequence[ShardedTensor]) -> list[int]:
         """Begin a forward with some of the parameters, and return their numbers."""
@@ -509,9 +515,9 @@ class Carrier:
         with without_torch_function():
             self._torch_before_backward(gradient)
         self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
-        if not self._is_entered:
-            self._is_entered = True
-            self._engine.note(f"the backward of {self._names[numbers[0]]}")
+        if (name := self._names[numbers[0]]) not in self._entered:
+            self._entered.add(name)
+            self._engine.note(f"the backward of {name}")
         if gathers and not self._is_gathered:  # a part of this backward has come through the unit already
             self.module.unshard()
 
@@ -525,11 +531,12 @@ class Carrier:
         """Note which gradients there are."""
         self._had = [leaf.grad is not None for leaf in self._leaves]
         self._used, self._filled = [False] * len(self._leaves), [False] * len(self._leaves)
-        self._is_entered = False
+        self._entered.clear()
 
     def end_backward(self) -> None:
         """Forget that a backward came here."""
-        self._is_entered, self._token = False, None
+        self._token = None
+        self._entered.clear()
 
     def complete(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
@@ -544,7 +551,7 @@ class Carrier:
             refuse_sparse(gradient)
             if gradient is not None:
                 refuse_batched(gradient)
-        if not self._is_entered:  # through no output of the unit
+        if self._names[numbers[0]] not in self._entered:  # through no output of the unit
             self._before_backward(numbers, torch.empty(0), gathers=not copies)
         found = list[Tensor | None]()
         for n, gradient in zip(numbers, gradients, strict=True):
@@ -589,7 +596,8 @@ class Carrier:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
-        self._is_entered, self._token = False, None
+        self._token = None
+        self._entered.clear()
         for whole in self._wholes:
             whole.grad = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -197,7 +198,9 @@ def _replicated_gradients(
     if meshes.topology.tensor > 1 and some:
         sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, accumulation, at_once=True)
     if ranks > 1:
-        overlapping = dist.new_group() if meshes.topology.replicate == meshes.topology.world_size else None
+        overlapping = None
+        if meshes.topology.replicate == meshes.topology.world_size:
+            overlapping = dist.new_group(timeout=timedelta(seconds=meshes.timeout_s))
         means = ReplicatedGradients(
             list(others.values()), meshes.data_parallel_group, 1.0 / ranks, accumulation, overlapping=overlapping
         )

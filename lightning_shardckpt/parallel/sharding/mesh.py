@@ -74,11 +74,13 @@ class Meshes:
         root: axes pipeline, replicate, shard, tensor.
         user: axes data_parallel, tensor_parallel over the same ranks, as Lightning's ModelParallelStrategy names
             them. A mesh of its own: slicing a flattened axis out of ``root`` is deprecated in torch 2.13.
+        timeout_s: of the collectives of training.
     """
 
     topology: Topology
     root: DeviceMesh
     user: DeviceMesh
+    timeout_s: float
 
     def __deepcopy__(self, memo: dict[int, object]) -> Meshes:
         """The same: a copy of a module, as StochasticWeightAveraging makes it, is of the same processes."""
@@ -117,10 +119,11 @@ class Meshes:
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
     """Return the meshes of ``topology``. Collective: every rank of the world must call it.
 
-    ``timeout_s``: how long a rank that asks for a value of a sharded tensor waits for the others, at most 300.
+    ``timeout_s``: of the collectives of training; so long, but at most 300 s, a rank waits for the others that asks for
+    a value of a sharded tensor.
     """
     root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
     build_peers(root, min(timeout_s, READ_TIMEOUT_S))
     plain = (topology.pipeline, topology.data_parallel, topology.tensor)
     named = init_device_mesh(device_type, plain, mesh_dim_names=("pipeline", "data_parallel", "tensor_parallel"))
-    return Meshes(topology, root, named["data_parallel", "tensor_parallel"])
+    return Meshes(topology, root, named["data_parallel", "tensor_parallel"], timeout_s)

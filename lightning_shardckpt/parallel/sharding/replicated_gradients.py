@@ -116,7 +116,8 @@ class ReplicatedGradients:
         self._replicated, self._group, self._scale, self._at_once = list[nn.Parameter](), group, scale, at_once
         self._accumulation = accumulation
         self._changed: set[int] = set()
-        self._queued = False
+        self._queued: Callable[[], object] = lambda: None
+        """A reference to what the backward that runs calls at its end, which dies with that."""
         self._overlapping, self._bucket_bytes = overlapping, bucket_bytes
         self._buckets, self._sent = list[_Bucket](), 0
         self._bucket_of: dict[int, _Bucket] = {}
@@ -160,11 +161,13 @@ class ReplicatedGradients:
     def _accumulated(self, parameter: Tensor) -> None:
         if id(parameter) not in self._changed or self._accumulation.is_on:
             return
-        if not self._queued:
-            self._queued = True
+        if self._queued() is None:
+            self.reset()  # the backward before may have failed
+            finish = partial(self._finish)
+            self._queued = ref(finish)
             self._buckets, self._sent = self._plan_buckets(), 0
             self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.missing}
-            after_backward(self._finish)
+            after_backward(finish)
         if self._buckets:
             self._bucket_of[id(parameter)].missing.discard(id(parameter))
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
@@ -190,7 +193,7 @@ class ReplicatedGradients:
         self._sent += 1
 
     def _finish(self) -> None:
-        self._queued = False
+        self._queued, self._bucket_of = (lambda: None), {}
         if not self._buckets:
             if not self._accumulation.is_on:
                 self.reduce()
@@ -214,7 +217,7 @@ class ReplicatedGradients:
         self._has_lost_count |= self._sent > 0 and bool(self._buckets)
         for bucket in self._buckets:
             bucket.release()
-        self._queued, self._buckets = False, []
+        self._queued, self._buckets, self._bucket_of = (lambda: None), [], {}
 
     def reduce(self) -> None:
         """Average all gradients, if some changed here or elsewhere. Collective, if any rank has seen a backward.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
+
+
+class _Other(NamedTuple):
+    """A tensor that is no parameter, as it was saved; autograd checks no version of what hooks have packed."""
+
+    tensor: Tensor
+    version: int
 
 
 class SavedParameters:
@@ -63,7 +70,7 @@ class SavedParameters:
         if n is None and self._outer is not None:
             return None, self._outer, self._outer._pack(tensor)
         if n is None:
-            return tensor.detach()  # autograd would keep itself alive, if it were the tensor
+            return _Other(tensor.detach(), version_of(tensor))  # autograd would keep itself alive by the tensor itself
         if self._again[n] is None:
             return n, tensor.detach()
         local = local_tensor(tensor)
@@ -71,8 +78,14 @@ class SavedParameters:
         return n, spec, local.size(), local.stride(), local.storage_offset()
 
     def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, _Other):
+            if version_of(kept.tensor) != kept.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"one of shape {tuple(kept.tensor.shape)} that {self._name or 'the module'} computed with is at "
+                    f"version {version_of(kept.tensor)} instead of {kept.version}."
+                )
+            return kept.tensor
         n, *rest = kept
         if n is None:
             outer, packed = rest

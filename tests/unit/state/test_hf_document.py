@@ -83,7 +83,7 @@ def test_the_code_of_a_custom_model_is_said_once_to_be_missing() -> None:
     from tests.support.custom_model import CustomConfig, CustomModel
 
     module, known = Wrapped(CustomModel(CustomConfig(width=8))), HuggingFace()
-    expected = "the code of CustomModel is not in the checkpoint: put its files beside an export"
+    expected = "the code of CustomModel is not in the checkpoint: load an export by its from_pretrained"
     assert [known.document(module)[1] for _ in range(2)] == [(expected,), ()]
 
 

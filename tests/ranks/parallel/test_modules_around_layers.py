@@ -1,0 +1,99 @@
+"""Modules outside the layers, whose parameters torch gathers together. Oracle: plain Lightning on one process."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt import ShardedStrategy
+from tests.support.nets import full_state
+from tests.support.pool import run_ranks
+
+BATCH, STEPS = 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    """Is a unit itself, since it has a parameter of its own; so its embedding runs inside of another unit."""
+
+    def __init__(self, *, stops: bool) -> None:
+        super().__init__()
+        self.place, self.stops = nn.Parameter(torch.randn(8) / 8), stops
+        self.embed, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.stops):
+            x = self.embed(x)
+        x = x + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Trains(pl.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.net = kind, Net(stops=kind == "stops at the embedding")
+        self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        once = self.net(batch)
+        if self.kind == "compares with passes without gradients":
+            with torch.no_grad():
+                twice = self.net(2 * batch)
+            return (once - twice).square().mean() + (self.net(3 * batch).detach() - self.other(once)).square().mean()
+        if self.kind == "changes what it computed with":
+            y = once + 1.0
+            z = nn.functional.linear(y, self.other.weight)
+            y.mul_(0.0)
+            return z.square().mean()
+        return self.head(once).square().mean() + self.head(self.other(once)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(kind: str, ranks: int, engine: str) -> dict[str, Tensor]:
+    module = Trains(kind)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=ShardedStrategy(fsdp_engine=engine) if ranks > 1 else "auto",
+        max_steps=STEPS,
+        enable_model_summary=False,
+        **options,  # type: ignore[arg-type]  # a dict of flags
+    )
+    data = torch.randn(BATCH * STEPS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(data, BATCH // ranks))  # type: ignore[arg-type]  # a tensor has the methods of a data set
+    return full_state(module)
+
+
+@pytest.mark.parametrize("engine", ["torch", "exact"])
+@pytest.mark.parametrize("kind", ["plain", "compares with passes without gradients", "stops at the embedding"])
+def test_weights_are_those_of_one_process(kind: str, engine: str) -> None:
+    (expected,) = run_ranks(1, train, kind, 1, engine, init_process_group=False)
+    for found in run_ranks(2, train, kind, 2, engine):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("engine", ["torch", "exact"])
+def test_a_change_of_what_a_backward_needs_is_an_error(engine: str, ranks: int) -> None:
+    kind = "changes what it computed with"
+    for outcome in run_ranks(ranks, train, kind, ranks, engine, init_process_group=ranks > 1, expect_errors=True):
+        assert "modified by an inplace operation" in outcome.error.message
