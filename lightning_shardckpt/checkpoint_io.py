@@ -44,7 +44,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.pending_saves import drain_all
-from lightning_shardckpt.system.remade import Remade
+from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 
 _FIXED = {"size_per_shard", "verify", "also", "replicas", "incremental", "use_async", "max_pending"}
@@ -54,7 +54,7 @@ _WITHOUT_STRATEGY = (
 )
 
 
-class ShardCkptIO(Remade, CheckpointIO):
+class ShardCkptIO(PickleByArguments, CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
     With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a

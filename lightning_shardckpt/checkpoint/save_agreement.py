@@ -19,7 +19,7 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_values import references, union
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import entry_of
-from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
+from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text
 
 # ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,7 +55,7 @@ def replica_digests(found: Snapshot, tables: Mapping[str, Component], rank: int,
                 replicas.append((f"{group} {part}", f"{component}/{key}", local_tensor(tensor)))
     digests = _digests(replicas)
     if found.given:
-        given = zip(found.given.items(), numbers(map(bit_digest, found.given.values())), strict=True)
+        given = zip(found.given.items(), digest_values(map(bit_digest, found.given.values())), strict=True)
         digests[_label("given", found.given)] = {
             name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given
         }
@@ -90,7 +90,7 @@ def _digests(replicas: list[tuple[str, str, torch.Tensor]]) -> Digests:
     """Return the digests of tensors with labels and names."""
     found: Digests = {}
     some = [replica for replica in replicas if replica[2].numel()]
-    for (label, name, _), digest in zip(some, numbers(bit_digest(tensor) for *_, tensor in some), strict=True):
+    for (label, name, _), digest in zip(some, digest_values(bit_digest(tensor) for *_, tensor in some), strict=True):
         found.setdefault(label, {})[name] = digest
     return found
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_autograd import copy_each
 from lightning_shardckpt.state.tensor_bytes import host_bytes
-from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.page_memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _ALIGN = 64  # a cache line; also a multiple of every item size
@@ -88,7 +88,7 @@ class HostMemory:
             elif pinned:
                 self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
-                self._memory = torch.frombuffer(pages(nbytes), dtype=torch.uint8)
+                self._memory = torch.frombuffer(allocate_pages(nbytes), dtype=torch.uint8)
 
 
 class HostWindows:

@@ -157,7 +157,7 @@ class Heartbeat:
         farewell = Worker(lambda: self._say_farewell(error, looks=looks), name="shardckpt-farewell", daemon=True)
         farewell.start_or_run()
         farewell.has_ended(_LEAVING_S)  # the store may be gone
-        deadline = time.monotonic() + self._tuning.heartbeat_s + self._tuning.farewell_s
+        deadline = time.monotonic() + self._tuning.heartbeat_s + self._tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: it is kept elsewhere, and gone
             while waits and self._rank == 0 and farewell.has_ended(0) and time.monotonic() < deadline:
                 if self._store.add("count of left", 0) >= self._size:

@@ -144,7 +144,7 @@ class Ranks:
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         answer = self._exchange(self._store, phase, text, lead, wait_s)
         if "error" in answer:
-            self.linger(self._tuning.farewell_s)  # with this error the process may end, and with it the store
+            self.linger(self._tuning.error_delivery_s)  # with this error the process may end, and with it the store
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if "error" in answer:

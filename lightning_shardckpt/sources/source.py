@@ -30,7 +30,7 @@ from lightning_shardckpt.state.json_tree import decode
 from lightning_shardckpt.state.json_values import Pickled, lost_values
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
-from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.page_memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -394,6 +394,6 @@ def _spare_memory(targets: list[ReadTarget], room: int) -> dict[ReadTarget, memo
     ordered = sorted(targets, key=lambda target: target.local.nbytes)
     ends = list(accumulate(target.local.nbytes for target in ordered))
     count = bisect(ends, room)
-    memory = memoryview(pages(ends[count - 1] if count else 0))
+    memory = memoryview(allocate_pages(ends[count - 1] if count else 0))
     pairs = zip(ordered[:count], ends[:count], strict=True)
     return {target: memory[end - target.local.nbytes : end] for target, end in pairs}

@@ -33,7 +33,7 @@ from lightning_shardckpt.compat.data_loading import (
     wrapped_sampler,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.system.random_generators import get_rng_state, seeded, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, seed_temporarily, set_rng_state
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
 # What the order of a loader is drawn from: random states of the process and of its own generators, and seeds.
@@ -447,7 +447,7 @@ def _drawn_alike(sampler: Any) -> list[Any]:
     generator = own_generator(sampler)
     own = None if generator is None else generator.get_state()
     try:
-        with seeded(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
             if generator is not None:
                 generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
             return order_of_all_ranks(sampler)

@@ -31,7 +31,7 @@ from lightning_shardckpt.state.data_position import (
     set_random_state,
     set_seed,
 )
-from lightning_shardckpt.system.random_generators import get_rng_state, kept_rng, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, set_rng_state
 
 _KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
@@ -149,7 +149,7 @@ def resume(loader: StatefulLoader, position: dict[str, Any], then: dict[str, Any
 
 def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
     """Put a loader at the end of an iteration that is over, so that the next one is that which followed."""
-    with kept_rng():
+    with preserve_rng():
         _continue(loader, position)
     set_own_states(loader, position["own"])
 

@@ -38,7 +38,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.strategy.pretrained import Pretrained, begin_from
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import check_io
-from lightning_shardckpt.system.remade import Remade
+from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
@@ -60,7 +60,7 @@ class AxisSizes:
         )
 
 
-class MeshStrategy(Remade):
+class MeshStrategy(PickleByArguments):
     """The part of a strategy that the Trainer's and Fabric's share; goes before their ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None

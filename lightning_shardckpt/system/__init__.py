@@ -1,5 +1,5 @@
-"""Threads, page memory, checksums, garbage collection, random generators and text, for everybody.
+"""Threads, page memory, digests, garbage collection, random generators and text, shared by all folders.
 
-In come plain values and functions. Nothing here knows checkpoints or Lightning; only `random_generators` and
+Takes plain values and functions. Nothing here knows checkpoints or Lightning; only `random_generators` and
 `tensor_digest` know torch.
 """

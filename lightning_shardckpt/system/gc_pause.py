@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while tens of thousands of objects are made that all stay."""
+"""Pause Python's garbage collector while tens of thousands of long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Let no collection begin in this context; also as a decorator.
+    """Start no collection inside this context; also works as a decorator.
 
-    The collector would look at plans and at all other objects in vain: with many small tensors that doubles the time.
+    The collector would scan the plans and all other objects and free nothing, which doubles the time of a save or load
+    of many small tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()

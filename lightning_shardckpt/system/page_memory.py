@@ -1,4 +1,4 @@
-"""Memory that comes from the system page by page: aligned, and nothing is paid for it before it is touched."""
+"""Memory mapped from the system: page-aligned, and free of cost until it is first touched."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import ctypes
 import mmap
 from contextlib import suppress
 
-_HUGE_BYTES = 2 << 20  # of most machines
+_HUGE_BYTES = 2 << 20  # the size of a huge page on most machines
 
 
-def pages(nbytes: int) -> mmap.mmap:
-    """``nbytes`` (at least one) of writable memory, zeros.
+def allocate_pages(nbytes: int) -> mmap.mmap:
+    """Return ``nbytes`` (at least one) of writable, zeroed memory.
 
-    Of huge pages if possible: else to touch it first costs more than to fill it. Private: a child that is forked
-    meanwhile sees a copy, which nobody uses there.
+    Uses huge pages where possible: with small ones, the first touch costs more than filling the memory. The mapping is
+    private, so a forked child gets a copy and can't write into it.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Tell the system to back memory that was not touched yet by huge pages; of no effect where it has none."""
+    """Ask the system to back untouched memory by huge pages; does nothing where there are none."""
     first, last = -(-address // _HUGE_BYTES) * _HUGE_BYTES, (address + nbytes) // _HUGE_BYTES * _HUGE_BYTES
     if first < last:
         _C.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)

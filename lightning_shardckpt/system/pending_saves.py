@@ -1,4 +1,4 @@
-"""The saves that this process still writes in the background; whoever reads waits for them. No torch."""
+"""Saves that this process is still writing in the background; every read waits for them. No torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from weakref import WeakSet
 
 
 class PendingWriter(Protocol):
-    """A writer in the background."""
+    """A background writer."""
 
     def drain(self) -> None:
-        """Wait until everything is done; raises nothing. Not collective."""
+        """Wait until all queued work is done; raises nothing. Not collective."""
 
     def forget(self) -> None:
-        """Forget, in a forked process, what is pending: its parent does what there was."""
+        """Drop the queue in a forked child: the parent process does the work."""
 
 
 WRITERS: WeakSet[PendingWriter] = WeakSet()
 
 
 def drain_all() -> None:
-    """Wait for all saves of this process: what one saves, another one may load. Not collective; raises nothing."""
+    """Wait for all saves of this process, since a load may read any of them. Not collective; raises nothing."""
     for writer in list(WRITERS):
         writer.drain()
 

@@ -1,4 +1,4 @@
-"""Random number generators: those of this process (Python's, NumPy's, torch's on each device) and single objects."""
+"""Random number generators: the global ones (Python's, NumPy's, torch's on each device) and generator objects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""The kinds of random generators that are objects."""
-GENERATED = ("python", "numpy", "torch", "current_cuda")
-"""What ``get_rng_state`` has without ``every_device``."""
+"""The classes of generator objects."""
+_COMPARED = ("python", "numpy", "torch", "current_cuda")
+"""The keys of ``get_rng_state(every_device=False)``."""
 
 
 def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
-    """Return the state of every generator of the process, as values that ``state.json_tree`` can store.
+    """Return the states of all global generators, as values that ``state.json_tree`` can store.
 
     Args:
-        every_device: whether it has every CUDA device, beside the current one, if this process uses any.
+        every_device: include every CUDA device, not only the current one, if this process uses CUDA.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     state["numpy"] = np.random.get_state()
@@ -33,13 +33,13 @@ def get_rng_state(*, every_device: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continue every generator from ``state``. Devices that were not there when it was taken stay as they are.
+    """Set all global generators to ``state``. Devices that ``state`` does not contain keep their state.
 
-    The current CUDA device continues from what was the current one, which may have had another number.
+    The current CUDA device continues from the device that was current then, even if its number differs.
     """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:  # a checkpoint of a process without NumPy has none
+    if "numpy" in state:  # absent if the process that saved had no NumPy
         np.random.set_state(state["numpy"])
     for i, cuda in enumerate(state.get("cuda", ())[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, i)
@@ -47,9 +47,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["current_cuda"])
 
 
-def different_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return from ``one``, of ``get_rng_state``, the generators that draw other numbers than they do in ``other``."""
-    return {kind: one[kind] for kind in GENERATED if kind in one and not _is_equal(one[kind], other.get(kind))}
+def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``one`` whose generator states differ from ``other``; both are of ``get_rng_state``."""
+    return {name: one[name] for name in _COMPARED if name in one and not _is_equal(one[name], other.get(name))}
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -59,8 +59,8 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def kept_rng(*, every_device: bool = False) -> Iterator[None]:
-    """After it, all generators are as before; of CUDA devices, the current one is, or ``every_device``."""
+def preserve_rng(*, every_device: bool = False) -> Iterator[None]:
+    """Restore the global generators on exit: of CUDA devices the current one, or all with ``every_device``."""
     before = get_rng_state(every_device=every_device)
     try:
         yield
@@ -69,23 +69,23 @@ def kept_rng(*, every_device: bool = False) -> Iterator[None]:
 
 
 def seed_rng(seed: int) -> None:
-    """Let all generators start from ``seed``."""
+    """Seed all global generators with ``seed``."""
     _seed_torch(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, every generator starts from ``seed``, of 32 bits; after it, they are as before."""
-    with kept_rng(every_device=True):
+def seed_temporarily(seed: int) -> Iterator[None]:
+    """Seed all global generators with ``seed`` (32 bits) inside the context; restore them on exit."""
+    with preserve_rng(every_device=True):
         seed_rng(seed)
         yield
 
 
 @contextmanager
-def derived_rng(key: str) -> Iterator[None]:
-    """Inside, torch draws numbers that follow from its present state and ``key``; after it, the state is as before."""
+def derive_rng(key: str) -> Iterator[None]:
+    """Seed torch's generators from their current state and ``key`` inside the context; restore them on exit."""
     cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None
     _seed_torch(zlib.crc32(key.encode(), _checksum(cpu)))
     try:
@@ -102,8 +102,11 @@ def advance_rng() -> None:
 
 
 def checksum_after(seed: int, advances: int) -> int:
-    """Return the `rng_checksum` after ``seed_rng`` and so many ``advance_rng``; the generators stay as they are."""
-    with kept_rng():
+    """Return the `rng_checksum` after ``seed_rng(seed)`` and ``advances`` calls of ``advance_rng``.
+
+    The generators keep their state.
+    """
+    with preserve_rng():
         seed_rng(seed)
         for _ in range(advances):
             advance_rng()
@@ -111,26 +114,26 @@ def checksum_after(seed: int, advances: int) -> int:
 
 
 def draw_seed() -> int:
-    """Return a number from torch's generator of this process."""
+    """Return a 31-bit seed drawn from torch's CPU generator."""
     return int(torch.randint(1 << 31, ()))
 
 
 def rng_checksum() -> int:
-    """Return a checksum of the states of torch, NumPy and Python: it changes with each draw, on this process's device.
+    """Return a checksum of the generator states of torch, NumPy and Python, which changes with each draw.
 
-    It does not wait for the device: the state of its generator is in host memory.
+    Includes the current CUDA device; does not wait for it, since its generator's state is in host memory.
     """
-    drawn = np.random.get_state(legacy=False)
+    numpy = np.random.get_state(legacy=False)
     _, words, gauss = random.getstate()
-    rest = drawn["state"]["pos"], drawn["has_gauss"], drawn["gauss"], hash(words), gauss  # of integers: as everywhere
-    mark = zlib.crc32(drawn["state"]["key"].tobytes(), _checksum(torch.get_rng_state()))
+    rest = numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"], hash(words), gauss  # hash of ints is not salted
+    checksum = zlib.crc32(numpy["state"]["key"].tobytes(), _checksum(torch.get_rng_state()))
     if _uses_cuda():
-        mark = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), mark)
-    return zlib.crc32(repr(rest).encode(), mark)
+        checksum = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), checksum)
+    return zlib.crc32(repr(rest).encode(), checksum)
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one of the ``GENERATORS``."""
+    """Return the state of a generator object of one of the classes ``GENERATORS``."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -139,7 +142,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Give one of the ``GENERATORS`` a state that ``generator_state`` returned."""
+    """Set a generator object to a state that ``generator_state`` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -153,7 +156,7 @@ def _checksum(state: torch.Tensor) -> int:
 
 
 def _seed_torch(seed: int) -> None:
-    """Seed like ``torch.manual_seed``, without the 1 ms and more that it costs for each kind of absent device."""
+    """Seed like ``torch.manual_seed``, which spends over 1 ms on each absent device type."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

@@ -1,7 +1,7 @@
-"""Digests of the bits of tensors, by which ranks see that they have the same, and one rank that values have changed.
+"""Digests of the bits of tensors, to compare tensors of several ranks and to detect changed values on one rank.
 
-They depend on where each bit is, so another order of equal values has another digest. Only digests that were taken in
-one run can be compared, of tensors on devices of one kind.
+A digest depends on the position of each bit, so the same values in another order have another digest. Digests are
+comparable only within one run and between tensors on the same device type.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 import xxhash
 from torch import Tensor
 
-_STEP = 0x1E3779B97F4A7C15  # odd: what a later chunk has can't cancel what an earlier one has
-_CHUNK = 1 << 20  # words; with their keys and products they fit into the cache of a GPU
+_STEP = 0x1E3779B97F4A7C15  # odd: the sum of a later chunk can't cancel that of an earlier one
+_CHUNK = 1 << 20  # words; a chunk with its keys and products fits into the cache of a GPU
 
 
 @torch.no_grad()
 def bit_digest(tensor: Tensor) -> Tensor:
-    """Return a digest of the values of a dense tensor, in row-major order, whatever its shape, dtype and strides.
+    """Return a digest of the values of a dense tensor in row-major order, of any shape, dtype and strides.
 
-    As fast as memory is read; waits for no device.
+    Runs at the speed of memory and waits for no device.
 
     Returns:
-        Int64, 0-dim, on the tensor's device: xxh3-64 of bytes in host memory, else ``keyed_sum``.
+        Int64, 0-dim, on the tensor's device: xxh3-64 of the bytes in host memory, ``keyed_sum`` on other devices.
     """
     content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if not content.is_cpu:
         return keyed_sum(content)
-    found = xxhash.xxh3_64_intdigest(content.numpy().data)
-    return torch.tensor(found - (found >> 63 << 64))
+    digest = xxhash.xxh3_64_intdigest(content.numpy().data)
+    return torch.tensor(digest - (digest >> 63 << 64))  # as a signed number
 
 
 def keyed_sum(content: Tensor) -> Tensor:
-    """Return the sum of 32-bit words of bytes, each times a random number of its place; wraps around at 64 bits.
+    """Return the sum of the 32-bit words of ``content``, each times a random key of its position, modulo 2^64.
 
-    So two contents that were not made to collide have the same sum with a chance of 2^-32 at most.
+    Two contents that were not made to collide have the same sum with a probability of at most 2^-32.
     """
     if content.numel() % 4 or content.storage_offset() % 4:
         content = torch.nn.functional.pad(content, (0, -content.numel() % 4)).clone()
@@ -47,20 +47,20 @@ def keyed_sum(content: Tensor) -> Tensor:
     return total
 
 
-def numbers(digests: Iterable[Tensor]) -> list[int]:
-    """Return the values of digests; waits once for each device."""
-    places: dict[torch.device, dict[int, Tensor]] = {}
-    for place, digest in enumerate(digests):
-        places.setdefault(digest.device, {})[place] = digest
-    found: dict[int, int] = {}
-    for of_device in places.values():
-        found |= zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True)
-    return [found[place] for place in sorted(found)]
+def digest_values(digests: Iterable[Tensor]) -> list[int]:
+    """Return digests as Python integers, in order; waits once for each device."""
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for position, digest in enumerate(digests):
+        by_device.setdefault(digest.device, {})[position] = digest
+    values: dict[int, int] = {}
+    for tensors in by_device.values():
+        values |= zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)
+    return [values[position] for position in sorted(values)]
 
 
 @lru_cache(maxsize=16)
 def _keys(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0x5EED)
     low, high = -(1 << 63), (1 << 63) - 1
-    with torch.inference_mode(False):  # they are kept
+    with torch.inference_mode(False):  # the cached keys are used outside of inference mode, too
         return torch.randint(low, high, (_CHUNK,), generator=generator, device="cpu").bitwise_or_(1).to(device)

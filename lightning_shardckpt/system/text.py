@@ -1,15 +1,15 @@
-"""Sizes, shapes, counts, tables and progress as text for people."""
+"""Sizes, shapes, counts, tables and progress as readable text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-_QUIET_S = 1.0  # a progress bar appears only for what takes longer
+_QUIET_S = 1.0  # a progress bar appears after this time
 
 
 def size_text(nbytes: int) -> str:
-    """A size with three digits or so, in binary units.
+    """Return a size in binary units, with about three digits.
 
     >>> size_text(980), size_text(3 << 20), size_text(1536)
     ('980 B', '3.00 MiB', '1.50 KiB')
@@ -24,7 +24,7 @@ def size_text(nbytes: int) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as people write it.
+    """Return a shape as readable text.
 
     >>> shape_text((3, 4)), shape_text(())
     ('3 × 4', 'scalar')
@@ -33,7 +33,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun; ``plural`` where an s does not make it.
+    """Return a count with its noun; ``plural`` replaces a plural in s.
 
     >>> count_text(1, "file"), count_text(1200, "file")
     ('1 file', '1,200 files')
@@ -42,7 +42,7 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("size",)) -> str:
-    """Lines with aligned columns; the columns named in ``right`` are aligned there.
+    """Return lines with aligned columns; the columns named in ``right`` are right-aligned.
 
     >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B")]))
     name  size
@@ -62,7 +62,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 
 def one_line(text: str) -> str:
-    """Return the same text with escapes for what is not printable: names in a file may hold control characters.
+    """Return the text with escapes for unprintable characters, which names in a file may contain.
 
     >>> print(one_line("a\\nb"))
     a\\nb
@@ -71,17 +71,17 @@ def one_line(text: str) -> str:
 
 
 class Progress:
-    """A progress bar on stderr if that is a terminal; called with numbers of bytes that are done.
+    """A progress bar on stderr, shown only on a terminal; call it with the bytes done since the last call.
 
     Args:
-        nbytes: that are to be done, if known.
-        quiet_s: how long something takes before the bar appears.
+        nbytes: the total, if known.
+        quiet_s: the bar appears after this time.
     """
 
     def __init__(self, nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 
-        # disable=None: unless it is a terminal, whose width is asked for again and again
+        # disable=None: no bar unless stderr is a terminal; dynamic_ncols follows its width
         self._bar = tqdm(
             total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, delay=quiet_s, disable=None, dynamic_ncols=True
         )
@@ -90,19 +90,19 @@ class Progress:
         self._bar.update(nbytes)
 
     def expect(self, nbytes: int) -> None:
-        """Tell how many bytes are to be done, once that is known."""
+        """Set the total number of bytes."""
         self._bar.total = nbytes
 
     def close(self) -> None:
-        """Leave the bar as it is, and end its line."""
+        """Leave the bar on the screen and end its line."""
         self._bar.close()
 
 
 @contextmanager
 def progress(nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> Iterator[Progress]:
-    """Show a ``Progress``, whose arguments are the same, for as long as the block runs."""
-    shown = Progress(nbytes, quiet_s=quiet_s)
+    """Show a ``Progress`` with the same arguments while the block runs."""
+    bar = Progress(nbytes, quiet_s=quiet_s)
     try:
-        yield shown
+        yield bar
     finally:
-        shown.close()
+        bar.close()

@@ -1,8 +1,8 @@
-"""Waits and starts of threads that Ctrl-C at any point leaves intact.
+"""Start threads and wait for them, safely interruptible by Ctrl-C at any point.
 
-``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which has an Event, take a lock
-in several steps of Python code. Ctrl-C between two of them leaves it taken, and the next one waits forever (Python
-3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an RLock gives it back in one.
+``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which uses an Event, take a lock
+in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and the next taker waits forever
+(Python 3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an RLock releases it in one.
 """
 
 from __future__ import annotations
@@ -15,46 +15,49 @@ from contextlib import ExitStack, contextmanager
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
-class Done:
-    """Set once, by one thread; others wait for it. An interrupt ends a wait and leaves all as it was."""
+class Latch:
+    """A one-time event: one thread sets it once, others wait for it. An interrupt ends a wait and changes nothing."""
 
     def __init__(self) -> None:
-        self._busy, self._is_set = threading.Lock(), False
-        self._busy.acquire()
+        self._unset, self._is_set = threading.Lock(), False
+        self._unset.acquire()
 
     def set(self) -> None:
-        """Let go of those that wait."""
+        """End all waits."""
         self._is_set = True
-        self._busy.release()
+        self._unset.release()
 
     def is_set(self) -> bool:
-        """Return whether ``set`` was called."""
+        """Return True once ``set`` was called."""
         return self._is_set
 
     def wait(self) -> None:
-        """Wait until ``set`` was called."""
-        with self._busy:
+        """Wait until ``set`` is called."""
+        with self._unset:
             pass
 
 
 class NoThreadError(RuntimeError):
-    """The system gives no more threads, or the interpreter is about to end. Not what a handler of a signal raises."""
+    """The system can start no more threads, or the interpreter is about to exit.
+
+    A class of its own distinguishes it from a RuntimeError that a signal handler raises.
+    """
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Signals, which Python handles in the main thread, wait until the end of the block.
+    """Defer signal handlers, which Python runs in the main thread, to the end of the block.
 
-    Their handlers are put off rather than the signals blocked: another thread could receive those for the main one.
+    Replaces the handlers instead of blocking the signals, since another thread could receive a blocked signal.
     """
-    came = list[int]()
-    with ExitStack() as later:
-        later.callback(_raise_all, came)
+    received = list[int]()
+    with ExitStack() as on_exit:
+        on_exit.callback(_raise_all, received)
         if threading.current_thread() is threading.main_thread():
             for number in _INTERRUPTS:
                 if callable(handler := signal.getsignal(number)):
-                    later.callback(signal.signal, number, handler)
-                    signal.signal(number, lambda number, frame: came.append(number))
+                    on_exit.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, frame: received.append(number))
         yield
 
 
@@ -62,7 +65,7 @@ def start(*threads: threading.Thread) -> None:
     """Start threads, with signals deferred.
 
     Raises:
-        NoThreadError: if there is no more; those before have been started.
+        NoThreadError: if the system starts no more; the threads before the failing one have been started.
     """
     with signals_deferred():
         for thread in threads:

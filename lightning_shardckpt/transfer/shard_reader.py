@@ -19,7 +19,7 @@ from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, count_
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import naming
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.system.page_memory import pages
+from lightning_shardckpt.system.page_memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import ReadPlan, Request, Rows, Slice, Span, Task
@@ -103,8 +103,8 @@ class ShardReader:
         self.path, self.reader = path, reader
         self._plan = ReadPlan(verify, reader.high_latency, tuning, span_gap_bytes)
         most = max(self._plan.window_bytes, tuning.verified_part_bytes, target_bytes, MAX_BLOCK_BYTES)
-        self.window = memoryview(pages(2 * most))  # nothing is paid for memory that is not used
-        self.target = memoryview(pages(max(target_bytes, MAX_BLOCK_BYTES)))
+        self.window = memoryview(allocate_pages(2 * most))  # nothing is paid for memory that is not used
+        self.target = memoryview(allocate_pages(max(target_bytes, MAX_BLOCK_BYTES)))
 
     def fetch(self, requests: Iterable[Request]) -> None:
         """Fill the targets of the requests, verified.

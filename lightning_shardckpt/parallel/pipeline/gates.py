@@ -31,7 +31,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     leaked,
     placeholder_positions,
 )
-from lightning_shardckpt.system.random_generators import advance_rng, checksum_after, derived_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import advance_rng, checksum_after, derive_rng, rng_checksum
 
 Forward = Callable[..., Any]
 _PLAIN = (int, float, str, bool, type(None))
@@ -158,7 +158,7 @@ class Stub:
 
     def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
         try:
-            with torch.no_grad(), derived_rng(self._fqn):  # it draws when it meets new shapes only
+            with torch.no_grad(), derive_rng(self._fqn):  # it draws when it meets new shapes only
                 out = self._copy.forward(*args, **kwargs)
         except UnsupportedCodeError:
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
@@ -327,7 +327,7 @@ class Gate:
         if run is None or run.kind != "probe":  # a probe looks for what is drawn outside of modules
             self._advance(run)
         # What a module draws must not shift what other stages draw outside modules.
-        with derived_rng(self._fqn), no_other_draws(self._fqn):
+        with derive_rng(self._fqn), no_other_draws(self._fqn):
             return forward(*args, **kwargs)
 
     def _advance(self, run: StageRun | None) -> None:

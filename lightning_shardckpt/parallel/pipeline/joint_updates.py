@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
-from lightning_shardckpt.system.random_generators import kept_rng
+from lightning_shardckpt.system.random_generators import preserve_rng
 
 _SAMPLED = 8  # parameters, the smallest ones
 _TRIED = {1, 2, 4, 8, 16}  # steps: some measure in the first what they use later
@@ -63,7 +63,7 @@ class JointUpdates:
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps not in _TRIED:
             return
-        with user_code(False), kept_rng():
+        with user_code(False), preserve_rng():
             joins = joins_parameters(optimizer, lambda: loss)
         votes = torch.tensor(int(joins), device=device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)

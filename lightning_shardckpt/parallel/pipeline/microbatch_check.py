@@ -27,7 +27,7 @@ from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.replaced_functions import watched_functions
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
-from lightning_shardckpt.system.random_generators import kept_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
 _WHEN = (1, 10, 100)  # layers that begin as the identity show later
 _PARTS = 2  # all samples of a trial, and those in the middle
@@ -111,7 +111,7 @@ class MicrobatchCheck:
         applied: list[list[list[Tensor | None]]] = [[] for _ in range(_PARTS)]
         trial.watched = lambda stage, part: self._as_it_was(applied[part])
         precision, places = _Precision(), (0, 0, 0)
-        with kept_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
+        with preserve_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
                 trial.batches, places = some_and_middle(state.step.batch, len(state.batches))
             except Exception as error:
@@ -193,7 +193,7 @@ class MicrobatchCheck:
 
 def _gradients(function: Any, args: tuple[Any, ...]) -> list[Tensor | None]:
     """Return the gradients of the arguments of an autograd function, given the values of its results as theirs."""
-    with suppress(Exception), kept_rng(), torch.enable_grad():  # it need not have a backward
+    with suppress(Exception), preserve_rng(), torch.enable_grad():  # it need not have a backward
         leaves = {n: arg.detach().requires_grad_() for n, arg in enumerate(args) if _is_of_reals(arg)}
         found = function.apply(*(leaves[n].clone() if n in leaves else arg for n, arg in enumerate(args)))
         outputs = [out for out in (found if isinstance(found, tuple) else [found]) if _is_of_reals(out)]

@@ -44,7 +44,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGather
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, parts_of_running
-from lightning_shardckpt.system.random_generators import draw_seed, kept_rng, rng_checksum, seed_rng
+from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, rng_checksum, seed_rng
 
 LossOf = Literal["batch", "microbatch"]
 
@@ -124,7 +124,7 @@ class Pipeline:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
         notes = self._checks.notes()
-        with kept_rng(), guarded_hooks():
+        with preserve_rng(), guarded_hooks():
             failure = _failure_of(self._look, state)
         if self._microbatch_check.is_due(state):
             self._check_microbatches(state, failure)
@@ -148,7 +148,7 @@ class Pipeline:
                 return packed(report, self._group) if self.has_last_stage else None, digest
 
         source = self._schedule.rank_of(self._last)
-        with kept_rng(), guarded_hooks():  # each run starts from a seed of its own
+        with preserve_rng(), guarded_hooks():  # each run starts from a seed of its own
             report, digests = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
         if len(set(digests)) > 1:

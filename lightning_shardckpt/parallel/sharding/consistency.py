@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.distributed.host_numbers import Copied, any_rank, gathered
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
-from lightning_shardckpt.system.tensor_digest import bit_digest, numbers
+from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 
 _SPREAD = 0.02  # relative; replicas that compute the same thing agree to the precision of bfloat16
 _GRADIENT_SPREAD = 0.05  # of a gradient's norm: the difference of two that have nothing in common is larger than it
@@ -81,7 +81,7 @@ def fingerprint(batch: Any) -> int:
     """A number that differs between different batches, but for chance: of the bits of tensors, and the rest."""
     contents = list(_contents(batch))
     tensors = [item for item in contents if isinstance(item, Tensor)]
-    digests = zip([tuple(tensor.shape) for tensor in tensors], numbers(map(bit_digest, tensors)), strict=True)
+    digests = zip([tuple(tensor.shape) for tensor in tensors], digest_values(map(bit_digest, tensors)), strict=True)
     marks = [next(digests) if isinstance(item, Tensor) else item for item in contents]
     return xxhash.xxh3_64_intdigest(repr(marks).encode()) >> 3
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_shardckpt.distributed.host_numbers import any_rank, host_group
-from lightning_shardckpt.system.random_generators import different_rng, get_rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")
 _DRAWS = "_shardckpt_draws"
@@ -90,8 +90,8 @@ class _SharedStream:
         """Give generators that were a rank's own their states back. Does nothing after an error in between."""
         if self._begin:
             now = get_rng_state(every_device=False)
-            self.drew = self.drew or bool(different_rng(self._begin, now))
-            set_rng_state(now | different_rng(self._own, self._begin))
+            self.drew = self.drew or bool(differing_generators(self._begin, now))
+            set_rng_state(now | differing_generators(self._own, self._begin))
             self._begin = {}
 
 

@@ -463,7 +463,7 @@ def test_a_rank_that_leaves_says_why_to_those_that_wait(
         else:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    results = together(store, step, tuning=Tuning(farewell_s=0.2))  # for the one that left: it never hears of the error
+    results = together(store, step, tuning=Tuning(error_delivery_s=0.2))  # the rank that left never reads the error
     assert results.pop(who) is None
     for error in results:
         assert f"rank {who} failed while saving x: KeyError: " in str(error)

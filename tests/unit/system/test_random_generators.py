@@ -12,7 +12,7 @@ import torch
 
 from lightning_shardckpt.system.random_generators import (
     generator_state,
-    kept_rng,
+    preserve_rng,
     rng_checksum,
     set_generator_state,
 )
@@ -36,7 +36,7 @@ GENERATORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_draw_changes_the_checksum(name: str) -> None:
-    with kept_rng():
+    with preserve_rng():
         np.random.seed(0)
         random.seed(0)
         for _ in range(3):

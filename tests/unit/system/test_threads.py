@@ -16,7 +16,7 @@ import pytest
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.system.threads import Done, NoThreadError, start
+from lightning_shardckpt.system.threads import Latch, NoThreadError, start
 from tests.support.pool import run_ranks
 
 _PATIENCE_S = 1.0
@@ -60,7 +60,7 @@ def is_usable(done: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", [Done, threading.Event])
+@pytest.mark.parametrize("kind", [Latch, threading.Event])
 def test_an_interrupted_wait_keeps_no_lock(kind: Any) -> None:
     found, number = list[bool](), 0
     while True:
@@ -70,11 +70,11 @@ def test_an_interrupted_wait_keeps_no_lock(kind: Any) -> None:
             break
         found.append(is_usable(done))
         number += 1
-    assert found and all(found) == (kind is Done)
+    assert found and all(found) == (kind is Latch)
 
 
 def test_a_wait_ends_when_it_is_set_and_not_before() -> None:
-    done, ended = Done(), list[int]()
+    done, ended = Latch(), list[int]()
     waiting = [threading.Thread(target=lambda: (done.wait(), ended.append(1))) for _ in range(3)]
     for thread in waiting:
         thread.start()
@@ -95,7 +95,7 @@ class Interrupting(threading.Thread):
 
 
 def test_an_interrupt_comes_when_all_threads_have_been_started() -> None:
-    done, handler = Done(), signal.getsignal(signal.SIGINT)
+    done, handler = Latch(), signal.getsignal(signal.SIGINT)
     threads = [Interrupting(target=done.wait) for _ in range(3)]
     with pytest.raises(KeyboardInterrupt):
         start(*threads)
@@ -113,7 +113,7 @@ def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: p
     def lost(number: int, frame: Any) -> None:
         raise RuntimeError("the machine goes")
 
-    before, done = signal.signal(signal.SIGINT, lost), Done()
+    before, done = signal.signal(signal.SIGINT, lost), Latch()
     try:
         with pytest.raises(RuntimeError, match="the machine goes") as raised:
             start(Interrupting(target=done.wait))
