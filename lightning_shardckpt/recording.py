@@ -2,7 +2,7 @@
 
 ``RunRecorder`` is a callback. It comes last of all callbacks, so that it sees their effects, changes nothing of the
 training, and ends the run as a kill would: no hook runs, so that the script writes nothing that an interrupted run
-would not have written. ``tools.run_records`` has the plan, the records and their comparison.
+would not have written. ``tools.prove_resume`` has the plan, the records and their comparison.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -44,18 +43,7 @@ from lightning_shardckpt.state.dtensor_layout import local_views
 from lightning_shardckpt.state.model import is_elsewhere
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, get_rng_state
-from lightning_shardckpt.tools.run_records import (
-    BoxRecord,
-    Entry,
-    Phase,
-    RunPlan,
-    Sections,
-    Setting,
-    rank_file,
-    to_line,
-)
-
-_NO_PARAMETER = "a tensor that is no parameter"
+from lightning_shardckpt.tools.prove_resume import BoxRecord, Entry, Phase, RunPlan, Setting, rank_file, to_line
 
 
 @cache
@@ -105,7 +93,8 @@ class RunRecorder(Callback):
             arguments["ckpt_path"] = self._plan.resume_from
         self._redirect_saves()
         set_default_root_dir(trainer, self._plan.files)
-        trainer.loggers = [_StandInLogger(self._plan.files) for _ in trainer.loggers]
+        stand_in = type("StandInLogger", (DummyLogger,), dict.fromkeys(("save_dir", "log_dir"), self._plan.files))
+        trainer.loggers = [stand_in() for _ in trainer.loggers]  # writes and sends nothing
 
     def _redirect_saves(self) -> None:
         for number, callback in enumerate(self._trainer.checkpoint_callbacks):
@@ -128,37 +117,24 @@ class RunRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._records(trainer) and self._plan.resume_from is not None:
-            self._record("restored", self._state())
+        if self._plan.resume_from is not None:
+            self._record("restored", trainer, self._state)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if not self._records(trainer):
-            return
-        self._step += 1
-        sections: Sections = {
-            "batch": self._values.entries("batch", batch),
-            "random": self._random(),
-            "param_groups": self._param_groups(),
-            "counters": self._counters(),
-        }
-        self._record("before", sections)
+        self._step += trainer is self._trainer
+        self._record("before", trainer, lambda: {"batch": {"batch": batch}} | self._position())
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._records(trainer):
-            return
-        sections = self._state() | {
-            "loss": self._values.entries("what training_step returned", outputs),
-            "logged": self._logged(),
-            "gradients": self._tensors((name, p.grad) for name, p in trainer.lightning_module.named_parameters()),
-            "random": self._random(),
-            "counters": self._counters(),
-        }
-        self._record("after", sections)
-        if self._step >= self._plan.last_step:
+        def sections() -> dict[str, dict[str, Any]]:
+            gradients = {name: p.grad for name, p in trainer.lightning_module.named_parameters() if p.grad is not None}
+            loss = {"loss": {"returned": outputs}, "gradients": gradients}
+            return self._state() | loss | self._position() | self._logged()
+
+        if self._record("after", trainer, sections) and self._step >= self._plan.last_step:
             self._finish(trainer)
 
     @override
@@ -167,11 +143,16 @@ class RunRecorder(Callback):
             self._file.close()
         self._file = None
 
-    def _records(self, trainer: pl.Trainer) -> bool:
-        return self._file is not None and trainer is self._trainer
-
-    def _record(self, phase: Phase, sections: Sections) -> None:
-        self._write(step=self._step, phase=phase, sections=sections, unobserved=self._values.unobserved)
+    def _record(self, phase: Phase, trainer: pl.Trainer, sections: Callable[[], dict[str, dict[str, Any]]]) -> bool:
+        """Write the values of a moment by section and name; returns whether this run is recorded."""
+        if self._file is None or trainer is not self._trainer:
+            return False
+        entries = {
+            section: {key: entry for name, value in named.items() for key, entry in self._values.entries(name, value)}
+            for section, named in sections().items()
+        }
+        self._write(step=self._step, phase=phase, sections=entries, unobserved=self._values.unobserved)
+        return True
 
     def _write(self, **values: Any) -> None:
         assert self._file is not None
@@ -192,122 +173,90 @@ class RunRecorder(Callback):
 
     # ── sections ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _state(self) -> dict[str, Mapping[str, Entry]]:
+    def _state(self) -> dict[str, dict[str, Any]]:
         """Return the state that a checkpoint should bring back."""
-        trainer, module, values = self._trainer, self._trainer.lightning_module, self._values
-        metrics = [(name, sub) for name, sub in module.named_modules() if isinstance(sub, Metric)]
+        trainer, module = self._trainer, self._trainer.lightning_module
+        schedulers = enumerate(config.scheduler for config in trainer.lr_scheduler_configs)
+        optimizer, param_groups = self._optimizers()
         return {
-            "weights": self._tensors(module.named_parameters()),
-            "buffers": self._tensors(module.named_buffers()),
-            "optimizer": self._optimizers(),
-            "param_groups": self._param_groups(),
-            "schedulers": _merge(
-                values.entries(f"{i}/{type(config.scheduler).__name__}/{key}", value)
-                for i, config in enumerate(trainer.lr_scheduler_configs)
-                for key, value in config.scheduler.state_dict().items()
-                if not callable(value)
-            ),
-            "precision": values.entries("precision", trainer.precision_plugin.state_dict()),
-            "metrics": _merge(values.entries(name, dict(of.metric_state)) for name, of in metrics),
-            "module": self._attributes(module),
-            "datamodule": self._datamodule(),
-            "callbacks": _merge(map(self._callback, range(len(trainer.callbacks)), trainer.callbacks)),
+            "weights": dict(module.named_parameters()),
+            "buffers": dict(module.named_buffers()),
+            "optimizer": optimizer,
+            "param_groups": param_groups,
+            "schedulers": {f"{i}/{type(of).__name__}": of.state_dict() for i, of in schedulers},
+            "precision": trainer.precision_plugin.state_dict(),
+            "metrics": {name: dict(m.metric_state) for name, m in module.named_modules() if isinstance(m, Metric)},
+            "module": _module_attributes(module),
+            "datamodule": _with_attributes(getattr(trainer, "datamodule", None), _given_by(pl.LightningDataModule)),
+            "callbacks": dict(self._callbacks()),
         }
 
-    def _tensors(self, named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Entry]:
-        present = ((clean_fqn(name), tensor) for name, tensor in named if tensor is not None)
-        return _merge(self._values.entries(name, tensor) for name, tensor in present if not is_elsewhere(tensor))
+    def _optimizers(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return state and param groups as they are: in hooks, a pipeline shows a whole that no stage has."""
+        names, state, groups = parameter_names(self._trainer.lightning_module), dict[str, Any](), dict[str, Any]()
+        with self._trainer.profiler.profile("[prove-resume]record"):  # not in a hook
+            for number, optimizer in enumerate(self._trainer.optimizers):
+                for parameter, values in optimizer.state.items():
+                    state[f"{number}/{names.get(id(parameter), _NO_PARAMETER)}"] = values
+                for i, group in enumerate(optimizer.param_groups):
+                    has = [names.get(id(parameter), _NO_PARAMETER) for parameter in group["params"]]
+                    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                    groups[f"{number}/{i}"] = options | {f"has {name}": True for name in has}
+        return state, groups
 
-    def _optimizers(self) -> dict[str, Entry]:
-        names, entries = parameter_names(self._trainer.lightning_module), list[dict[str, Entry]]()
-        for number, optimizer in enumerate(self._trainer.optimizers):
-            with self._outside_hooks():
-                state = list(optimizer.state.items())
-            for parameter, values in state:
-                name = f"{number}/{names.get(id(parameter), _NO_PARAMETER)}"
-                items = values.items() if isinstance(values, Mapping) else (("", values),)
-                entries += [self._values.entries(f"{name}/{key}", value) for key, value in items]
-        return _merge(entries)
+    def _callbacks(self) -> Iterator[tuple[str, Any]]:
+        for number, callback in enumerate(self._trainer.callbacks):
+            name, kind = f"{type(callback).__name__} ({number})", type(callback).__module__
+            if isinstance(callback, Timer):
+                self._values.unobserved[f"callback {name}"] = "it measures time, which is never the same"
+            elif kind.startswith("lightning."):
+                yield name, {"state_dict": callback.state_dict()}
+            elif callback is not self:
+                yield name, _with_attributes(callback, {"_trainer"})
 
-    def _outside_hooks(self) -> Any:
-        """Look at optimizers as they are: in hooks, a pipeline shows a whole that no stage has, or refuses to."""
-        return self._trainer.profiler.profile("[prove-resume]record")
-
-    def _param_groups(self) -> dict[str, Entry]:
-        names, entries = parameter_names(self._trainer.lightning_module), dict[str, Entry]()
-        for number, optimizer in enumerate(self._trainer.optimizers):
-            for i, group in enumerate(optimizer.param_groups):
-                for key in group.keys() - {"params", "param_names"}:
-                    entries |= self._values.entries(f"{number}/param_groups/{i}/{key}", group[key])
-                with self._outside_hooks():
-                    parameters = list(group["params"])
-                has = [names.get(id(parameter), _NO_PARAMETER) for parameter in parameters]
-                entries |= {f"{number}/param_groups/{i} has {name}": Entry("yes") for name in has}
-        return entries
-
-    def _attributes(self, module: nn.Module) -> dict[str, Entry]:
-        skipped = ("torch.", "lightning.", "torchmetrics.")
-        own = [(n, m) for n, m in module.named_modules() if not type(m).__module__.startswith(skipped)]
-        given = _given_by(pl.LightningModule)
-        return _merge(self._values.attributes(n, m, given) for n, m in own if not isinstance(m, Metric))
-
-    def _datamodule(self) -> dict[str, Entry]:
-        datamodule = getattr(self._trainer, "datamodule", None)
-        if datamodule is None:
-            return {}
-        state = self._values.entries("state_dict", datamodule.state_dict())
-        return state | self._values.attributes("", datamodule, _given_by(pl.LightningDataModule))
-
-    def _callback(self, number: int, callback: Callback) -> dict[str, Entry]:
-        name = f"{type(callback).__name__} ({number})"
-        if isinstance(callback, Timer):
-            self._values.unobserved[f"callback {name}"] = "it measures time, which is never the same"
-        if isinstance(callback, Timer | RunRecorder):
-            return {}
-        only = (Tensor, *_GENERATORS) if type(callback).__module__.startswith("lightning") else (object,)
-        state = self._values.entries(f"{name}/state_dict", callback.state_dict())
-        return state | self._values.attributes(name, callback, {"_trainer"}, only=only)
-
-    def _random(self) -> dict[str, Entry]:
-        streams: dict[str, Entry] = {}
-        for name, state in get_rng_state().items():
-            many = {f"cuda:{i}": each for i, each in enumerate(state)} if name == "cuda" else {name: state}
-            streams |= {name: Entry(_state_digest(each)) for name, each in many.items()}
-        streams |= self._values.attributes("module", self._trainer.lightning_module, (), only=_GENERATORS)
-        for number, loader in enumerate(train_loaders(self._trainer)):
+    def _position(self) -> dict[str, dict[str, Any]]:
+        """Return the random streams and the counters of steps."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        streams: dict[str, Any] = {name: Entry(_digest(state)) for name, state in get_rng_state().items()}
+        for number, loader in enumerate(train_loaders(trainer)):
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             for name, owner in ((f"loader {number}", loader), (f"loader {number} sampler", sampler)):
-                for key in ("generator", "seed", "epoch"):
-                    value = getattr(owner, key, None)
-                    if isinstance(value, (*_GENERATORS, int)):
-                        streams |= self._values.entries(f"{name} {key}", value)
+                values = {key: getattr(owner, key, None) for key in ("generator", "seed", "epoch")}
+                streams[name] = {key: of for key, of in values.items() if isinstance(of, (*GENERATORS, int))}
             if workers := getattr(loader, "num_workers", 0):
                 name = f"loader {number}: random streams of its workers"
                 self._values.unobserved[name] = f"they are in {workers} other processes"
-        return streams
+        counters = {"global_step": trainer.global_step, "epoch": trainer.current_epoch, "batch_idx": loop.batch_idx}
+        return {"random": streams, "counters": counters | {"batches over all epochs": loop.total_batch_idx}}
 
-    def _counters(self) -> dict[str, Entry]:
-        trainer = self._trainer
-        loop = trainer.fit_loop.epoch_loop
-        steps = {"global_step": trainer.global_step, "epoch": trainer.current_epoch}
-        counters = steps | {"batch_idx": loop.batch_idx, "batches over all epochs": loop.total_batch_idx}
-        return {name: Entry(str(value), float(value)) for name, value in counters.items()}
-
-    def _logged(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _logged(self) -> dict[str, dict[str, Any]]:
+        synced, own = dict[str, Any](), dict[str, Any]()
         for logged in logged_values(self._trainer):
-            values = {} if logged.of_batch is None else {logged.name: (logged.of_batch, logged.synced)}
-            for part, value in logged.of_epoch.items():
-                values[f"{logged.name} over the epoch so far ({part})"] = value, False
-            for name, (value, shared) in values.items():
-                number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # can be printed
-                of_value = self._values.entries(name, number)
-                entries |= {key: dataclasses.replace(entry, shared=shared) for key, entry in of_value.items()}
-        return entries
+            if logged.of_batch is not None:
+                (synced if logged.synced else own)[logged.name] = logged.of_batch
+            own |= {f"{logged.name} over the epoch so far ({part})": value for part, value in logged.of_epoch.items()}
+        return {"logged": synced, "logged_by_rank": own}
 
 
-def _merge(many: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
-    return {name: entry for each in many for name, entry in each.items()}
+_NO_PARAMETER = "a tensor that is no parameter"
+
+
+def _module_attributes(module: nn.Module) -> dict[str, Any]:
+    given, libraries = _given_by(pl.LightningModule), ("torch.", "lightning.", "torchmetrics.")
+    return {
+        f"{name}.{key}" if name else key: value
+        for name, sub in module.named_modules()
+        if not type(sub).__module__.startswith(libraries) and not isinstance(sub, Metric)
+        for key, value in vars(sub).items()
+        if key not in given
+    }
+
+
+def _with_attributes(owner: Any, without: Collection[str]) -> dict[str, Any]:
+    """Return the ``state_dict()`` of an object and its attributes; nothing of None."""
+    if owner is None:
+        return {}
+    return {"state_dict": owner.state_dict()} | {key: of for key, of in vars(owner).items() if key not in without}
 
 
 @cache
@@ -316,36 +265,12 @@ def _given_by(kind: type) -> frozenset[str]:
     return frozenset(vars(kind())) | SET_LATER
 
 
-class _StandInLogger(DummyLogger):
-    """Takes the place of a logger: nothing is written or sent anywhere.
-
-    Args:
-        directory: for code that asks a logger where to write.
-    """
-
-    def __init__(self, directory: str) -> None:
-        super().__init__()
-        self._directory = directory
-
-    @property
-    @override
-    def save_dir(self) -> str:
-        return self._directory
-
-    @property
-    @override
-    def log_dir(self) -> str:
-        return self._directory
-
-
 # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _OURS = "lightning_shardckpt."
 _SHORT, _DEEPEST, _MOST = 80, 6, 1000
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range)
-_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
-_GENERATORS = (torch.Generator, random.Random)
 
 
 class _Values:
@@ -359,53 +284,31 @@ class _Values:
         self._replaced = replaced
         self.unobserved: dict[str, str] = {}
 
-    def entries(self, name: str, value: Any) -> dict[str, Entry]:
-        """Return the entries of a value and of all values in it, by name."""
-        return dict(self._walk(name, value, 0))
-
-    def attributes(
-        self, name: str, owner: object, without: Collection[str], *, only: tuple[type, ...] = (object,)
-    ) -> dict[str, Entry]:
-        """Return the entries of an object's attributes of some types, but for code and the names in ``without``."""
-        entries: dict[str, Entry] = {}
-        for key, value in list(vars(owner).items()):
-            if key not in without and isinstance(value, only) and not isinstance(value, _CODE):
-                entries |= self.entries(f"{name}.{key}" if name else key, value)
-        return entries
-
-    def _walk(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Entry]]:
+    def entries(self, name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Entry]]:
+        """Yield the entries of a value and of all values in it, by name."""
         if isinstance(value, Tensor):
             try:
-                yield from _tensor_entries(name, value).items()
+                yield from _tensor_entries(clean_fqn(name), value)
             except (StateError, RuntimeError, NotImplementedError) as error:
                 self.unobserved[name] = str(error)
+        elif isinstance(value, Entry):
+            yield name, value
         elif isinstance(value, _SCALARS):
             yield name, self._scalar(value)
         elif isinstance(value, GENERATORS):
-            yield name, Entry(_state_digest(generator_state(value)), shared=False)
+            yield name, Entry(_digest(generator_state(value)), shared=False)
         elif isinstance(value, np.ndarray | np.generic):
-            yield name, Entry(f"{value.dtype} {value.shape} {checksum(np.ascontiguousarray(value).tobytes())}")
-        elif isinstance(value, nn.Module):
-            for key, tensor in value.state_dict().items():
-                yield from self._walk(f"{name}.{key}", tensor, depth + 1)
-        elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
+            yield name, Entry(f"{value.dtype} {value.shape} {_digest(value)}")
+        elif not isinstance(value, _CODE) and not type(value).__module__.startswith(_OURS):  # those are the strategy's
             yield from self._contents(name, value, depth)
-        elif type(value).__module__.startswith(_OURS):
-            return  # the strategy keeps it with a module
-        elif depth < _DEEPEST and dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {of.name: getattr(value, of.name, None) for of in dataclasses.fields(value)}
-            yield from self._walk(name, fields, depth + 1)
-        elif not isinstance(value, _CODE):
-            self.unobserved[name] = f"a value of {type(value).__module__}.{type(value).__qualname__}"
 
     def _contents(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, Entry]]:
-        if isinstance(value, set | frozenset):
-            value = sorted(value, key=repr)
-        items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
-        yield f"{name} (its length)", Entry(str(len(items)), float(len(items)))
-        if len(items) <= _MOST:
+        items = _items(value)
+        if items is None or depth == _DEEPEST:
+            self.unobserved[name] = f"a value of {type(value).__module__}.{type(value).__qualname__}"
+        elif len(items) <= _MOST:
             for key, item in items:
-                yield from self._walk(f"{name}[{key!r}]", item, depth + 1)
+                yield from self.entries(f"{name}/{key}" if name else str(key), item, depth + 1)
         elif all(isinstance(item, _SCALARS) for _, item in items):
             yield name, Entry(checksum(repr(items).encode()))
         else:
@@ -420,13 +323,28 @@ class _Values:
         return Entry(text if len(text) <= _SHORT else checksum(text.encode()), float(value) if is_exact else None)
 
 
-def _state_digest(state: Any) -> str:
-    """Return a digest of a generator's state: a tensor, a dict, or nested tuples of numbers and arrays."""
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the values in a container by key; None of other objects."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
+    elif dataclasses.is_dataclass(value):
+        value = {of.name: getattr(value, of.name, None) for of in dataclasses.fields(value)}
+    elif isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple | deque) else None
+
+
+def _digest(state: Any) -> str:
+    """Return a digest of tensors, arrays and plain values, also nested."""
     if isinstance(state, Tensor):
-        return checksum(state.cpu().numpy().tobytes())
-    if not isinstance(state, dict):
-        state = tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
-    return checksum(repr(state).encode())
+        state = state.cpu().numpy()
+    if isinstance(state, np.ndarray | np.generic):
+        return checksum(np.ascontiguousarray(state).tobytes())
+    if isinstance(state, Mapping):
+        state = tuple(state.items())
+    return checksum(repr(tuple(map(_digest, state)) if isinstance(state, list | tuple) else state).encode())
 
 
 # ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -436,19 +354,21 @@ _SEED = np.uint64(0xD6E8FEB86659FD93)
 
 
 @torch.no_grad()
-def _tensor_entries(name: str, tensor: Tensor) -> dict[str, Entry]:
+def _tensor_entries(name: str, tensor: Tensor) -> list[tuple[str, Entry]]:
     """Return the entry of a tensor by its name; of a compound one, those of the tensors inside.
 
     Raises:
         StateError: for a tensor without elements in boxes: lazy, sparse and nested tensors, partial sums.
     """
+    if is_elsewhere(tensor):
+        return []
     if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         raise StateError("a lazy, meta, nested or sparse tensor has no elements that could be digested")
     if not is_compound(tensor):
-        return {name: tensor_entry(tensor)}
+        return [(name, tensor_entry(tensor))]
     inside, records = take_apart(name, tensor)
-    entries = {key: Entry(checksum(repr(record).encode())) for key, record in records.items()}
-    return entries | {key: tensor_entry(of) for key, of in inside.items()}
+    entries = [(key, Entry(checksum(repr(record).encode()))) for key, record in records.items()]
+    return entries + [(key, tensor_entry(of)) for key, of in inside.items()]
 
 
 @torch.no_grad()

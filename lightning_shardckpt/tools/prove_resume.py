@@ -4,39 +4,360 @@ Three runs of the script: all steps; the first part, which saves a checkpoint an
 from that checkpoint. The first part is compared with the straight run, too: a training that does not repeat itself
 cannot be judged. The recorder (``recording``) reaches every rank, however it is started, by an entry point of Lightning
 that is found by ``PYTHONPATH``.
+
+Each rank of a run writes JSON lines: its setting, then entries by section and name for each moment of each step. A
+tensor is recorded by its boxes, whose digests add up, so that it can be compared over all ranks on any topology. On the
+same topology runs are compared bit by bit. On another one sums are in another order, so that values may differ within a
+tolerance, except for state that has just been loaded.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, Literal
 
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.text import count_text
-from lightning_shardckpt.tools.run_records import (
-    Difference,
-    RankRecords,
-    RunPlan,
-    compare_runs,
-    read_records,
-    same_topology,
-)
 
 DEFAULT_STEPS = 8
 DEFAULT_TIMEOUT_S = 1800.0
 OTHER_TOPOLOGY_TOLERANCE = 1e-4
 
-_PHASES = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
 _MOST_DIFFERENCES, _MOST_REASONS, _LOG_LINES = 10, 40, 20
+Phase = Literal["restored", "before", "after"]
+"""A moment of a step: state loaded from a checkpoint, before the training step, after the optimizer's step."""
+
+_STATE = ("metrics", "precision", "schedulers", "module", "datamodule", "callbacks")
+SECTIONS: dict[Phase, tuple[str, ...]] = {
+    "restored": ("weights", "buffers", "optimizer", "param_groups", *_STATE),
+    "before": ("batch", "random", "counters"),
+    "after": (
+        *("loss", "logged", "logged_by_rank", "gradients", "optimizer", "weights", "buffers", *_STATE),
+        *("param_groups", "random", "counters"),
+    ),
+}
+"""The sections of each moment, causes before their effects."""
+
+_OF_A_TOPOLOGY = {
+    "batch": "each rank has its own share",
+    "random": "each rank draws random numbers of its own",
+    "loss": "each rank has the loss of its own share; values logged with sync_dist=True are compared",
+    "logged_by_rank": "each rank has a value of its own (self.log without sync_dist=True, or over an epoch)",
+    "gradients": "until the optimizer steps they may be sums over some of the ranks; the weights are compared",
+    "metrics": "each rank counts its own share until the metric is computed",
+}
+"""Sections that are not compared on another topology, and why."""
+_PHASES = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
+_FLOOR = 1e-4  # a tensor whose norm is less than this part of the largest one of its section counts as noise
+
+
+# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The orders of a recorder.
+
+    Attributes:
+        records: the folder for the records of all ranks.
+        files: the folder that replaces ``default_root_dir``; a LightningCLI writes its config there once.
+        saves: the folder that replaces ``dirpath`` of the script's own ModelCheckpoints.
+        first_step: batches that were trained before this run.
+        last_step: the batch after which the run ends, counted from the beginning of training.
+        save_to: the checkpoint to save after the last batch, if any.
+        resume_from: the checkpoint to resume from; None leaves ``ckpt_path`` as the script gives it.
+    """
+
+    records: str
+    files: str
+    saves: str
+    first_step: int
+    last_step: int
+    save_to: str | None = None
+    resume_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRecord:
+    """A box of a tensor: its start, its lengths, the digest of its elements, and their moments.
+
+    Digests and moments of boxes add up to those of the tensor. The moments are the sum of squares, then projections on
+    fixed pseudo-random vectors.
+    """
+
+    start: tuple[int, ...]
+    lengths: tuple[int, ...]
+    digest: int
+    moments: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value or a tensor.
+
+    Attributes:
+        text: of a value, which may be a digest; the dtype of a tensor.
+        number: of a value that is a number.
+        shared: whether the value is the same on all ranks, on any topology.
+        shape: of a tensor: the global one.
+        boxes: of a tensor: those that the rank has.
+    """
+
+    text: str
+    number: float | None = None
+    shared: bool = True
+    shape: tuple[int, ...] | None = None
+    boxes: tuple[BoxRecord, ...] = ()
+
+    @property
+    def digest(self) -> int:
+        """The digest of a tensor's elements."""
+        return sum(box.digest for box in self.boxes) % 2**64
+
+    @property
+    def moments(self) -> list[float]:
+        """The moments of the whole tensor; nothing where a box has none."""
+        return [math.fsum(column) for column in zip(*(box.moments for box in self.boxes), strict=False)]
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of a tensor; 0 if it has none, or not a finite one."""
+        total = (self.moments or [0.0])[0]
+        return math.sqrt(total) if math.isfinite(total) else 0.0
+
+    def __str__(self) -> str:
+        tensor = f" {self.shape} with digest {self.digest:016x} and a norm of {self.norm:.6g}"
+        return self.text if self.shape is None else self.text + tensor
+
+
+Sections = Mapping[str, Mapping[str, Entry]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The rank and the world size, the strategy and its precision."""
+
+    rank: int
+    world: int
+    strategy: str
+    precision: str
+
+
+@dataclass(slots=True)
+class RankRecords:
+    """The records of one rank: sections by step and phase; why something could not be recorded, by name."""
+
+    setting: Setting
+    moments: dict[tuple[int, Phase], Sections] = field(default_factory=dict)
+    unobserved: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """The number of batches that were trained."""
+        return max((step for step, _ in self.moments), default=0)
+
+
+def rank_file(folder: str, rank: int) -> Path:
+    """Return the path of a rank's records."""
+    return Path(folder, f"rank-{rank:05}.jsonl")
+
+
+def to_line(**values: Any) -> str:
+    """Return a line of a rank's file: its ``setting``, or a moment's ``step``, ``phase`` and ``sections``."""
+    return json.dumps(values, default=astuple, separators=(",", ":")) + "\n"
+
+
+def read_records(folder: str) -> list[RankRecords]:
+    """Read the records of all ranks of a run, in the order of ranks; none if none recorded."""
+    return [_read(path) for path in sorted(Path(folder).glob("rank-*.jsonl")) if path.stat().st_size]
+
+
+def _read(path: Path) -> RankRecords:
+    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # a kill cuts the last
+    first, *moments = map(json.loads, whole)
+    records = RankRecords(Setting(*first["setting"]))
+    for moment in moments:
+        records.moments[moment["step"], moment["phase"]] = {
+            section: {name: _entry(*values) for name, values in entries.items()}
+            for section, entries in moment["sections"].items()
+        }
+        records.unobserved.update(moment.get("unobserved", {}))
+    return records
+
+
+def _entry(text: str, number: float | None, shared: bool, shape: Any, boxes: list[Any]) -> Entry:
+    of_boxes = tuple(BoxRecord(tuple(at), tuple(of), digest, tuple(moments)) for at, of, digest, moments in boxes)
+    return Entry(text, number, shared, None if shape is None else tuple(shape), of_boxes)
+
+
+# ── comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference of two runs.
+
+    Attributes:
+        step: counted in batches from 1; of ``restored``, the step after which the checkpoint was saved.
+        phase: the moment of that step.
+        section: such as ``weights``.
+        name: in that section.
+        rank: None for a tensor or value over all ranks.
+        expected: the value of the straight run.
+        found: the value of the other one.
+    """
+
+    step: int
+    phase: Phase
+    section: str
+    name: str
+    rank: int | None
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = "over all ranks" if self.rank is None else f"on rank {self.rank}"
+        name = f"{self.section}/{self.name}"  # as --ignore takes it
+        return f"{_PHASES[self.phase].format(self.step)}: {name} {where}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All differences of the first section of the first moment that differ.
+
+    ``compared``: the number of entries by section; ``skipped``: why something was not compared, by name.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    compared: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def same_topology(a: Sequence[RankRecords], b: Sequence[RankRecords]) -> bool:
+    """Return whether two runs have the same ranks, which hold the same boxes of the weights."""
+    return [(of.setting, _weight_boxes(of)) for of in a] == [(of.setting, _weight_boxes(of)) for of in b]
+
+
+def _weight_boxes(records: RankRecords) -> list[tuple[str, object]]:
+    weights = records.moments.get((records.last_step, "after"), {}).get("weights", {})
+    return [(name, _places(entry)) for name, entry in sorted(weights.items())]
+
+
+def _places(entry: Entry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(box.start, box.lengths) for box in entry.boxes]
+
+
+def compare_runs(
+    straight: Sequence[RankRecords],
+    other: Sequence[RankRecords],
+    *,
+    first: int,
+    last: int,
+    tolerance: float = 0.0,
+    ignore: Sequence[str] = (),
+) -> Comparison:
+    """Compare the records of two runs of the same steps.
+
+    Args:
+        straight: of all ranks of a run that was not interrupted.
+        other: of all ranks of another one, which may have another topology.
+        first: the number of batches after which the other one began.
+        last: the last batch to compare.
+        tolerance: the relative L2 norm of a difference of tensors that is accepted; the relative one of numbers.
+        ignore: patterns of ``SECTION/NAME`` that are not compared.
+    """
+    result, same = Comparison(), same_topology(straight, other)
+    steps: list[tuple[int, Phase]] = [(n, when) for n in range(first + 1, last + 1) for when in ("before", "after")]
+    for step, phase in [(first, "restored"), *steps]:
+        left = [of.moments.get((step, "after" if phase == "restored" else phase), {}) for of in straight]
+        right = [of.moments.get((step, phase), {}) for of in other]
+        if phase == "restored" and not any(right):
+            continue
+        for section in SECTIONS[phase]:
+            if not same and section in _OF_A_TOPOLOGY:
+                result.skipped[section] = _OF_A_TOPOLOGY[section]
+                continue
+            pairs = list(_pairs([of.get(section, {}) for of in left], [of.get(section, {}) for of in right], same))
+            norm = max((expected.norm for _, _, expected, _ in pairs if expected is not None), default=0.0)
+            for rank, name, expected, actual in pairs:
+                if any(fnmatchcase(f"{section}/{name}", pattern) for pattern in ignore):
+                    result.skipped[f"{section}/{name}"] = "ignored by --ignore"
+                elif not same and not all(of.shared for of in (expected, actual) if of is not None):
+                    result.skipped[f"{section}/{name}"] = _OF_A_TOPOLOGY["random"]
+                else:
+                    result.compared[section] += 1
+                    distance = _distance(expected, actual, norm * _FLOOR)
+                    if not distance <= (0.0 if phase == "restored" else tolerance):
+                        texts = [str(of or "nothing") for of in (expected, actual)]
+                        if actual is not None and actual.boxes and math.isfinite(distance):
+                            texts[1] += f", a relative L2 difference of about {distance:.2g}"
+                        result.differences.append(Difference(step, phase, section, name, rank, *texts))
+            if result.differences:
+                return result
+    return result
+
+
+_Named = Mapping[str, Entry]
+_Pair = tuple[int | None, str, Entry | None, Entry | None]
+"""Rank, name, and the entries of the straight run and of the other one."""
+
+
+def _pairs(a: Sequence[_Named], b: Sequence[_Named], same: bool) -> Iterator[_Pair]:
+    """Yield the entries to compare: of each rank on the same topology, else over all ranks.
+
+    Even on the same topology, a tensor of which the ranks have other boxes than before is compared over all ranks: an
+    optimizer may make state whole on every rank, and get it back in slices.
+    """
+    for name in dict.fromkeys(name for entries in (*a, *b) for name in entries):
+        left, right = ([entries.get(name) for entries in side] for side in (a, b))
+        ranks = list(zip(left, right, strict=False))
+        if same and all(x is None or y is None or _places(x) == _places(y) for x, y in ranks):
+            yield from ((rank, name, x, y) for rank, (x, y) in enumerate(ranks) if x is not None or y is not None)
+        else:
+            yield None, name, _merge(left), _merge(right)
+
+
+def _merge(entries: Iterable[Entry | None]) -> Entry | None:
+    """Return an entry over all ranks: a tensor with each box once; a value of the lowest rank that has it."""
+    present = [entry for entry in entries if entry is not None]
+    boxes = {(box.start, box.lengths): box for entry in reversed(present) for box in entry.boxes}
+    return replace(present[0], boxes=tuple(boxes.values())) if present else None
+
+
+def _distance(a: Entry | None, b: Entry | None, floor: float) -> float:
+    """Return the relative difference of two entries: 0 if they are equal, infinite if they are not of one kind.
+
+    Of tensors it estimates the L2 norm of the difference: a projection on uniform numbers of [-1, 1] has a third of its
+    square. ``floor`` is the smallest norm that it is divided by.
+    """
+    if a is None or b is None:
+        return math.inf
+    if (a.text, a.shape, a.digest) == (b.text, b.shape, b.digest):
+        return 0.0
+    if a.number is not None and b.number is not None:
+        return abs(a.number - b.number) / (max(abs(a.number), abs(b.number)) or 1.0)
+    squares = [(x - y) ** 2 for x, y in zip(a.moments[1:], b.moments[1:], strict=False)]
+    is_float = a.text.startswith(("float", "bfloat"))
+    if (a.text, a.shape) != (b.text, b.shape) or not is_float or not squares or not math.isfinite(sum(squares)):
+        return math.inf
+    distance = max(math.sqrt(3 * sum(squares) / len(squares)), abs(a.norm - b.norm))
+    return max(distance / (max(a.norm, b.norm, floor) or 1.0), math.ulp(0.0))  # their bits differ
+
+
+# ── proof ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +404,7 @@ class ResumeReport:
             lines.append("EQUAL")
         else:
             result = "DIFFERENT" if self.equal is False else "NOT REPRODUCIBLE: two runs differ before any resume"
-            lines += [f"{result}; first at:", *_cut(map(difference_text, self.differences), _MOST_DIFFERENCES)]
+            lines += [f"{result}; first at:", *_cut(map(str, self.differences), _MOST_DIFFERENCES)]
         if self.equal is None:
             lines.append("Seed everything (seed_everything: 1), use deterministic kernels, or give --tolerance.")
         if self.not_compared:
@@ -100,14 +421,6 @@ def _cut(texts: Iterable[str], most: int) -> Iterator[str]:
     yield from lines[:most]
     if len(lines) > most:
         yield f"  … and {len(lines) - most} more; --json lists all"
-
-
-def difference_text(difference: Difference) -> str:
-    """Return a difference as a line: when, what (as ``--ignore`` takes it), where, expected and found."""
-    of = difference
-    where = "over all ranks" if of.rank is None else f"on rank {of.rank}"
-    when = _PHASES[of.phase].format(of.step)
-    return f"{when}: {of.section}/{of.name} {where}: expected {of.expected}, found {of.found}"
 
 
 def prove_resume(

@@ -25,8 +25,7 @@ from torchmetrics import MeanMetric
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.recording import RunRecorder
-from lightning_shardckpt.tools.prove_resume import difference_text
-from lightning_shardckpt.tools.run_records import RunPlan, compare_runs, read_records
+from lightning_shardckpt.tools.prove_resume import RunPlan, compare_runs, read_records
 
 STEPS, MIDDLE = 8, 4
 Change = Callable[[pl.Trainer, "Net"], object]
@@ -212,18 +211,18 @@ FAULTS = {
         LOADED + "optimizer/0/left.weight/step", lambda t, m: first_optimizer_state(t, m)["step"].sub_(1)
     ),
     "a state that is not there": Fault(
-        LOADED + "optimizer/0/left.weight/step on rank 0: expected float32 () with a norm of 4, found nothing",
+        LOADED + "optimizer/0/left.weight/step on rank 0: expected float32 () with digest ",
         lambda t, m: t.optimizers[0].state.pop(m.left.weight),
     ),
     "the scheduler's step": Fault(LOADED + "schedulers/0/StepLR/last_epoch on rank 0: expected 4,", step_scheduler),
-    "the lr of a group": Fault(LOADED + "param_groups/0/param_groups/1/lr", set_lr),
+    "the lr of a group": Fault(LOADED + "param_groups/0/1/lr", set_lr),
     "a buffer": Fault(LOADED + "buffers/norm.running_mean", lambda t, m: m.norm.running_mean.zero_()),
     "a counter among the buffers": Fault(
         LOADED + "buffers/norm.num_batches_tracked", lambda t, m: m.norm.num_batches_tracked.zero_()
     ),
     "a metric": Fault(LOADED + "metrics/mean", lambda t, m: m.mean.reset()),
-    "an average of the weights": Fault(LOADED + "callbacks/Average (0)/state_dict['weight']", reset_average),
-    "a callback's count": Fault(LOADED + "callbacks/Average (0)/state_dict['batches']", reset_count),
+    "an average of the weights": Fault(LOADED + "callbacks/Average (0)/state_dict/weight", reset_average),
+    "a callback's count": Fault(LOADED + "callbacks/Average (0)/state_dict/batches", reset_count),
     "an attribute of the module": Fault(LOADED + "module/seen on rank 0: expected 4,", set_seen),
     "precision of a weight": Fault(
         LOADED + "weights/left.weight", lambda t, m: m.left.weight.copy_(m.left.weight.bfloat16().float())
@@ -235,7 +234,7 @@ FAULTS = {
         LOADED + "weights/right.weight", lambda t, m: m.right.weight.view(torch.int32)[2, 1].bitwise_xor_(1)
     ),
     "a step in the count of steps": Fault(NEXT + "counters/global_step on rank 0: expected 4, found 3", count_back),
-    "the loss scale": Fault(LOADED + "precision/precision['scale'] on rank 0: expected 64.0, found 2.0", set_scale),
+    "the loss scale": Fault(LOADED + "precision/scale on rank 0: expected 64.0, found 2.0", set_scale),
 }
 
 
@@ -281,7 +280,7 @@ def run(folder: Path, first: int, last: int, fault: Fault | None = None, **optio
 def compared(folder: Path) -> list[str]:
     """Return what differs between the straight run in a folder and the resumed one."""
     straight, resumed = (read_records(str(folder / name)) for name in (f"0-{STEPS}", f"{MIDDLE}-{STEPS}"))
-    return [difference_text(d) for d in compare_runs(straight, resumed, first=MIDDLE, last=STEPS).differences]
+    return [str(d) for d in compare_runs(straight, resumed, first=MIDDLE, last=STEPS).differences]
 
 
 def found_faults(directory: str) -> dict[str, list[str]]:

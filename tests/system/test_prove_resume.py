@@ -13,8 +13,16 @@ import pytest
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.tools.prove_resume import ResumeReport, prove_resume, prove_runs
-from lightning_shardckpt.tools.run_records import RunPlan, Setting, rank_file, read_records, to_line
+from lightning_shardckpt.tools.prove_resume import (
+    ResumeReport,
+    RunPlan,
+    Setting,
+    prove_resume,
+    prove_runs,
+    rank_file,
+    read_records,
+    to_line,
+)
 from tests.support import planted_faults
 from tests.support.pages import DOCS
 from tests.support.pool import ROOT, run_ranks
@@ -71,7 +79,7 @@ def test_a_planted_fault_is_named_first(found: dict[str, list[str]], fault: str)
 
 def test_what_lightning_does_not_save_is_named(found: dict[str, list[str]]) -> None:
     assert found["an accumulated gradient"][0].startswith("step 5: gradients/left.weight on rank 0")
-    assert found["a mean over the epoch"][0].startswith("step 5: logged/loss over the epoch so far (value)")
+    assert found["a mean over the epoch"][0].startswith("step 5: logged_by_rank/loss over the epoch so far (value)")
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -85,12 +93,12 @@ def test_a_script_whose_strategy_does_not_go_on_in_the_data(tmp_path: Path, pyth
     done = python(command, env=os.environ)
     printed = done.stdout
     assert done.returncode == 1, printed + done.stderr
-    assert re.search(r"^  step 3, at its start: batch/batch\[0\] on rank 0: .*$", printed, re.MULTILINE)
+    assert re.search(r"^  step 3, at its start: batch/batch/0 on rank 0: .*$", printed, re.MULTILINE)
     assert not own.exists()  # its ModelCheckpoint saved in the folder of the proof, its logger nowhere
     assert len(list((proof / "straight" / "saves").rglob("*.ckpt"))) == 5
     (straight,), (resumed,) = (read_records(str(proof / run / "records")) for run in ("straight", "resumed"))
     assert [*resumed.moments] == [(2, "restored")] + [(n, when) for n in (3, 4, 5) for when in ("before", "after")]
-    assert "loss" in straight.moments[3, "after"]["logged"]
+    assert "loss" in straight.moments[3, "after"]["logged_by_rank"]
     assert resumed.moments[2, "restored"]["weights"] == straight.moments[2, "after"]["weights"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_shardckpt.recording import box_record, tensor_entry
-from lightning_shardckpt.tools.run_records import (
+from lightning_shardckpt.tools.prove_resume import (
     Comparison,
     Entry,
     RankRecords,
@@ -40,7 +40,8 @@ def run(*weights: Entry, **sections: list[dict[str, Entry]]) -> list[RankRecords
         more = {section: each[rank] for section, each in sections.items()}
         found.moments[1, "restored"] = found.moments[1, "after"] = {"weights": {"w": weight}}
         found.moments[2, "before"] = {s: more[s] for s in more if s in ("random", "batch")}
-        found.moments[2, "after"] = {"weights": {"w": weight}} | {s: more[s] for s in more if s in ("loss", "logged")}
+        after = {s: more[s] for s in more if s in ("loss", "logged", "logged_by_rank")}
+        found.moments[2, "after"] = {"weights": {"w": weight}} | after
         ranks.append(found)
     return ranks
 
@@ -108,7 +109,7 @@ def test_state_that_every_rank_had_whole_may_come_back_in_slices() -> None:
 
 
 def test_what_belongs_to_a_rank_is_said_not_to_be_compared_on_another_topology() -> None:
-    names = ("random", "batch", "loss")
+    names = ("random", "batch", "loss", "logged_by_rank")
 
     def sections(value: str) -> dict[str, list[dict[str, Entry]]]:
         of_rank, synced = Entry(value, float(value), shared=False), Entry("0.5", 0.5)
