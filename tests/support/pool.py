@@ -13,6 +13,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, TypedDict
 
@@ -304,10 +306,18 @@ def serve(parent: int) -> None:
 
 
 def preload() -> None:
-    """Import what ranks need, and have transformers make its table of conversions, which takes a rank 0.1 s."""
+    """Import what ranks need, and do here what takes each rank or each of its Trainers a while, with the same result.
+
+    transformers makes its table of conversions, in 0.1 s. Each Trainer asks all installed packages for their entry
+    points, in 10 ms: who asks twice, with the same search path, gets the same answer.
+    """
+    entry_points = importlib.metadata.entry_points
+    of_path = cache(lambda path, **which: entry_points(**which))
+    importlib.metadata.entry_points = lambda **which: of_path(tuple(sys.path), **which)
     for module in PRELOADED:
         importlib.import_module(module)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
 
 
 def fork_server() -> None:
@@ -331,7 +341,7 @@ def fork_server() -> None:
 
 
 def _serve(jobs: IO[str], replies: IO[str]) -> None:
-    _give_gloo_one_worker()
+    _spare_threads_of_gloo()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # _supervise waits for it
     other = _server_with_package()
     for line in jobs:
@@ -404,25 +414,31 @@ def _answer(line: str) -> str:
     return json.dumps(_supervise(pids, timeout_s=job["timeout_s"], grace_s=job["grace_s"])) + "\n"
 
 
-def _give_gloo_one_worker() -> None:
+def _spare_threads_of_gloo() -> None:
     """Let every group of gloo work off its collectives in one thread: the two of torch 2.13 corrupt the heap together.
 
     Both store the name of what they have done in one ``std::string`` of the group, without a lock: see
     ``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``. One that is longer than 15 characters, such as
     ALLGATHER_COALESCED of ``DTensor.full_tensor``, may be freed twice, also where each collective is waited for before
     the next one. Options of gloo, which have the number of threads, are not passed on by ``init_process_group``.
+
+    And let all groups of a process share a device: the thread of each looks a hundred times a second for what to do.
     """
     import torch.distributed
 
     gloo: Any = torch.distributed.ProcessGroupGloo
     original = gloo.__init__
 
+    @cache
+    def device_of(pid: int, interface: str | None) -> Any:
+        return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
     def initialise(
         group: Any, store: Any, rank: int, size: int, *, timeout: datetime.timedelta, enable_reconfigure: bool = False
     ) -> None:
         assert not enable_reconfigure, "options of gloo have no such thing"  # torch 2.15 passes it, False by default
-        options, interface = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
-        device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+        options = gloo._Options()
+        device = device_of(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
         options._devices, options._threads, options._timeout = [device], 1, timeout
         original(group, store, rank, size, options)
 
