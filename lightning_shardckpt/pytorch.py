@@ -35,7 +35,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     wrap_actions,
 )
 from lightning_shardckpt.compat.torchmetrics import gather_metrics_over
-from lightning_shardckpt.distributed.error_report import is_of_a_collective
+from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
@@ -376,7 +376,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._own_steps is not None:
             self._own_steps.reset()
         self._checkpoints.leave()
-        if (first := self._ranks.leave(exception, roll_call=is_of_a_collective(exception))) is not None:
+        if (first := self._ranks.leave(exception, roll_call=is_collective_failure(exception))) is not None:
             exception.add_note(first)
         self.checkpoint_io.leave(exception)
 
@@ -388,7 +388,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._ranks.linger()  # it may keep the store: the others end a complete run with an error without it
+        self._ranks.wait_until_read()  # it may keep the store: the others end a complete run with an error without it
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()

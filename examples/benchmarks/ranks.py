@@ -143,7 +143,7 @@ def of_processes(world: int, steps: int) -> Facts:
             wall, cpu = timed_step(ranks)
             if number and rank == 0:
                 os.write(results[1], json.dumps([wall, cpu, server.cpu() - before]).encode() + b"\n")
-        ranks.linger()
+        ranks.wait_until_read()
 
     with server() as served:
         before = one_by_one(served.client(), world)

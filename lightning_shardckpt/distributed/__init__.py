@@ -1,4 +1,4 @@
-"""Ranks that agree, fail together, tell each other numbers and notice each other's end.
+"""Agreement, joint failure, exchange of host numbers and liveness of ranks.
 
-In come process groups and stores of torch. Nothing here knows models or files.
+Takes process groups and stores of torch. Nothing here knows models or files.
 """

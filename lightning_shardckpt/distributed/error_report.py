@@ -1,4 +1,4 @@
-"""Errors as JSON, from which other ranks raise them again."""
+"""Errors as JSON, so that other ranks can raise them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_shardckpt import errors
 from lightning_shardckpt.errors import RankError
 
-_OF_COLLECTIVES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
+_COLLECTIVE_MESSAGES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
 
 
 class ErrorReport(TypedDict):
@@ -21,32 +21,35 @@ class ErrorReport(TypedDict):
     message: str
     errno: int | None
     ranks: NotRequired[list[int]]
-    """The first of those that failed, where it is known; the error is the first one's."""
+    """The first failed ranks, if known; the error is that of the first one."""
     count: NotRequired[int]
-    """Of those that failed, if it is more than one."""
+    """The number of failed ranks, if more than one."""
 
 
 def report_error(error: BaseException) -> ErrorReport:
-    """Return what of an error can travel, of any class."""
+    """Return an error of any class as a report."""
     try:
         message = str(error)
-    except Exception:  # of a class of the user's
+    except Exception:  # a user's class whose __str__ raises
         message = "(it has no message)"
     return {"type": type(error).__name__, "message": message, "errno": getattr(error, "errno", None)}
 
 
 def rebuild_error(report: ErrorReport, message: str) -> Exception:
-    """An exception of the class that was reported, if that is this package's or the system's, else a RankError."""
-    kind = getattr(errors, report["type"], None) or getattr(builtins, report["type"], None)
-    if isinstance(kind, type) and issubclass(kind, errors.ShardCkptError | OSError):
-        if not issubclass(kind, errors.ShardCkptError) and report["errno"] is not None:
-            return kind(report["errno"], message)
-        return kind(message)
+    """Return an exception of the reported class if that is a ShardCkptError or an OSError, else a RankError."""
+    cls = getattr(errors, report["type"], None) or getattr(builtins, report["type"], None)
+    if isinstance(cls, type) and issubclass(cls, errors.ShardCkptError | OSError):
+        if not issubclass(cls, errors.ShardCkptError) and report["errno"] is not None:
+            return cls(report["errno"], message)
+        return cls(message)
     return RankError(message)
 
 
-def is_of_a_collective(error: BaseException) -> bool:
-    """Return whether a collective of training failed, perhaps as other ranks are gone; gloo has no class for that."""
+def is_collective_failure(error: BaseException) -> bool:
+    """Return True if a training collective raised ``error``, perhaps because a rank is gone.
+
+    Also matches messages, since gloo has no exception class of its own.
+    """
     return isinstance(error, RuntimeError) and not isinstance(error, errors.ShardCkptError) and (
-        isinstance(error, dist.DistError) or _OF_COLLECTIVES.search(str(error)) is not None
+        isinstance(error, dist.DistError) or _COLLECTIVE_MESSAGES.search(str(error)) is not None
     )

@@ -1,6 +1,6 @@
 """Liveness of processes on this host, and the number of ranks that share its cores.
 
-Linux's /proc tells the former; where there is none, nobody is called dead.
+Liveness comes from Linux's /proc; without it, every process counts as alive.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as others of its host can look it up: by its id, and when it started, since ids are given anew."""
+    """A process, identified on its host by its id and its start time, since the system reuses ids."""
 
     pid: int
     started: str
 
     @classmethod
     def this(cls) -> Process:
-        """The calling one."""
-        return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1] if _proc_is_ours() else "")
+        """Return the calling process."""
+        return cls(os.getpid(), (_stat(os.getpid()) or ("", ""))[1] if _has_own_proc() else "")
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended, for whatever reason; a stopped or busy one has not.
+        """Return True if the process has ended, for any reason; a stopped or busy process has not.
 
-        Call it on its host only.
+        Valid only on the host of the process.
         """
         if not self.started:
             return False
@@ -33,28 +33,31 @@ class Process:
         return now is None or now[1] != self.started or now[0] in "ZX"
 
 
-def local_ranks() -> int:
-    """Return how many ranks share this host, as launchers say it: at most so many, if they only tell of all hosts."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    return max(int(told), 1) if told.isdecimal() else 1
+def local_rank_count() -> int:
+    """Return the number of ranks on this host from the launcher's variables; an upper bound if only WORLD_SIZE is set.
+
+    At least one.
+    """
+    size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return max(int(size), 1) if size.isdecimal() else 1
 
 
-def own_cores() -> int:
-    """Return how many cores there are for this rank, if each has its share; at least one."""
-    return max(len(os.sched_getaffinity(0)) // local_ranks(), 1)
+def cores_per_rank() -> int:
+    """Return this rank's share of the host's cores; at least one."""
+    return max(len(os.sched_getaffinity(0)) // local_rank_count(), 1)
 
 
 def host() -> str:
-    """Names the set of processes that see each other: equal for two if they can look each other up."""
+    """Return a name that is equal for two processes if they can look each other up in /proc."""
     name = os.uname().nodename
-    if not _proc_is_ours():
+    if not _has_own_proc():
         return f"{name}-{os.getpid()}"
     booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{name}-{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _proc_is_ours() -> bool:
-    """Return whether /proc is there, and numbers processes as this one's calls do: another's may be mounted."""
+def _has_own_proc() -> bool:
+    """Return True if /proc exists and belongs to this process's pid namespace: another's may be mounted."""
     try:
         return os.readlink("/proc/self") == str(os.getpid())
     except OSError:
@@ -62,10 +65,10 @@ def _proc_is_ours() -> bool:
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """State and start time (in clock ticks since the host booted), or None if there is no such process."""
+    """Return the state and start time (in clock ticks since boot) of a process, or None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
     return fields[0], fields[19]

@@ -1,9 +1,9 @@
-"""Steps that ranks take together, in which a failure on one reaches all.
+"""Collective steps of ranks, in which a failure of one rank reaches all.
 
-Every communication of the checkpoint side is one ``step``: each rank does its work, rank 0 sees all results, acts
-once, and everybody gets its answer or the first error. It runs over the process group's key-value store, not over
-the training group: it works off the main thread and its timeout is its own. A rank that waits looks around every
-second: for one whose process is gone, it answers in its place, so that nobody waits for the dead.
+Every communication of the checkpoint side is one ``step``: each rank does its work, rank 0 gets all results and acts
+once, and every rank gets its answer or the first error. It runs over the process group's key-value store, not over the
+training group, so it works off the main thread and has a timeout of its own. A waiting rank checks every second that
+the processes of its host live, and answers in the place of those that are gone, so that no rank waits for them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from lightning_shardckpt.compat.torch_distributed import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.heartbeat import heartbeat, raise_if_lost
-from lightning_shardckpt.distributed.many_keys import Arrivals, lacking
-from lightning_shardckpt.distributed.neighbours import Neighbours
+from lightning_shardckpt.distributed.host_ranks import HostRanks
+from lightning_shardckpt.distributed.many_keys import Arrivals, absent_keys
 from lightning_shardckpt.errors import MismatchError, RankError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
@@ -32,10 +32,10 @@ from lightning_shardckpt.system.workers import Worker
 T = TypeVar("T")
 R = TypeVar("R")
 _instances = itertools.count()
-_of_groups: dict[str, itertools.count[int]] = {}  # by name: only the ranks of a group count its instances
-_PAUSE_PER_RANK_S = 2e-5  # so that all ranks together ask at most 50,000 times a second: a server takes 11 µs for each
-_LONGEST_PAUSE_PER_RANK_S = 1e-4  # 10,000 times after a while
-_LOOK_PER_RANK_S = 2e-4  # so that all ranks together look around at most 5,000 times a second
+_group_instances: dict[str, itertools.count[int]] = {}  # by name of the group, since only its ranks count them
+_PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a server takes 11 µs for each
+_LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
+_CHECK_PER_RANK_S = 2e-4  # at most 5,000 checks of processes by all ranks per second
 _ROLL_CALL_PAUSE_S = 0.1
 _LISTED = 32  # ranks in a message
 
@@ -43,7 +43,15 @@ _LISTED = 32  # ranks in a message
 class Ranks:
     """The processes that save and load one checkpoint together. All must take the same steps in the same order.
 
-    Every rank must create its instances in the same order. Values that travel must be JSON.
+    Every rank must create its instances in the same order. Values that are exchanged must be JSON.
+
+    Args:
+        store: shared by the ranks; None for a single process.
+        rank: of this process.
+        world: the number of ranks.
+        timeout_s: of each step.
+        name: of this instance, the same on all ranks; by default its number.
+        tuning: intervals and waits.
     """
 
     def __init__(
@@ -59,83 +67,84 @@ class Ranks:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
         self._tuning = tuning
-        self._kept = store  # if its server is in this process, it is there for as long as somebody may ask it
-        self._count, self._open = 0, False  # steps begun; whether the last one has not ended here
-        self._heard, self._deaf = 0.0, False  # when the store answered last; whether it does not any more
+        self._server = store  # keeps a server in this process alive while other ranks may use it
+        self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
+        self._answered_at, self._store_is_silent = 0.0, False  # time of the store's last answer
         if store is not None:
             self._store = own_view(store, f"shardckpt-{next(_instances) if name is None else name}")
-            self._neighbours = Neighbours(self._store, rank)
+            self._host_ranks = HostRanks(self._store, rank)
 
     @classmethod
     def alone(cls) -> Ranks:
-        """A single process: steps run in place."""
+        """Return a single process, whose steps run in place."""
         return cls(None, 0, 1)
 
     @classmethod
     def of_default_group(cls, timeout_s: float = 1800.0, *, tuning: Tuning = TUNING) -> Ranks:
-        """Return all ranks of the initialized default process group; this process alone without one."""
+        """Return all ranks of the default process group, or this process alone if it is not initialized."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()
-        found = cls(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, tuning=tuning)
-        atexit.register(found.linger)
-        return found
+        ranks = cls(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, tuning=tuning)
+        atexit.register(ranks.wait_until_read)
+        return ranks
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0) -> Ranks:
-        """The ranks of a process group, in its order. All of them must create their instances in the same order."""
+        """Return the ranks of a process group, in its order. All must create their instances in the same order."""
         if group.size() == 1:
             return cls.alone()
-        name = f"{group.group_name}-{next(_of_groups.setdefault(group.group_name, itertools.count()))}"
-        store = default_store()
-        found = cls(store, group.rank(), group.size(), timeout_s, name=name)
-        atexit.register(found.linger)
-        return found
+        name = f"{group.group_name}-{next(_group_instances.setdefault(group.group_name, itertools.count()))}"
+        ranks = cls(default_store(), group.rank(), group.size(), timeout_s, name=name)
+        atexit.register(ranks.wait_until_read)
+        return ranks
 
-    def linger(self, timeout_s: float = 10.0) -> None:
-        """Wait, on rank 0, until the others have got the answer to the last step: it may keep the store.
+    def wait_until_read(self, timeout_s: float = 10.0) -> None:
+        """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
 
-        Not collective. For the end of a run, or of a process, which does it by itself unless it is one of Python's
-        multiprocessing. Those that are gone from another host, or have left, are waited for
-        in vain.
+        Not collective. Called at the end of a run, and at exit except in processes of Python's multiprocessing. Waits
+        the whole time if a rank has left, or its process on another host is gone.
         """
-        if self._store is None or self.rank != 0 or self._open:
+        if self._store is None or self.rank != 0 or self._in_step:
             return
         deadline = time.monotonic() + timeout_s
-        with suppress(RuntimeError):  # the store's: it is kept elsewhere, and gone
+        with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             for rank in range(1, self.world):
-                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._neighbours.gone():
+                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._host_ranks.gone():
                     if time.monotonic() >= deadline:
                         return
                     time.sleep(self._tuning.rank_longest_poll_s)
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which all ranks of the world, which must enter it, notice that one of them is lost.
+    def watch(self) -> AbstractContextManager[None]:
+        """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
 
         Raises:
-            RankError: naming it, at the latest at the end of the context; see `heartbeat`.
+            RankError: naming the lost rank, at the latest at the end of the context; see `heartbeat`.
         """
         return heartbeat(self._tuning)
 
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
     ) -> R:
-        """Run ``work`` here and ``lead`` on rank 0 over the results by rank; return what ``lead`` returned.
+        """Run ``work`` on every rank and ``lead`` on rank 0; return the result of ``lead``.
 
         Collective: every rank must call it.
 
         Args:
             phase: completes the sentence "rank 3 failed while …"; its first word must be the same on all ranks.
-            work: gives what this rank has to say; JSON.
-            lead: called on rank 0, when all have done their work, with the list of results by rank; returns JSON.
-            timeout_s: instead of the one of all steps, for one that may be in vain.
+            work: returns this rank's result, as JSON.
+            lead: called on rank 0 with the list of results by rank, when all ranks have done their work; returns JSON.
+            timeout_s: of this step, in place of the instance's.
+
+        Returns:
+            The value that ``lead`` returned, on every rank.
 
         Raises:
-            Exception: on every rank if any rank failed: of the class that the first failing rank raised, where that is
+            Exception: on every rank if any rank failed: of the class that the first failing rank raised, if that is
                 an error of this package or of the operating system, else RankError. The message names the rank.
         """
         if self._store is None:
             return lead([work()])
-        self._count, self._open = self._count + 1, True
+        self._count, self._in_step = self._count + 1, True
         cause: BaseException | None = None
         try:
             text = _json({"value": work(), "phase": phase})
@@ -144,27 +153,27 @@ class Ranks:
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         answer = self._exchange(self._store, phase, text, lead, wait_s)
         if "error" in answer:
-            self.linger(self._tuning.error_delivery_s)  # with this error the process may end, and with it the store
+            self.wait_until_read(self._tuning.error_delivery_s)  # the error may end this process, which keeps the store
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if "error" in answer:
-            raise _rebuilt(answer["error"], phase) from cause
+            raise _rebuild(answer["error"], phase) from cause
         result: R = answer["value"]
         return result
 
     def step_until(
         self, phase: str, look: Callable[[], T], same: Callable[[list[T], bool], bool], within_s: float
     ) -> None:
-        """Take a step until all ranks see the same: a network file system may show it to some of them late.
+        """Repeat a step until all ranks see the same, since a network file system may show changes late.
 
         Collective: every rank must call it.
 
         Args:
             phase: as in ``step``.
-            look: gives what this rank sees; JSON.
-            same: called on rank 0 with what the ranks see and whether they are to look again if it differs; returns
-                whether they see the same, or raises.
-            within_s: so long they look again.
+            look: returns what this rank sees, as JSON.
+            same: called on rank 0 with the list of what the ranks see, and True if they will look again in case of a
+                difference; returns True if they see the same, or raises.
+            within_s: the time within which they look again.
 
         Raises:
             Exception: as ``step`` does.
@@ -174,33 +183,33 @@ class Ranks:
             time.sleep(self._tuning.look_again_s)
 
     def leave(self, error: BaseException, *, roll_call: bool = False) -> str | None:
-        """Tell the others that this rank takes no further step, and why: the one that they wait in fails on all.
+        """Tell the other ranks that this one takes no further step, and why: the step in which they wait fails on all.
 
-        Not collective. Of no effect if the store can't be reached any more.
+        Not collective. Does nothing if the store can't be reached any more.
 
         Args:
-            error: why.
-            roll_call: whether to wait for the others to leave, too, since their processes or machines may be lost: a
-                collective of training that fails tells only that somebody is gone.
+            error: the reason.
+            roll_call: wait until the others have left too, to name the ranks that don't: the error of a training
+                collective does not say which process or machine is lost.
 
         Returns:
-            Sentences for the user, or None: which rank left first with another error; and of a roll call, which ranks
+            Sentences for the user, or None: which rank left first with another error; after a roll call, which ranks
             did not leave and on which machines they are, or that the store can't be reached.
         """
         store = self._store
-        if store is None or self._deaf:
+        if store is None or self._store_is_silent:
             return None
-        self._count, self._open = self._count + (not self._open), True
+        self._count, self._in_step = self._count + (not self._in_step), True
         try:
-            tell = partial(self._said_on_leaving, store, error, roll_call)
-            said = self._while_it_answers(tell, "leaving", self._tuning.roll_call_s)
+            leave = partial(self._leave, store, error, roll_call)
+            sentences = self._call_store(leave, "leaving", self._tuning.roll_call_s)
         except RankError as silence:
             return str(silence) if roll_call else None
-        return "; ".join(said) or None
+        return "; ".join(sentences) or None
 
-    def _said_on_leaving(self, store: Store, error: BaseException, roll_call: bool) -> list[str]:
-        mine = report_error(error)
-        text = _json({"error": {**mine, "ranks": [self.rank]}, "phase": ""})
+    def _leave(self, store: Store, error: BaseException, roll_call: bool) -> list[str]:
+        own = report_error(error)
+        text = _json({"error": {**own, "ranks": [self.rank]}, "phase": ""})
         try:
             put_bytes(store, f"{self._count}/{self.rank}", text)
             if self.rank == 0:
@@ -208,44 +217,48 @@ class Ranks:
             first = json.loads(store.compare_set("left", "", text.decode()))["error"]
             put_bytes(store, f"left/{self.rank}", b"")
             store.add("left/count", 1)
-            absent = self._absent(store) if roll_call else ""
-        except RuntimeError as gone:  # its server has left before
+            absent = self._await_leaving(store) if roll_call else ""
+        except RuntimeError as gone:  # the process of the store's server has left before
             lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
             return [f"{lost}: {_first_line(gone)}"] if roll_call else []
-        said = []
-        if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (mine["type"], mine["message"]):
-            said.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
+        sentences = []
+        if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (own["type"], own["message"]):
+            sentences.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
         if absent:
-            said.append(
+            sentences.append(
                 f"rank(s) {absent} did not leave, as the others did, within "
                 f"{self._tuning.roll_call_s:g} s: their processes or their machine may be lost, or they hang"
             )
-        return said
+        return sentences
 
-    def _absent(self, store: Store) -> str:
-        """Wait for all to leave; returns who did not and where, without those of one host that still live, as text."""
+    def _await_leaving(self, store: Store) -> str:
+        """Wait until all ranks have left; return the ranks that did not, and their machines, as text.
+
+        Ranks whose processes on this host still live are not listed.
+        """
         deadline = time.monotonic() + self._tuning.roll_call_s
         pause = max(_ROLL_CALL_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
         while (now := time.monotonic()) < deadline and not store.check(["left/absent"]):
-            self._heard = now
-            gone = [rank for rank in self._neighbours.gone() if not store.check([f"left/{rank}"])]
+            self._answered_at = now
+            gone = [rank for rank in self._host_ranks.gone() if not store.check([f"left/{rank}"])]
             if store.add("left/count", 0) + len(gone) >= self.world:
                 break
             time.sleep(pause)
-        me = str(self.rank)
-        if store.compare_set("left/counted by", "", me).decode() == me:  # asks for each rank: one does it for all
-            living = self._neighbours.living()
+        own = str(self.rank)
+        if store.compare_set("left/counted by", "", own).decode() == own:  # a request per rank: one rank counts for all
+            living = self._host_ranks.living()
             absent = [rank for rank in _absentees(store, "left", self.world) if rank not in living]
-            where = self._neighbours.machines_text(absent)
-            put_bytes(store, "left/absent", _json({"who": absent and f"{_list_ranks(absent)} of {self.world}{where}"}))
+            where = self._host_ranks.machines_text(absent)
+            ranks = absent and f"{_ranks_text(absent)} of {self.world}{where}"
+            put_bytes(store, "left/absent", _json({"ranks": ranks}))
         text = self._wait(store, partial(get_if_there, store, "left/absent"), self._tuning.roll_call_s)
-        return (text is not None and json.loads(text)["who"]) or ""
+        return (text is not None and json.loads(text)["ranks"]) or ""
 
     def _exchange(
-        self, store: Store, phase: str, mine: bytes, lead: Callable[[list[T]], R], timeout_s: float
+        self, store: Store, phase: str, report: bytes, lead: Callable[[list[T]], R], timeout_s: float
     ) -> dict[str, Any]:
         number = self._count
-        put_bytes(store, f"{number}/{self.rank}", mine)
+        put_bytes(store, f"{number}/{self.rank}", report)
         if self.rank == 0:
             try:
                 text = _json(self._lead(store, phase, lead, timeout_s))
@@ -256,24 +269,24 @@ class Ranks:
                     raise
             put_bytes(store, f"{number}/answer", text)
         else:
-            text = self._while_it_answers(lambda: self._get_answer(store, phase, timeout_s), phase, timeout_s)
+            text = self._call_store(lambda: self._get_answer(store, phase, timeout_s), phase, timeout_s)
         answer: dict[str, Any] = json.loads(text)
-        self._open = False
+        self._in_step = False
         store.delete_key(f"{number}/{self.rank}")
         if self.rank == 0:
             store.delete_key(f"{number}/leading")
             if number > 1:
-                store.delete_key(f"{number - 1}/answer")  # everybody has read it: they have all answered since
+                store.delete_key(f"{number - 1}/answer")  # all ranks have read it, since they have all answered later
         return answer
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
         arrivals = Arrivals(store, [f"{self._count}/{rank}" for rank in range(self.world)])
-        texts = self._wait(store, partial(_unless_lost, arrivals.all_if_there), timeout_s)
+        texts = self._wait(store, partial(_look_unless_lost, arrivals.get_if_complete), timeout_s)
         if texts is None:
             missing = _absentees(store, str(self._count), self.world)
-            where = self._neighbours.machines_text(missing)
+            where = self._host_ranks.machines_text(missing)
             raise RankError(
-                f"rank(s) {_list_ranks(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
+                f"rank(s) {_ranks_text(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
                 f"they{where} hang, are stopped, did not enter this call, or their machine is lost"
             )
         reports = json.loads(b"[" + b",".join(texts) + b"]")
@@ -288,29 +301,33 @@ class Ranks:
         put_bytes(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _while_it_answers(self, get: Callable[[], T], phase: str, timeout_s: float) -> T:
-        """Run ``get`` in a thread: calls to a store whose server is stopped, rank 0 perhaps, can't be interrupted."""
-        found: list[T] = []
-        self._heard = time.monotonic()
-        asking = Worker(lambda: found.append(get()), name="shardckpt-answer", daemon=True)
-        asking.start_or_run()
-        while not asking.has_ended(self._tuning.host_look_s):
-            if time.monotonic() - self._heard > timeout_s + self._tuning.rank_grace_s:
-                self._deaf = True
+    def _call_store(self, call: Callable[[], T], phase: str, timeout_s: float) -> T:
+        """Run ``call`` in a thread, since requests to a store can't be interrupted while its server hangs.
+
+        Raises:
+            RankError: if the store does not answer in time.
+        """
+        results: list[T] = []
+        self._answered_at = time.monotonic()
+        calling = Worker(lambda: results.append(call()), name="shardckpt-answer", daemon=True)
+        calling.start_or_run()
+        while not calling.has_ended(self._tuning.host_look_s):
+            if time.monotonic() - self._answered_at > timeout_s + self._tuning.rank_grace_s:
+                self._store_is_silent = True
                 raise RankError(
                     f"rank {self.rank} got no answer from the store of the process group for {timeout_s:g} s while "
                     f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped, or its machine is "
                     "lost"
                 )
-        if asking.error is not None:
-            raise asking.error
-        return found[0]
+        if calling.error is not None:
+            raise calling.error
+        return results[0]
 
     def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            look = partial(_unless_lost, partial(get_if_there, store, key))
+            look = partial(_look_unless_lost, partial(get_if_there, store, key))
             if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"
@@ -324,24 +341,24 @@ class Ranks:
     def _wait(
         self, store: Store, look: Callable[[], T | None], timeout_s: float, signs: Iterable[str] = ()
     ) -> T | None:
-        """Return what ``look`` finds, or None if it finds nothing in time.
+        """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each of ``signs``, keys that come in this order, restarts the time. Rank 0 alone looks as often as a few ranks
-        would. All others at once would keep the server of a store busy, and with it rank 0, whose every request is
-        served after one of each of them: the more there are, the less often each looks.
+        Each key of ``signs``, which appear in this order, restarts the time. The more ranks poll, the longer each
+        pauses: together they would keep the store's server busy, and it serves a request of rank 0 only after one of
+        each other rank. Rank 0 polls as often as one of few ranks.
         """
         signs = list(signs)
-        looked = time.monotonic()
-        began, deadline = looked, looked + timeout_s
-        many = self.world if self.rank else 1
-        shortest = max(self._tuning.rank_poll_s, many * _PAUSE_PER_RANK_S)
-        longest = max(self._tuning.rank_longest_poll_s, many * _LONGEST_PAUSE_PER_RANK_S)
-        around_s = max(self._tuning.host_look_s, many * _LOOK_PER_RANK_S)
-        while (found := look()) is None:  # no store.wait: each one that is in vain makes a TCPStore print warnings
-            self._heard = now = time.monotonic()
-            if now - looked >= around_s or now >= deadline:
-                looked = now
-                self._answer_for_the_dead(store)
+        checked_at = time.monotonic()
+        began, deadline = checked_at, checked_at + timeout_s
+        polling = self.world if self.rank else 1
+        shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
+        longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
+        check_s = max(self._tuning.host_look_s, polling * _CHECK_PER_RANK_S)
+        while (value := look()) is None:  # not store.wait: a TCPStore prints warnings for each one that times out
+            self._answered_at = now = time.monotonic()
+            if now - checked_at >= check_s or now >= deadline:
+                checked_at = now
+                self._answer_for_gone_ranks(store)
                 while signs and store.check([signs[0]]):
                     del signs[0]
                     deadline = now + timeout_s
@@ -349,11 +366,11 @@ class Ranks:
                 return look()
             pause = min(max(shortest, (now - began) / 20), longest)
             time.sleep(max(min(pause, deadline - now), 0))
-        return found
+        return value
 
-    def _answer_for_the_dead(self, store: Store) -> None:
-        """Report for the ranks of this host whose processes are gone, and in place of rank 0 if it is among them."""
-        for rank, process in self._neighbours.gone().items():
+    def _answer_for_gone_ranks(self, store: Store) -> None:
+        """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
+        for rank, process in self._host_ranks.gone().items():
             message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
             text = _json({"error": {**report_error(RankError(message)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
@@ -361,12 +378,12 @@ class Ranks:
                     put_bytes(store, key, text)
 
 
-def _unless_lost(look: Callable[[], T | None]) -> T | None:
-    """Return what ``look`` finds; raise a RankError if it finds nothing and a heartbeat was missed."""
-    found = look()
-    if found is None:
+def _look_unless_lost(look: Callable[[], T | None]) -> T | None:
+    """Return the value of ``look``; if that is None, raise a RankError if a heartbeat was missed."""
+    value = look()
+    if value is None:
         raise_if_lost()
-    return found
+    return value
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -374,12 +391,12 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _absentees(store: Store, folder: str, world: int) -> list[int]:
-    """Return the ranks that have put nothing under ``folder/<rank>``."""
-    return [int(key.rpartition("/")[2]) for key in lacking(store, [f"{folder}/{rank}" for rank in range(world)])]
+    """Return the ranks that have written no key ``folder/<rank>``."""
+    return [int(key.rpartition("/")[2]) for key in absent_keys(store, [f"{folder}/{rank}" for rank in range(world)])]
 
 
-def _list_ranks(ranks: list[int], count: int | None = None) -> str:
-    """Return the first ranks of a list as text, and how many more there are: each rank gets a message, and shows it."""
+def _ranks_text(ranks: list[int], count: int | None = None) -> str:
+    """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
     more = (count or len(ranks)) - len(ranks[:_LISTED])
     text = ", ".join(map(str, ranks[:_LISTED]))
     return f"[{text}, … and {more:,} more]" if more > 0 else f"[{text}]"
@@ -389,7 +406,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _rebuilt(report: ErrorReport, phase: str) -> Exception:
+def _rebuild(report: ErrorReport, phase: str) -> Exception:
     ranks = report["ranks"]
-    others = f" (and rank(s) {_list_ranks(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
+    others = f" (and rank(s) {_ranks_text(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
     return rebuild_error(report, f"rank {ranks[0]}{others} failed while {phase}: {report['type']}: {report['message']}")

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import shape_of, spec_of
-from lightning_shardckpt.distributed.liveness import local_ranks
+from lightning_shardckpt.distributed.liveness import local_rank_count
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, ShardEntry
@@ -379,7 +379,7 @@ def _free_share() -> int:
     """Return this rank's part of the memory that is free now, or can be made free."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return free // _HIGH_LATENCY_HELD_SHARE // local_ranks()
+    return free // _HIGH_LATENCY_HELD_SHARE // local_rank_count()
 
 
 def _put(data: memoryview, local: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from lightning_shardckpt.compat.torch_modules import (
     non_persistent_buffers,
     parameter_slots,
 )
-from lightning_shardckpt.distributed.host_numbers import Copied, gathered, highest
+from lightning_shardckpt.distributed.host_numbers import HostCopy, gather_numbers, max_over_ranks
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -51,7 +51,7 @@ class Look:
     """
 
     tensors: list[tuple[str, Tensor]]
-    digest: Copied
+    digest: HostCopy
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class ReplicatedValues:
             self.begin()
             self._next = at % max(len(self._slots), 1)
         tensors = list(self._following())
-        return Look(tensors, Copied(_digest([tensor for _, tensor in tensors], device)))
+        return Look(tensors, HostCopy(_digest([tensor for _, tensor in tensors], device)))
 
     def _following(self) -> Iterator[tuple[str, Tensor]]:
         size = 0
@@ -109,7 +109,7 @@ def refuse(look: Look, group: dist.ProcessGroup) -> None:
         UnsupportedCodeError: on every rank.
     """
     own = torch.tensor([int(_digest([tensor], tensor.device)) for _, tensor in look.tensors])
-    differs = (gathered(own, group) != own).any(0).tolist()
+    differs = (gather_numbers(own, group) != own).any(0).tolist()
     wrong = [name for (name, _), bad in zip(look.tensors, differs, strict=True) if bad]
     names = wrong or [f"one of {', '.join(name for name, _ in look.tensors)}, on other ranks,"]
     raise UnsupportedCodeError(
@@ -212,7 +212,7 @@ class BatchAgreement:
         if device.type != "cpu":
             look, self._due = self._due, look
         found = torch.tensor([int(told), elapsed_us, *votes, *_votes_on(look, meshes)])
-        anybody, longest_us, *maxima = highest(found).tolist()
+        anybody, longest_us, *maxima = max_over_ranks(found).tolist()
         _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
         return bool(anybody), longest_us / batches / 1e6
 

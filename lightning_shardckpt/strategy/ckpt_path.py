@@ -87,7 +87,7 @@ class ResolvingLauncher(ScriptLauncher):
         self.resumes_from = agree_on_path(resolve, given, ranks, _storage_of(trainer).visible_within_s)
         if self.resumes_from != given:
             call.arguments["ckpt_path"] = self.resumes_from
-        with ranks.watched():
+        with ranks.watch():
             return function(*call.args, **call.kwargs)
 
 

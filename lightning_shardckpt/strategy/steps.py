@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.distributed.host_numbers import Copied, on_device, wait_for_copies
+from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
@@ -102,7 +102,7 @@ class PipelinedSteps:
         if not self._pipeline.backward_early:
             self._pipeline.backward(scale)
             return
-        copied = Copied(scale)
+        copied = HostCopy(scale)
         wait_for_copies(self._device)
         rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copied.read()
         if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import xxhash
 
-from lightning_shardckpt.distributed.liveness import own_cores
+from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, count_of, from_number
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
@@ -66,7 +66,7 @@ def planned_reads(
 
 
 def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
-    if not plan.high_latency and own_cores() == 1:
+    if not plan.high_latency and cores_per_rank() == 1:
         return 1
     nbytes = sum(request.nbytes for request in requests)
     if plan.high_latency:

@@ -29,7 +29,7 @@ from lightning_shardckpt.compat.torch_modules import (
     withholds_state,
 )
 from lightning_shardckpt.compat.torch_tensors import version_of, watched_hooks, without_torch_function
-from lightning_shardckpt.distributed.host_numbers import Copied
+from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import refuse_hook
@@ -57,7 +57,7 @@ class StepChecks:
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
         self._root, self._marks = root, list[Tensor]()
-        self._changed: list[tuple[list[int], Copied]] = []  # places among this rank's parameters, by device
+        self._changed: list[tuple[list[int], HostCopy]] = []  # places among this rank's parameters, by device
         self._own: list[tuple[str, nn.Parameter]] = []
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
@@ -209,7 +209,7 @@ class StepChecks:
             places.setdefault(mark.device, []).append(place)
         now = self._parameter_marks()
         self._changed = [
-            (of, Copied(torch.stack([self._marks[k] for k in of]) != torch.stack([now[k] for k in of])))
+            (of, HostCopy(torch.stack([self._marks[k] for k in of]) != torch.stack([now[k] for k in of])))
             for of in places.values()
         ]
 

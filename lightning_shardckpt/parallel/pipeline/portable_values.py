@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.compat.pytree import tree_map
-from lightning_shardckpt.distributed.host_numbers import Copied, on_device
+from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Copied:
     """A tensor of a GPU, on its way; another rank gets it in host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copied = Copied(tensor.resolve_conj().resolve_neg())
+        self._copied = HostCopy(tensor.resolve_conj().resolve_neg())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _as_it_is, (_host(self._copied.read()),)

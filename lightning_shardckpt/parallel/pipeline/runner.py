@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.host_numbers import Copied, host_group, wait_for_copies
+from lightning_shardckpt.distributed.host_numbers import HostCopy, host_group, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import (
@@ -226,7 +226,7 @@ class Pipeline:
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         self._checks.begin()
-        digest: list[Copied | None] = [None]
+        digest: list[HostCopy | None] = [None]
 
         def measure() -> tuple[int, int, int]:
             self.absent.check_own()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_shardckpt.distributed.host_numbers import Copied
+from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
@@ -86,4 +86,4 @@ class StepState:
     loss: Tensor | None = None
     results: Results | None = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
-    batch_digest: Copied | None = None
+    batch_digest: HostCopy | None = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single
-from lightning_shardckpt.distributed.host_numbers import gathered
+from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
 
@@ -71,7 +71,7 @@ def _check_alike(tensor: Tensor, group: dist.ProcessGroup) -> None:
         UnsupportedCodeError: on every rank.
     """
     own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
-    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gathered(own, group).tolist()]
+    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gather_numbers(own, group).tolist()]
     if any(shape != shapes[0] for shape in shapes):
         raise UnsupportedCodeError(
             f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.distributed.host_numbers import Copied, any_rank, gathered
+from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
@@ -42,7 +42,7 @@ def check_batch(batch: Any, group: dist.ProcessGroup) -> None:
     """
     tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
     own = torch.tensor([fingerprint(tensors)])
-    if any_rank(bool((gathered(own, group) != own).any())):
+    if any_rank(bool((gather_numbers(own, group) != own).any())):
         ranks = dist.get_process_group_ranks(group)
         raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
@@ -66,7 +66,7 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
             "forward of a module that tensor_parallel_plan shards computes with its weight by itself, and the step "
             "uses the result. Compute it outside of that forward, or leave the module out of the plan."
         )
-    every = gathered(loss.detach().double().sum(), group)
+    every = gather_numbers(loss.detach().double().sum(), group)
     spread = _SPREAD if loss.dtype in (torch.float16, torch.bfloat16) else _LOSS_SPREAD
     if any_rank(bool(every.amax() - every.amin() > spread * every.abs().amax())):
         raise UnsupportedCodeError(
@@ -87,7 +87,7 @@ def fingerprint(batch: Any) -> int:
 
 
 @torch.no_grad()
-def marks_of(batch: Any) -> tuple[int, Copied | None]:
+def marks_of(batch: Any) -> tuple[int, HostCopy | None]:
     """What `fingerprint` tells without a wait for a device, and a number of the tensors on a GPU, on its way."""
     contents = list(_contents(batch))
     far = [item for item in contents if _is_far(item)]
@@ -96,7 +96,7 @@ def marks_of(batch: Any) -> tuple[int, Copied | None]:
     for item in far:
         assert digest is not None
         digest = digest * _STEP + bit_digest(item).to(digest.device)
-    return known, None if digest is None else Copied(digest)
+    return known, None if digest is None else HostCopy(digest)
 
 
 @torch.no_grad()
@@ -112,7 +112,8 @@ def check_gradients(root: nn.Module, group: dist.ProcessGroup) -> None:
     kept = [(name, local_tensor(gradient)) for name, p, gradient in trained if not _is_sharded(p, group)]
     wrong: list[str] = []
     if kept:
-        every = gathered(torch.stack([_projections(gradient).to(kept[0][1].device) for _, gradient in kept]), group)
+        projections = [_projections(gradient).to(kept[0][1].device) for _, gradient in kept]
+        every = gather_numbers(torch.stack(projections), group)
         spread = (every.amax(0) - every.amin(0))[:, 1:].amax(-1)
         differs = spread > _GRADIENT_SPREAD * every[..., 0].amax(0)
         wrong = [name for (name, _), bad in zip(kept, differs.tolist(), strict=True) if bad]

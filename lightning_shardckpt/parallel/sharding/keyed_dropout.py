@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shardckpt.compat.torch_autograd import in_backward
 from lightning_shardckpt.compat.torch_modules import mix_in, mix_out
-from lightning_shardckpt.distributed.host_numbers import gathered
+from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, running_samples
 from lightning_shardckpt.system.tensor_digest import bit_digest
@@ -219,7 +219,7 @@ def _check_replicated(x: Tensor, settings: DropoutSettings) -> None:
         UnsupportedCodeError: on all of them, if they have different ones.
     """
     mine = torch.tensor([int(bit_digest(x)), x.numel()])
-    if bool((gathered(mine, settings.tensor_group) != mine).any()):
+    if bool((gather_numbers(mine, settings.tensor_group) != mine).any()):
         raise UnsupportedCodeError(
             f"dropout {settings.fqn} gets another tensor on each tensor-parallel rank: a part of an activation. Say "
             f"of which dim in tensor_parallel_plan: {{{settings.fqn!r}: ShardedDropout(dim=-1)}}"

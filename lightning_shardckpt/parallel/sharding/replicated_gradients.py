@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import after_backward, returns_gradient_of
 from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, accumulation_hooks, gradient_hooks, version_of
-from lightning_shardckpt.distributed.host_numbers import any_rank, gathered, on_device, wait_for
+from lightning_shardckpt.distributed.host_numbers import any_rank, gather_numbers, on_device, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 
@@ -343,7 +343,7 @@ def all_reduce_gradients(
         dist.all_reduce(flat, group=group)
         if hooks_count:  # by pipeline stages, which often differ
             hooked = [float(count_hooks(p) > 0) for p in buffered]
-            anywhere, hooks = gathered(torch.tensor([marks, hooked]), group).sum(0)
+            anywhere, hooks = gather_numbers(torch.tensor([marks, hooked]), group).sum(0)
             if bool(((anywhere > 1) & (hooks > 0)).any()):
                 raise UnsupportedCodeError(
                     "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, "

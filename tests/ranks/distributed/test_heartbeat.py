@@ -110,7 +110,7 @@ def stopped_before(name: str) -> None:
     ranks = Ranks.of_default_group(600, tuning=PATIENT)
     if name == "a collective of torch":
         logging.getLogger("lightning_shardckpt").addHandler(Kills(pids[1]))
-    with pytest.raises(RankError) as raised, ranks.watched():
+    with pytest.raises(RankError) as raised, ranks.watch():
         WAITS[name](ranks)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import own_view
-from lightning_shardckpt.distributed.many_keys import Arrivals, known_values, lacking
+from lightning_shardckpt.distributed.many_keys import Arrivals, absent_keys, get_present
 
 COUNT = 1100  # more than two requests ask for
 
@@ -38,12 +38,12 @@ def test_keys_that_a_store_lacks_are_found(absent: list[int], store: Any) -> Non
     for key in keys:
         if key not in gone:
             store.set(key, f"of {key}")
-    assert lacking(store, keys) == [key for key in keys if not store.check([key])] == keys_of(absent)
-    assert known_values(store, keys) == {key: f"of {key}".encode() for key in keys if key not in gone}
+    assert absent_keys(store, keys) == [key for key in keys if not store.check([key])] == keys_of(absent)
+    assert get_present(store, keys) == {key: f"of {key}".encode() for key in keys if key not in gone}
 
 
 def test_no_keys_are_nothing_to_ask_for(store: Any) -> None:
-    assert (lacking(store, []), known_values(store, []), Arrivals(store, []).all_if_there()) == ([], {}, [])
+    assert (absent_keys(store, []), get_present(store, []), Arrivals(store, []).get_if_complete()) == ([], {}, [])
 
 
 def test_values_are_there_when_the_last_has_come_in_whatever_order(store: Any) -> None:
@@ -51,9 +51,9 @@ def test_values_are_there_when_the_last_has_come_in_whatever_order(store: Any) -
     arrivals, coming = Arrivals(store, keys), random.Random(0).sample(keys, COUNT)
     for number, key in enumerate(coming):
         if number % 100 == 0:
-            assert arrivals.all_if_there() is None
+            assert arrivals.get_if_complete() is None
         store.set(key, f"of {key}")
-    assert arrivals.all_if_there() == [f"of {key}".encode() for key in keys]
+    assert arrivals.get_if_complete() == [f"of {key}".encode() for key in keys]
 
 
 def test_a_value_that_changed_while_others_were_waited_for_counts(store: Any) -> None:
@@ -61,7 +61,7 @@ def test_a_value_that_changed_while_others_were_waited_for_counts(store: Any) ->
     for key in keys[:-1]:
         store.set(key, "before")
     arrivals = Arrivals(store, keys)
-    assert arrivals.all_if_there() is None
+    assert arrivals.get_if_complete() is None
     store.set(keys[0], "after")
     store.set(keys[-1], "last")
-    assert arrivals.all_if_there() == [b"after", *[b"before"] * (COUNT - 2), b"last"]
+    assert arrivals.get_if_complete() == [b"after", *[b"before"] * (COUNT - 2), b"last"]

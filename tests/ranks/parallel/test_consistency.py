@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.host_numbers import gathered
+from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
 from lightning_shardckpt.strategy.batch_agreement import ReplicatedValues, refuse
@@ -79,7 +79,7 @@ def compare_buffers() -> str:
     values = ReplicatedValues([module])
     values.begin()
     look = values.look(torch.device("cpu"))
-    return "" if torch.equal(*gathered(look.digest.read())) else raised(refuse, look)
+    return "" if torch.equal(*gather_numbers(look.digest.read())) else raised(refuse, look)
 
 
 def test_buffers_in_another_order_are_told_apart() -> None:

@@ -8,7 +8,7 @@ import signal
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import default_store
-from lightning_shardckpt.distributed.neighbours import Neighbours
+from lightning_shardckpt.distributed.host_ranks import HostRanks
 from tests.support.pool import run_ranks
 
 RANKS = 200
@@ -17,7 +17,7 @@ RANKS = 200
 def crowded() -> tuple[list[int], list[int]]:
     """Two processes play the even and the odd ranks; the odd one is killed."""
     store, mine = default_store(), dist.get_rank()
-    everyone = [Neighbours(store, rank) for rank in range(mine, RANKS, 2)]
+    everyone = [HostRanks(store, rank) for rank in range(mine, RANKS, 2)]
     store.set(f"registered/{mine}", "")
     store.wait(["registered/0", "registered/1"])
     if mine == 1:
