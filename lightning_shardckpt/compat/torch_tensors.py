@@ -115,6 +115,8 @@ def set_accumulation_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
 
 def version_of(tensor: Tensor) -> int:
     """Return how often the memory of a tensor was changed in place, by it or by a view; ``data`` counts apart."""
+    if type(tensor) is Tensor:
+        return tensor._version
     with without_torch_function():
         return tensor._version
 

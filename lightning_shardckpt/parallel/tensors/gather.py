@@ -58,7 +58,8 @@ class GatherItem:
         local, whole = local_tensor(shard), None
         if where.model_mesh is not None:
             whole = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec.tensor_meta)
-        shape, partial = model_shape(spec, where), shard.__dict__.get(PARTIAL)
+        assert spec.tensor_meta is not None
+        shape, partial = model_shape(spec.tensor_meta.shape, where), shard.__dict__.get(PARTIAL)
         return cls(describe(shard), spec, whole, where, shape, local.shape, local.device, partial)
 
     def whole(self, memory: Tensor) -> Tensor:

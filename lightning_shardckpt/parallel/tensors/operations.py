@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of, spec_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
@@ -104,9 +104,9 @@ def _random(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled() and (found := _on_rows(func, args, kwargs)) is not None:
+        return found
     with without_torch_function():
-        if not torch.is_grad_enabled() and (rows := _rows_alike(func, args, kwargs)) is not None:
-            return _on_rows(func, args, kwargs, rows)
         tensors = list(tensors_in(args, kwargs))
         if any(isinstance(t, ShardView) for t in tensors):  # it may be older than the shards
             return on_wholes(func, args, kwargs)
@@ -128,34 +128,31 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _on_locals(func, args, kwargs, first)
 
 
-def _rows_alike(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return the arguments with this rank's rows, in the case of which the steps of optimizers are made.
+def _on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function to this rank's rows, in the case of which the steps of optimizers are made; else return None.
 
-    That is: sharded tensors that are laid out alike, the first argument being one, and numbers. Else None.
+    That is: sharded tensors that are laid out alike, the first argument being one, and numbers.
     """
-    if not args or type(args[0]) is not ShardedTensor or name_of(func) in _MOVES:
+    if not args or type(args[0]) is not ShardedTensor or (name := name_of(func)) in _MOVES:
         return None
-    if not all(type(value) in _NUMBERS for value in kwargs.values()):
-        return None
-    rows = list[Any]()
+    target: ShardedTensor = args[0]
+    spec, rows = spec_of(target), list[Any]()
     for value in args:
-        if type(value) is ShardedTensor and is_alike(value, args[0]):
+        if type(value) is ShardedTensor and (spec_of(value) is spec or is_alike(value, target)):
             rows.append(local_tensor(value))
         elif type(value) in _NUMBERS:
             rows.append(value)
         else:
             return None
-    return rows
-
-
-def _on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Any]) -> Any:
-    target: ShardedTensor = args[0]
-    if writes_first(func):
-        note_numbers(name_of(func), target.shape, args, kwargs)
-        func(*rows, **kwargs)
-        increment_version(target)
-        return target
-    return _as_example(func(*rows, **kwargs), args, target)
+    for value in kwargs.values():
+        if type(value) not in _NUMBERS:
+            return None
+    if not writes_first(func):
+        return _as_example(func(*rows, **kwargs), args, target)
+    note_numbers(name, shape_of(target), args, kwargs)
+    func(*rows, **kwargs)
+    increment_version(target)
+    return target
 
 
 def _with_history(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ NAME = "_shardckpt_name"
 """Attribute of a sharded parameter, and of what is made of it alone: its name, which the ranks compare in reads."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Placements:
     """Sharding of the tensors of one mesh and one tuple of placements.
 
@@ -124,10 +124,7 @@ def local_part(whole: Tensor, where: Placements) -> Tensor:
     return part[start:stop]
 
 
-def model_shape(spec: DTensorSpec, where: Placements) -> torch.Size:
+@lru_cache(maxsize=4096)
+def model_shape(shape: torch.Size, where: Placements) -> torch.Size:
     """The shape of what the tensor-parallel axes leave of a tensor to this rank."""
-    assert spec.tensor_meta is not None
-    if where.model_mesh is None:
-        return spec.tensor_meta.shape
-    stand_in = torch.empty(spec.tensor_meta.shape, dtype=spec.tensor_meta.dtype, device="meta")
-    return model_part(stand_in, where).shape
+    return model_part(torch.empty(shape, device="meta"), where).shape

@@ -68,14 +68,13 @@ class SavedParameters:
     def _pack(self, tensor: Tensor) -> Any:
         n = self._places.get(_memory(tensor))
         if n is None and self._outer is not None:
-            return None, self._outer, self._outer._pack(tensor)
+            return self._outer._pack(tensor)
         if n is None:
             return _Other(tensor.detach(), version_of(tensor))  # autograd would keep itself alive by the tensor itself
+        local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
         if self._again[n] is None:
-            return n, tensor.detach()
-        local = local_tensor(tensor)
-        spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
-        return n, spec, local.size(), local.stride(), local.storage_offset()
+            return self, n, spec, local.detach()
+        return self, n, spec, (local.size(), local.stride(), local.storage_offset())
 
     def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, _Other):
@@ -86,24 +85,18 @@ class SavedParameters:
                     f"version {version_of(kept.tensor)} instead of {kept.version}."
                 )
             return kept.tensor
-        n, *rest = kept
-        if n is None:
-            outer, packed = rest
-            return outer._unpack(packed)  # type: ignore[no-any-return]  # a Tensor
-        if self._states and self._state(n) != self._states[n]:
+        owner, n, spec, found = kept
+        if owner._states and owner._state(n) != owner._states[n]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {self._name or 'the module'}, of shape {tuple(self._leaves[n].shape)}. Change it before "
-                "the forward or after the backward."
+                f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "
+                "before the forward or after the backward."
             )
-        again = self._again[n]
-        if again is None:
-            found: Tensor = rest[0]
-            return found
-        memory, (spec, *geometry) = local_tensor(again()), rest  # with gradients enabled, it gives a copy
+        again = owner._again[n]
+        memory = None if again is None else local_tensor(again())  # with gradients enabled, it gives a copy
         with torch.no_grad():
-            found = memory.as_strided(*geometry)
-            return found if spec is None else new_dtensor(found, spec)
+            local: Tensor = found if memory is None else memory.as_strided(*found)
+            return local if spec is None else new_dtensor(local, spec)
 
 
 def saves_elsewhere() -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_shardckpt.compat.dtensor import (
     local_tensor,
     new_dtensor,
     replace_local,
+    shape_of,
     spec_of,
 )
 from lightning_shardckpt.compat.torch_tensors import (
@@ -72,7 +74,7 @@ class ShardedTensor(DTensor):
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
         if (cast := cast_arguments(func, args, kwargs)) is not None:
             return func(*cast[0], **cast[1])
-        return HANDLERS[kind_of(func)](func, tuple(args), kwargs)
+        return _handler_of(func)(func, tuple(args), kwargs)
 
     @property
     def data(self) -> ShardedTensor:
@@ -98,10 +100,10 @@ class ShardedTensor(DTensor):
     def grad(self) -> Tensor | None:
         """The gradient, averaged over all batches."""
         with without_torch_function():
-            found = _grad.__get__(self)
-            if isinstance(found, DTensor) and NAME in self.__dict__:
-                found.__dict__[NAME] = f"the gradient of {self.__dict__[NAME]}"
-            return None if found is None else sharded(found)
+            found: Any = _grad.__get__(self)
+        if type(found) is DTensor:  # of autograd
+            found = self._named_gradient(sharded(found))
+        return found  # type: ignore[no-any-return]  # sharded, or None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -113,7 +115,12 @@ class ShardedTensor(DTensor):
                         f"{tuple(self.shape)}"
                     )
                 value = like(self, rows_like(value, self, "an assignment to grad").clone())
-            _grad.__set__(self, value)
+            _grad.__set__(self, value if value is None else self._named_gradient(value))
+
+    def _named_gradient(self, gradient: Tensor) -> Tensor:
+        if NAME in self.__dict__:
+            gradient.__dict__[NAME] = f"the gradient of {self.__dict__[NAME]}"
+        return gradient
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Take the memory of another tensor of this shape, as parametrizations do; torch dispatches no ``set_``.
@@ -174,6 +181,11 @@ class ShardedTensor(DTensor):
         )
 
 
+@cache  # an enum computes its hash in Python
+def _handler_of(func: Function) -> Handler:
+    return HANDLERS[kind_of(func)]
+
+
 def sharded(tensor: Tensor) -> ShardedTensor:
     """The DTensor itself, as a ShardedTensor from now on."""
     if type(tensor) is DTensor:
@@ -211,7 +223,7 @@ def is_alike(value: Tensor, tensor: DTensor) -> bool:
     one, other = spec_of(value), spec_of(tensor)
     if one is other:
         return True
-    return value.shape == tensor.shape and one.placements == other.placements and one.mesh == other.mesh
+    return shape_of(value) == shape_of(tensor) and one.placements == other.placements and one.mesh == other.mesh
 
 
 def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:

@@ -6,11 +6,10 @@ costs too much to compare each time; all of them are summed up in one, which ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 _BITS = (1 << 62) - 1
-_PRIME = 1_000_003
 
 NOTHING = -(1 << 62)
 """Less than anything that is compared."""
@@ -18,16 +17,17 @@ NOTHING = -(1 << 62)
 
 class _Numbers:
     mark = 0
-    last: tuple[str, tuple[float, ...], tuple[int, ...]] = ("", (), ())
+    last: tuple[str, Sequence[float], Sequence[int]] = ("", (), ())
 
 
-def note_numbers(name: str, shape: Iterable[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def note_numbers(name: str, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call when ``name`` is about to write into a sharded tensor of ``shape``."""
-    numbers = tuple(a for a in (*args, *kwargs.values()) if type(a) in (float, int))
+    numbers = [a for a in args if type(a) in (float, int)]
+    if kwargs:
+        numbers += [a for a in kwargs.values() if type(a) in (float, int)]
     if numbers:
-        _Numbers.last = name, numbers, tuple(shape)
-        for number in numbers:
-            _Numbers.mark = (_Numbers.mark * _PRIME + hash(number)) & _BITS
+        _Numbers.last = name, numbers, shape
+        _Numbers.mark = hash((_Numbers.mark, *numbers)) & _BITS
 
 
 def votes(stage: int, stages: int) -> list[int]:
@@ -49,7 +49,7 @@ def differ(maxima: list[int]) -> bool:
 def last_noted() -> str:
     """The last write of a number on this rank, for an error."""
     name, numbers, shape = _Numbers.last
-    return f"{name}({', '.join(map(repr, numbers))}) into a tensor of shape {shape}" if name else "nothing"
+    return f"{name}({', '.join(map(repr, numbers))}) into a tensor of shape {tuple(shape)}" if name else "nothing"
 
 
 def forget_numbers() -> None:
