@@ -19,10 +19,10 @@ from lightning_shardckpt.format.plan import Overlap, Piece, byte_runs
 from lightning_shardckpt.format.safetensors_files import (
     OutputFile,
     OutputTensor,
-    chunk_names,
-    chunks,
-    container,
-    index_json,
+    build_index,
+    group_by_size,
+    name_chunks,
+    plan_file,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.hf_directory import Model, pick
@@ -74,9 +74,9 @@ def plan_mirror(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[Outpu
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
     """
-    groups = chunks(tensors, limit_bytes)
-    names = chunk_names("model", len(groups))
-    return [container(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+    groups = group_by_size(tensors, limit_bytes)
+    names = name_chunks("model", len(groups))
+    return [plan_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
 class MirrorRun(NamedTuple):
@@ -135,7 +135,7 @@ class HFMirror:
             draft.write_pieces(file.name, [(0, file.header)])
             nbytes = len(file.header) + sum(tensor.nbytes for tensor in file.tensors)
             found.append(FileInfo(file.name, nbytes, checksum(file.header)))
-        index = {INDEX_NAME: index_json(self._files)} if len(self._files) > 1 else {}
+        index = {INDEX_NAME: build_index(self._files)} if len(self._files) > 1 else {}
         for name, content in {**self._texts, **index}.items():
             draft.write(name, [content])
             found.append(FileInfo(name, len(content), checksum(content)))

@@ -19,7 +19,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import block_checksums, checksum, count_of, from_number
+from lightning_shardckpt.format.checksum import checksum, checksum_blocks, count_checksums, slice_checksums
 from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
 from lightning_shardckpt.format.index import RankIndex, ShardEntry
 from lightning_shardckpt.format.plan import Piece
@@ -213,8 +213,8 @@ def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
         if len(data) != entry.nbytes:
             return False
         for at in range(0, entry.nbytes, step):
-            sums = block_checksums(data[at : at + step], entry.block)
-            if sums != from_number(entry.checksums, at // entry.block, count_of(sums)):
+            sums = checksum_blocks(data[at : at + step], entry.block)
+            if sums != slice_checksums(entry.checksums, at // entry.block, count_checksums(sums)):
                 return False
     return True
 

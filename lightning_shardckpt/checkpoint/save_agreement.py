@@ -13,7 +13,7 @@ from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, join_holders, unheld
+from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, find_unheld_shards, join_holders
 from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_values import references, union
@@ -328,7 +328,7 @@ def _check_held(joined: Tables, world: int) -> None:
     lost = []
     for name, table in joined.items():
         for key, spec in table.tensors.items():
-            if unheld(spec.layout, spec.holders):
+            if find_unheld_shards(spec.layout, spec.holders):
                 having = sorted(rank for a, b in spec.holders for rank in range(a, b))
                 lacking = sorted(set(range(world)) - set(having))
                 lost.append(f"{name} {key!r}: rank(s) {having} have shards of it, rank(s) {lacking} have no such key")

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.safetensors_export import Export, ShardedCheckpoint, nbytes, write_directory
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, container
+from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, plan_file
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
@@ -103,4 +103,4 @@ def _container(name: str, folder: str, adapter: Adapter, components: Mapping[str
     keys = {own: model.aliases.get(stored, stored) for own, stored in names.items()}
     specs = {own: model.tensors[key] for own, key in keys.items()}
     tensors = [OutputTensor(own, spec.dtype, spec.shape, ("model", keys[own])) for own, spec in specs.items()]
-    return container(name, tensors, {"format": "pt"})
+    return plan_file(name, tensors, {"format": "pt"})

@@ -202,20 +202,20 @@ def _lay_out_files(
 ) -> list[OutputFile]:
     """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
     if options.files == "chunks":
-        groups = safetensors_files.chunks(tensors, int(options.chunk_mb * MB)) or [[]]
-        names = safetensors_files.chunk_names(stem, len(groups))
+        groups = safetensors_files.group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
+        names = safetensors_files.name_chunks(stem, len(groups))
     elif options.files == "one_file":
         groups, names = [tensors], [f"{stem}.safetensors"]
     else:
         groups = [[tensor] for tensor in tensors]
-        names = [safetensors_files.file_name(stem, tensor.name) for tensor in tensors]
+        names = [safetensors_files.name_tensor_file(stem, tensor.name) for tensor in tensors]
     files = []
     for name, group in zip(names, groups, strict=True):
         here = {tensor.name for tensor in group}
         also = {other: of for other, of in ties.items() if of in here and other != "format"}
-        files.append(safetensors_files.container(name, group, {**_METADATA, **also}))
+        files.append(safetensors_files.plan_file(name, group, {**_METADATA, **also}))
     if len(files) > 1 or options.files == "one_file_per_tensor":
-        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.index_json(files)
+        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.build_index(files)
     return files
 
 

@@ -1,4 +1,4 @@
-"""The format on disk, pure: boxes, layouts, plans, indexes and headers as values. FORMAT.md says it in words.
+"""The on-disk format as pure values: boxes, layouts, plans, indexes and headers. FORMAT.md is its specification.
 
-In come names, shapes and JSON. Nothing here does I/O or imports torch.
+The input is names, shapes and JSON. Nothing here does I/O or imports torch.
 """

@@ -1,6 +1,6 @@
 """Boxes: half-open, axis-aligned regions of tensors in global coordinates.
 
-Pure integers. Nothing here knows of ranks, files or dtypes.
+Pure integers. Nothing here knows about ranks, files or dtypes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from lightning_shardckpt.errors import FormatError
 Shape = tuple[int, ...]
 
 
-def corners(shape: Shape) -> Iterator[Shape]:
-    """Yield every index of an array of ``shape``, in order; ``itertools.product`` would list all of each dim first.
+def iterate_indices(shape: Shape) -> Iterator[Shape]:
+    """Yield every index of an array of ``shape`` in row-major order.
 
-    >>> list(corners((2, 2)))
+    ``itertools.product`` would first build a list of each dim.
+
+    >>> list(iterate_indices((2, 2)))
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     if not shape:
         yield ()
     for i in range(shape[0] if shape else 0):
-        for rest in corners(shape[1:]):
+        for rest in iterate_indices(shape[1:]):
             yield (i, *rest)
 
 
@@ -45,12 +47,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:
-        """The box of a whole tensor of this shape."""
+        """Return the box that covers a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> Shape:
-        """Lengths per dim."""
+        """Length along each dim."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
@@ -59,7 +61,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where there is none.
+        """Return the intersection of the two boxes, or None if it is empty.
 
         >>> Box((0,), (4,)).intersect(Box((3,), (9,)))
         Box(start=(3,), stop=(4,))
@@ -69,7 +71,7 @@ class Box:
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, outer: Box) -> Box:
-        """Return this box in the coordinates of ``outer``, whose own corner becomes the origin."""
+        """Return this box in the coordinates of ``outer``, whose start becomes the origin."""
         return Box(tuple(map(sub, self.start, outer.start)), tuple(map(sub, self.stop, outer.start)))
 
     def shift(self, by: Shape) -> Box:
@@ -77,9 +79,9 @@ class Box:
         return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def runs(self, shape: Shape) -> Iterator[tuple[int, int]]:
-        """Maximal contiguous element ranges ``[begin, end)`` of this box in a row-major tensor of ``shape``.
+        """Yield the maximal contiguous element ranges ``[begin, end)`` of this box in a row-major tensor of ``shape``.
 
-        Ascending. A box that spans all trailing dims is one run.
+        Ranges are ascending. A box that spans all trailing dims is one run.
 
         >>> list(Box((1, 0), (3, 4)).runs((5, 4))), list(Box((1, 2), (3, 4)).runs((5, 4)))
         ([(4, 12)], [(6, 8), (10, 12)])
@@ -93,26 +95,26 @@ class Box:
         strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
         first = sum(a * s for a, s in zip(self.start, strides, strict=True))
         length = prod(lengths[inner:])
-        for corner in corners(lengths[:inner]):
-            begin = first + sum(i * s for i, s in zip(corner, strides, strict=False))
+        for index in iterate_indices(lengths[:inner]):
+            begin = first + sum(i * s for i, s in zip(index, strides, strict=False))
             yield begin, begin + length
 
 
-def uncovered(shape: Shape, boxes: Iterable[Box]) -> str | None:
-    """Return None where the boxes cover a tensor of ``shape`` exactly once, else what is wrong, as a sentence.
+def find_cover_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
+    """Return None if the boxes cover a tensor of ``shape`` exactly once, else a sentence that states the error.
 
-    Sweeps along the dim with the most boundaries, and compares pairwise only boxes that lie side by side there, so the
-    usual sharding along one dim costs a sort.
+    Sweeps along the dim with the most distinct starts and compares only boxes that overlap along it, so the usual
+    sharding along one dim costs one sort.
     """
-    whole, seen, total = Box.whole(shape), [b for b in boxes if b.numel], 0
-    for box in seen:
+    whole, filled, total = Box.whole(shape), [b for b in boxes if b.numel], 0
+    for box in filled:
         if len(box.start) != len(shape) or any(
             a < 0 or b > n for a, b, n in zip(box.start, box.stop, shape, strict=True)
         ):
             return f"box {box.start}..{box.stop} lies outside shape {shape}"
-    dim = max(range(len(shape)), key=lambda d: len({b.start[d] for b in seen}), default=0)
+    dim = max(range(len(shape)), key=lambda d: len({b.start[d] for b in filled}), default=0)
     active: list[Box] = []
-    for box in sorted(seen, key=lambda b: b.start[dim : dim + 1]):
+    for box in sorted(filled, key=lambda b: b.start[dim : dim + 1]):
         active = [b for b in active if not shape or b.stop[dim] > box.start[dim]]
         for other in active:
             if box.intersect(other) is not None or not shape:

@@ -1,7 +1,7 @@
-"""The checksum of the format: xxh3-64, as 16 hexadecimal digits; and those of many blocks, as one text.
+"""Checksums of the format: xxh3-64 as 16 hexadecimal digits; the checksums of many blocks are one string.
 
-A large checkpoint has millions of blocks. So what is between two of their checksums in memory is what JSON has there:
-they are read, compared and written without being taken apart.
+A large checkpoint has millions of blocks. In memory, checksums are separated exactly as in JSON, so that a string of
+them is read, compared and written without being split.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from functools import lru_cache
 
 import xxhash
 
-BETWEEN = '","'
+SEPARATOR = '","'
 _DIGITS = 16
-_PITCH = _DIGITS + len(BETWEEN)
-_FEW = 256  # blocks whose places are remembered; a writer that we don't know may have had more, and smaller ones
+_PITCH = _DIGITS + len(SEPARATOR)
+_MAX_CACHED_BLOCKS = 256  # per tensor; checkpoints of other writers may have more and smaller blocks
 
 
 def checksum(*parts: bytes | memoryview) -> str:
-    """xxh3-64 of the concatenation, as 16 hex digits.
+    """Return the xxh3-64 of the concatenated parts as 16 hex digits.
 
     >>> checksum(b"abc") == checksum(b"a", b"bc")
     True
@@ -30,38 +30,39 @@ def checksum(*parts: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-def block_checksums(data: memoryview, block: int) -> str:
-    """The checksum of every ``block`` bytes, of which the last may be fewer, as one text; empty for no bytes.
+def checksum_blocks(data: memoryview, block: int) -> str:
+    """Return the checksums of all blocks of ``block`` bytes as one string; the last block may be shorter.
 
-    >>> block_checksums(memoryview(b"abc"), 2) == checksum(b"ab") + BETWEEN + checksum(b"c")
+    >>> checksum_blocks(memoryview(b"abc"), 2) == checksum(b"ab") + SEPARATOR + checksum(b"c")
     True
     """
-    digest = xxhash.xxh3_64_hexdigest  # not ``checksum``: there are many blocks
-    if 0 < len(data) <= block:  # of a small tensor: there are many of them, too
+    digest = xxhash.xxh3_64_hexdigest  # called directly, since there are many blocks
+    if 0 < len(data) <= block:  # a fast path for small tensors, which are many
         return digest(data)
-    return BETWEEN.join([digest(data[part]) for part in _parts(len(data), block)])
+    return SEPARATOR.join([digest(data[part]) for part in _block_slices(len(data), block)])
 
 
-def count_of(checksums: str) -> int:
-    """Return how many checksums a text has."""
-    return (len(checksums) + len(BETWEEN)) // _PITCH
+def count_checksums(checksums: str) -> int:
+    """Return the number of checksums in a string of checksums."""
+    return (len(checksums) + len(SEPARATOR)) // _PITCH
 
 
-def from_number(checksums: str, first: int, count: int) -> str:
-    """Return the checksums of some blocks, by the number of the first one.
+def slice_checksums(checksums: str, first: int, count: int) -> str:
+    """Return ``count`` of the checksums, from block number ``first`` on.
 
-    >>> from_number(BETWEEN.join(["a" * 16, "b" * 16, "c" * 16]), 1, 1)
+    >>> slice_checksums(SEPARATOR.join(["a" * 16, "b" * 16, "c" * 16]), 1, 1)
     'bbbbbbbbbbbbbbbb'
     """
     begin = first * _PITCH
-    return checksums[begin : begin + max(count * _PITCH - len(BETWEEN), 0)]
+    return checksums[begin : begin + max(count * _PITCH - len(SEPARATOR), 0)]
 
 
-def _parts(nbytes: int, block: int) -> tuple[slice, ...]:
-    return _known_parts(nbytes, block) if nbytes <= _FEW * block else _known_parts.__wrapped__(nbytes, block)
+def _block_slices(nbytes: int, block: int) -> tuple[slice, ...]:
+    slices = _cached_slices if nbytes <= _MAX_CACHED_BLOCKS * block else _cached_slices.__wrapped__
+    return slices(nbytes, block)
 
 
 @lru_cache(maxsize=1024)
-def _known_parts(nbytes: int, block: int) -> tuple[slice, ...]:
-    """Return the blocks of so many bytes; to make slices anew takes as long as to hash a block of 4 KB."""
+def _cached_slices(nbytes: int, block: int) -> tuple[slice, ...]:
+    """Return the slices of all blocks of ``nbytes`` bytes; building them takes as long as hashing a block of 4 KB."""
     return tuple([slice(at, at + block) for at in range(0, nbytes, block)])

@@ -1,8 +1,8 @@
-"""FQNs without the traces of wrappers, and patterns of FQNs. Pure: strings only.
+"""FQNs without the components that wrappers add, and patterns of FQNs. Pure: strings only.
 
-Checkpoints and tensor-parallel plans speak of a module as it was before torch.compile, activation checkpointing or
-FSDP1 wrapped it. PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and
-one that is trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. Source:
+Checkpoints and tensor-parallel plans name a module as it was before torch.compile, activation checkpointing or FSDP1
+wrapped it. PEFT moves a model below ``base_model.model``, a module with an adapter below ``base_layer``, and a module
+that is trained as a whole below ``original_module``, next to one copy per adapter in ``modules_to_save``. Source:
 PEFT 0.21, ``utils/save_and_load.py``.
 """
 
@@ -17,18 +17,18 @@ _PEFT_LAYERS = re.compile(r"(^|\.)(token_adapter|base_layer|original_module|modu
 
 
 def clean_fqn(name: str) -> str:
-    """Return a name as registered without the components that wrappers add. Adapters of PEFT stay in it.
+    """Return a registered name without the components that wrappers add. Components of PEFT stay.
 
     >>> clean_fqn("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'net.layers.0.weight'
     """
-    if "_orig_mod" not in name and "_wrapped_module" not in name:  # a shortcut: nearly all have none
+    if "_orig_mod" not in name and "_wrapped_module" not in name:  # a fast path: nearly all names have neither
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def state_name(name: str) -> str:
-    """Return what a state dict has in place of a name as registered: of wrappers, only torch.compile is in it.
+    """Return the state dict's name for a registered name; of the wrappers, a state dict names only torch.compile's.
 
     >>> state_name("net._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'net._orig_mod.layers.0.weight'
@@ -39,8 +39,8 @@ def state_name(name: str) -> str:
 def base_fqn(name: str) -> str:
     """Return the FQN that a module or tensor had before PEFT wrapped the model and some of its modules.
 
-    The module that an adapter trains as a whole begins as a copy, so it has the name of what it is a copy of. What an
-    adapter adds had none; its name loses the parts of wrappers all the same.
+    A module that an adapter trains as a whole starts as a copy, so it gets the name of its original. Tensors that an
+    adapter adds had no name before; the components of wrappers are removed from their names, too.
 
     >>> base_fqn("model.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.model.layers.0.self_attn.q_proj.weight'
@@ -51,7 +51,7 @@ def base_fqn(name: str) -> str:
 
 
 def without_peft_layers(name: str) -> str:
-    """Return the FQN from before PEFT wrapped modules; ``base_model.model`` stays.
+    """Return a name without the components that PEFT's layers add; ``base_model.model`` stays.
 
     >>> without_peft_layers("q_proj.base_layer.weight"), without_peft_layers("head.modules_to_save.default.weight")
     ('q_proj.weight', 'head.weight')
@@ -60,7 +60,7 @@ def without_peft_layers(name: str) -> str:
 
 
 def names_peft_layers(pattern: str) -> bool:
-    """Return whether a name or pattern has components that PEFT's layers add.
+    """Return True if a name or pattern has components that PEFT's layers add.
 
     >>> names_peft_layers("layers.*.q_proj.base_layer"), names_peft_layers("layers.*.q_proj")
     (True, False)
@@ -69,7 +69,9 @@ def names_peft_layers(pattern: str) -> bool:
 
 
 def matching_fqns(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that match: ``*`` is any part of one component, ``**`` any number of components.
+    """Return the names that match a pattern.
+
+    ``*`` matches any part of one component, ``**`` any number of components.
 
     >>> matching_fqns(["a", "a.b", "a.b.c"], "a.*"), matching_fqns(["a", "a.b", "a.b.c"], "**.c")
     (['a.b'], ['a.b.c'])
@@ -79,19 +81,19 @@ def matching_fqns(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def fqn_regex(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression that matches what a pattern of FQNs means."""
+    """Return the regular expression for a pattern of FQNs (syntax: ``matching_fqns``)."""
     pieces = {"**": ".*", "*": "[^.]*"}
     return re.compile("".join(pieces.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
 
 
 def shared_names(named: Iterable[tuple[str, object]]) -> list[tuple[str, ...]]:
-    """Return the clean FQNs of each object that has several, in order of registration; such as those of tied tensors.
+    """Return the clean FQNs of each object with several names, such as tied tensors, in order of registration.
 
     >>> a, b = object(), object()
     >>> shared_names([("x", a), ("y", b), ("_orig_mod.z", a)])
     [('x', 'z')]
     """
-    names: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, value in named:
-        names.setdefault(id(value), []).append(clean_fqn(name))
-    return [tuple(found) for found in names.values() if len(found) > 1]
+        names_by_id.setdefault(id(value), []).append(clean_fqn(name))
+    return [tuple(names) for names in names_by_id.values() if len(names) > 1]

@@ -15,9 +15,9 @@ _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file by its base name, with its size and the xxh3-64 of its content (of its header, for a shard file).
+    """Base name, size and xxh3-64 of a file; a shard file's checksum covers only its header.
 
-    ``save_id`` is of the earlier save that wrote a shard file, if it was not the save that describes it.
+    ``save_id`` names the earlier save that wrote a shard file; empty if the current save wrote it.
     """
 
     name: str
@@ -26,13 +26,13 @@ class FileInfo:
     save_id: str = ""
 
 
-def file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
-    """A file as JSON had it. Raises FormatError."""
+def parse_file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
+    """Return the FileInfo of values from JSON. Raises FormatError if one is invalid."""
     return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))
 
 
-def linked_file_info(name: Any, nbytes: Any, digest: Any, save_id: Any) -> FileInfo:
-    """A shard file of an earlier save as JSON had it. Raises FormatError."""
+def parse_linked_file_info(name: Any, nbytes: Any, digest: Any, save_id: Any) -> FileInfo:
+    """Return the FileInfo of an earlier save's shard file from JSON. Raises FormatError if a value is invalid."""
     return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest), check_save_id(save_id))
 
 
@@ -46,12 +46,12 @@ def shard_file_name(component: str, rank: int, number: int) -> str:
 
 
 def rank_index_name(component: str, rank: int) -> str:
-    """Return the name of the index that a rank writes for a component."""
+    """Return the name of a rank's index of a component."""
     return f"{component}-meta-dist-{rank:05d}.index.json"
 
 
 def document_name(stem: str, rank: int) -> str:
-    """Return the name of a document that a rank writes.
+    """Return the name of a rank's document.
 
     >>> document_name("trainer-state", 3)
     'trainer-state-dist-00003.json'
@@ -60,7 +60,7 @@ def document_name(stem: str, rank: int) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Return whether a name is of an index of a rank, a shard file or a document, in a directory or in a store.
+    """Return True if this is the name of a rank index, a shard file or a document, in a directory or an object store.
 
     >>> is_part("0123456789abcdef-model-dist-00000-shard-00001.safetensors"), is_part("model.safetensors")
     (True, False)
@@ -69,7 +69,7 @@ def is_part(name: str) -> bool:
 
 
 def documents_by_rank(documents: Mapping[str, FileInfo]) -> tuple[dict[str, FileInfo], dict[str, dict[int, FileInfo]]]:
-    """The documents without a rank in their names, and by stem and rank those that have one."""
+    """Return the documents whose names have no rank, by name, and the others by stem and rank."""
     single, ranked = dict[str, FileInfo](), dict[str, dict[int, FileInfo]]()
     for name, info in documents.items():
         match = _BY_RANK.fullmatch(name)

@@ -1,7 +1,7 @@
-"""The root index and the per-rank indexes as values: what a checkpoint says of itself.
+"""The root index and the rank indexes as values.
 
-The root index holds layouts, not lists: of every tensor its dtype, global shape and layout. Which rank wrote which
-box follows by arithmetic (``plan.py``); where in which file a box lies is in the index of the rank that wrote it.
+The root index holds the dtype, global shape and layout of every tensor, no lists of boxes. The rank that wrote a box
+follows by arithmetic (``plan.py``); the file and the offset of a box are in the index of that rank.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.layout import Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor
-from lightning_shardckpt.format.shard_header import stored_as
+from lightning_shardckpt.format.shard_header import to_header_type
 
 ROOT_NAME = "checkpoint.index.json"
-MAX_BLOCK_BYTES = 4 << 20  # what a reader must be able to hold to verify a checksum
+MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as all ranks know it. ``pinned``: the lowest holder of a shard writes it, since replicas may differ."""
+    """Description of a tensor, the same on all ranks.
+
+    If ``pinned``, the lowest holder of each shard writes it, since replicas may differ.
+    """
 
     dtype: str
     shape: Shape
@@ -31,7 +34,7 @@ class TensorSpec:
 
 
 class ShardEntry(NamedTuple):
-    """One written box: its ``nbytes`` bytes in a file, and a checksum of every ``block`` bytes of them, as one text."""
+    """A written box: the file, the offset and the length of its bytes, and one checksum per ``block`` bytes."""
 
     box: Box
     global_shape: Shape
@@ -44,13 +47,13 @@ class ShardEntry(NamedTuple):
 
     @property
     def stored(self) -> HeaderTensor:
-        """The header entry that the shard file must have for it."""
-        return HeaderTensor(*stored_as(self.dtype, self.box.shape), self.begin, self.nbytes)
+        """The entry that the header of the shard file must have for this box."""
+        return HeaderTensor(*to_header_type(self.dtype, self.box.shape), self.begin, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class RankIndex:
-    """The index of what one rank wrote of one component."""
+    """The index of the boxes of one component that one rank wrote."""
 
     save_id: str
     component: str
@@ -61,7 +64,7 @@ class RankIndex:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """The tensors of a part of the state, names that share a tensor, and the index of each rank that wrote some."""
+    """The tensors of one component of the state, its aliases (name -> stored tensor) and the ranks' index files."""
 
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str] = field(default_factory=dict)
@@ -70,10 +73,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class RootIndex:
-    """The whole checkpoint. ``documents`` are JSON files with the state that is not tensors.
+    """Description of a whole checkpoint.
 
-    ``mirror`` are files with the model a second time, as Hugging Face has it; of those with tensors, the checksum is
-    that of the header. ``prefix`` is what stands before the names of all other files where they are stored.
+    ``documents`` are the JSON files with the state that is not tensors. ``mirror`` are files with a second copy of the
+    model in Hugging Face's form; for files with tensors, the checksum covers only the header. ``prefix`` precedes the
+    names of all other files in an object store.
     """
 
     save_id: str

@@ -1,8 +1,8 @@
-"""Layouts, how a mesh shards a tensor: (shape, layout, rank) -> the boxes of that rank, and who holds which shard.
+"""Layouts: the sharding of a tensor over a mesh. Maps (shape, layout, rank) to boxes, and shards to their holders.
 
-The only place that knows the arithmetic of FSDP, HSDP and tensor parallelism. A layout holds for every rank of the
-world at once, so ranks need not exchange what they hold, and nothing here lists the world: cost follows what is asked.
-Pure integers; what a placement of torch means is translated by ``state.dtensor_layout``.
+The only module that knows the arithmetic of FSDP, HSDP and tensor parallelism. A layout describes all ranks of the
+world, so ranks need not exchange their boxes. No function enumerates the world: cost grows with the size of the
+result. Pure integers; ``state.dtensor_layout`` translates torch's placements.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
 
 Holders = tuple[tuple[int, int], ...]
-"""Ascending, disjoint rank ranges ``[start, stop)``: who has a tensor."""
+"""The ranks that hold a tensor, as ascending, disjoint ranges ``[start, stop)``."""
 
 MAX_RANKS = 1 << 20  # of a mesh, and of a world
-MAX_BLOCKS = 1 << 16  # of a layout: a shard has at most so many parts
+MAX_BLOCKS = 1 << 16  # of a layout: the maximum number of parts of a shard
 _MAX_AXES = 64
 _MAX_UNHELD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis: rank r has coordinate ``(position(r) // stride) % size`` on it."""
+    """A mesh axis, on which rank r has the coordinate ``(position(r) // stride) % size``."""
 
     name: str
     size: int
@@ -37,10 +37,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """A tensor dim divided over a mesh axis, as ``torch.chunk`` divides: ceil-sized parts, the last short or empty.
+    """The sharding of a tensor dim over a mesh axis as in ``torch.chunk``: parts of ceil size, the last short or empty.
 
-    With ``blocks`` > 1 the dim is divided into that many blocks first and the rank takes its part of every block
-    (a fused projection sharded by heads); its parts lie one after the other in its memory.
+    With ``blocks`` > 1 the dim is first divided into that many blocks, and a rank holds its part of every block, one
+    after the other in memory (a fused projection sharded by heads).
     """
 
     axis: int
@@ -50,9 +50,10 @@ class DimShard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Mesh axes, and how dims are sharded over them, in order of application; an axis with no dim holds replicas.
+    """The axes of a mesh and the shardings of dims over them, in order of application.
 
-    ``order`` lists the ranks by position where the mesh does not number them consecutively.
+    An axis that shards no dim holds replicas. ``order`` lists the ranks by their position in the mesh, if the mesh does
+    not number them consecutively.
 
     Raises:
         FormatError: if the axes are not the digits of a mixed-radix number, or an axis shards twice.
@@ -64,15 +65,15 @@ class Layout:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.axes, self.cuts, self.order)))  # asked for by every cache below
-        wrong = self._wrong()
-        if wrong is not None:
-            raise FormatError(f"not a layout: {wrong}; axes {str(self.axes)[:200]}, cuts {str(self.cuts)[:200]}")
+        object.__setattr__(self, "_hash", hash((self.axes, self.cuts, self.order)))  # every cache below needs it
+        error = self._find_error()
+        if error is not None:
+            raise FormatError(f"not a layout: {error}; axes {str(self.axes)[:200]}, cuts {str(self.cuts)[:200]}")
 
     def __hash__(self) -> int:
         return self._hash
 
-    def _wrong(self) -> str | None:
+    def _find_error(self) -> str | None:
         if len(self.axes) > _MAX_AXES or len(self.cuts) > _MAX_AXES:
             return f"more than {_MAX_AXES} axes or cuts"
         if any(a.size < 1 or a.stride < 1 for a in self.axes):
@@ -93,7 +94,7 @@ class Layout:
         return None
 
     def coordinate(self, rank: int) -> Shape:
-        """Coordinates of ``rank`` along ``axes``."""
+        """Return the coordinates of ``rank`` along ``axes``."""
         if self.order is not None and rank not in self.order:
             raise FormatError(f"rank {rank} is not in the mesh of the layout with axes {self.axes}")
         return self._coordinate(rank if self.order is None else self.order.index(rank))
@@ -102,13 +103,13 @@ class Layout:
         return tuple(position // axis.stride % axis.size for axis in self.axes)
 
     def shard(self, rank: int) -> Shape:
-        """The coordinates that decide which boxes ``rank`` has, one per entry of ``cuts``."""
-        at = self.coordinate(rank)
-        return tuple(at[cut.axis] for cut in self.cuts)
+        """Return the shard of ``rank``: its coordinates along the axes of ``cuts``, which determine its boxes."""
+        coordinate = self.coordinate(rank)
+        return tuple(coordinate[cut.axis] for cut in self.cuts)
 
     @property
     def shards(self) -> Shape:
-        """Number of parts of each entry of ``cuts``."""
+        """Number of parts along each entry of ``cuts``."""
         return tuple(self.axes[cut.axis].size for cut in self.cuts)
 
 
@@ -116,12 +117,12 @@ REPLICATED = Layout()
 """Every holder has the whole tensor."""
 
 
-# ── which boxes ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── boxes of a shard ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One box of a tensor, and the corner at which it lies in the local tensor."""
+    """A box of a tensor, and its start ``at`` in the local tensor."""
 
     box: Box
     at: Shape
@@ -136,18 +137,18 @@ _Segment = tuple[int, int]
 
 
 def _take(segments: list[_Segment], start: int, stop: int) -> list[_Segment]:
-    """Positions ``[start, stop)`` of the indices that the segments enumerate."""
-    taken, seen = [], 0
+    """Return positions ``[start, stop)`` of the indices that the segments enumerate, as segments."""
+    slices, position = [], 0
     for a, b in segments:
-        low, high = max(start - seen, 0), min(stop - seen, b - a)
+        low, high = max(start - position, 0), min(stop - position, b - a)
         if low < high:
-            taken.append((a + low, a + high))
-        seen += b - a
-    return taken
+            slices.append((a + low, a + high))
+        position += b - a
+    return slices
 
 
 def _chunk(segments: list[_Segment], parts: int, index: int) -> list[_Segment]:
-    """Part ``index`` of ``parts``, as torch.chunk splits."""
+    """Return part ``index`` of ``parts``, divided as by torch.chunk."""
     total = sum(b - a for a, b in segments)
     size = -(-total // parts)
     return _take(segments, index * size, min((index + 1) * size, total))
@@ -158,11 +159,11 @@ def _blocks(segments: list[_Segment], count: int) -> list[list[_Segment]]:
 
 
 def _cut(segments: list[_Segment], blocks: int, parts: int, index: int) -> list[_Segment]:
-    """Part ``index`` of ``parts`` of every block."""
-    return _joined([s for block in _blocks(segments, blocks) for s in _chunk(block, parts, index)])
+    """Return part ``index`` of ``parts`` of every block."""
+    return _merge_adjacent([s for block in _blocks(segments, blocks) for s in _chunk(block, parts, index)])
 
 
-def _joined(segments: list[_Segment]) -> list[_Segment]:
+def _merge_adjacent(segments: list[_Segment]) -> list[_Segment]:
     out: list[_Segment] = []
     for a, b in segments:
         if out and out[-1][1] == a:
@@ -174,24 +175,24 @@ def _joined(segments: list[_Segment]) -> list[_Segment]:
 
 @lru_cache(maxsize=65536)
 def parts_of_shard(layout: Layout, shape: Shape, shard: Shape) -> tuple[Part, ...]:
-    """The boxes of a shard (one coordinate per entry of ``cuts``) of a tensor, non-empty ones only.
+    """Return the non-empty boxes of a shard (one coordinate per entry of ``cuts``) of a tensor.
 
-    Several where a ``DimShard`` has blocks. The whole box for a tensor that is not sharded, even an empty one.
+    There are several if a ``DimShard`` has blocks. A tensor that is not sharded has one box, even if it is empty.
     """
     if not layout.cuts:
         return (Part(Box.whole(shape), (0,) * len(shape)),)
     segments: list[list[_Segment]] = [[(0, n)] for n in shape]
     for cut, index in zip(layout.cuts, shard, strict=True):
         segments[cut.dim] = _cut(segments[cut.dim], cut.blocks, layout.axes[cut.axis].size, index)
-    placed = [_with_offsets(s) for s in segments]
     return tuple(
         Part(Box(tuple(a for a, _, _ in choice), tuple(b for _, b, _ in choice)), tuple(o for _, _, o in choice))
-        for choice in product(*placed)
+        for choice in product(*map(_add_offsets, segments))
         if all(a < b for a, b, _ in choice)
     )
 
 
-def _with_offsets(segments: list[_Segment]) -> list[tuple[int, int, int]]:
+def _add_offsets(segments: list[_Segment]) -> list[tuple[int, int, int]]:
+    """Return (start, stop, offset in the local tensor) of each segment."""
     out, offset = [], 0
     for a, b in segments:
         out.append((a, b, offset))
@@ -200,54 +201,54 @@ def _with_offsets(segments: list[_Segment]) -> list[tuple[int, int, int]]:
 
 
 def parts_of_rank(layout: Layout, shape: Shape, rank: int) -> tuple[Part, ...]:
-    """The boxes that ``rank`` has of a tensor of ``shape``."""
+    """Return the boxes of a tensor of ``shape`` that ``rank`` holds."""
     return parts_of_shard(layout, shape, layout.shard(rank))
 
 
 def shards_meeting(layout: Layout, shape: Shape, box: Box) -> Iterator[Shape]:
-    """The shards that hold some element of ``box``, found by arithmetic: cost follows their number."""
+    """Yield the shards that hold an element of ``box``; by arithmetic, so that cost grows with their number."""
     by_dim: dict[int, list[int]] = {}
     for number, cut in enumerate(layout.cuts):
         by_dim.setdefault(cut.dim, []).append(number)
     cuts = [(cut.blocks, parts) for cut, parts in zip(layout.cuts, layout.shards, strict=True)]
     choices = [
-        _meeting([(0, shape[dim])], [cuts[i] for i in numbers], box.start[dim], box.stop[dim])
+        _meeting_coordinates([(0, shape[dim])], [cuts[i] for i in numbers], box.start[dim], box.stop[dim])
         for dim, numbers in by_dim.items()
     ]
-    places = [number for numbers in by_dim.values() for number in numbers]
+    cut_numbers = [number for numbers in by_dim.values() for number in numbers]
     for choice in product(*choices):
-        at = dict(zip(places, (index for indices in choice for index in indices), strict=True))
-        yield tuple(at[number] for number in range(len(places)))
+        coordinates = dict(zip(cut_numbers, (index for indices in choice for index in indices), strict=True))
+        yield tuple(coordinates[number] for number in range(len(cut_numbers)))
 
 
-def _meeting(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, high: int) -> list[Shape]:
-    """Coordinates along the shardings (blocks, parts) of one dim whose segments meet ``[low, high)``."""
+def _meeting_coordinates(segments: list[_Segment], cuts: list[tuple[int, int]], low: int, high: int) -> list[Shape]:
+    """Return the coordinates along one dim's shardings (blocks, parts) whose segments meet ``[low, high)``."""
     if not cuts:
         return [()]
-    (blocks, parts), runs = cuts[0], set[_Segment]()  # of coordinates; most blocks give the same one
+    (blocks, parts), runs = cuts[0], set[_Segment]()  # ranges of coordinates; most blocks give the same range
     for block in _blocks(segments, blocks):
         size = max(-(-sum(b - a for a, b in block) // parts), 1)
-        for a, b, offset in _with_offsets(block):
+        for a, b, offset in _add_offsets(block):
             first, last = max(low, a) - a + offset, min(high, b) - a + offset
             if first < last:
                 runs.add((first // size, (last - 1) // size + 1))
-    found = sorted({index for run in runs for index in range(*run)})
+    indices = sorted({index for run in runs for index in range(*run)})
     if len(cuts) == 1:
-        return [(index,) for index in found]
+        return [(index,) for index in indices]
     return [
         (index, *rest)
-        for index in found
-        for rest in _meeting(_cut(segments, blocks, parts, index), cuts[1:], low, high)
+        for index in indices
+        for rest in _meeting_coordinates(_cut(segments, blocks, parts, index), cuts[1:], low, high)
     ]
 
 
-# ── which ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── holders of a shard ────────────────────────────────────────────────────────────────────────────────────────────
 
 _Digit = tuple[int, int, int]  # stride, size, coordinate
 
 
 class _Lattice(Sequence[int]):
-    """The ranks in ``holders`` that have certain coordinates, ascending; counted, never listed."""
+    """The ranks of ``holders`` with given coordinates, ascending; computed on access, never stored as a list."""
 
     def __init__(self, digits: tuple[_Digit, ...], holders: Holders) -> None:
         self._digits, self._holders = tuple(sorted(digits, reverse=True)), holders
@@ -272,7 +273,7 @@ class _Lattice(Sequence[int]):
         raise IndexError(index)
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """Return how many of the ranks come before ``value``, which is one of them."""
+        """Return the number of ranks before ``value``, which must be one of the ranks."""
         return sum(
             min(_below(self._digits, value), below_b) - below_a
             for (a, _), (below_a, below_b) in zip(self._holders, self._before, strict=True)
@@ -281,7 +282,7 @@ class _Lattice(Sequence[int]):
 
 
 def _below(digits: tuple[_Digit, ...], stop: int) -> int:
-    """Return how many of the numbers ``0 … stop - 1`` have these digits, given coarse to fine."""
+    """Return how many of the numbers ``0 … stop - 1`` have these digits, which are ordered coarse to fine."""
     if not digits:
         return stop
     (stride, size, at), finer = digits[0], digits[1:]
@@ -290,7 +291,7 @@ def _below(digits: tuple[_Digit, ...], stop: int) -> int:
 
 
 def _nth(digits: tuple[_Digit, ...], number: int) -> int:
-    """The inverse: the ``number``-th number that has these digits, counted from 0."""
+    """Return the ``number``-th number, counted from 0, that has these digits: the inverse of ``_below``."""
     if not digits:
         return number
     (stride, size, at), finer = digits[0], digits[1:]
@@ -300,30 +301,34 @@ def _nth(digits: tuple[_Digit, ...], number: int) -> int:
 
 @lru_cache(maxsize=65536)
 def replicas(layout: Layout, holders: Holders, shard: Shape) -> Sequence[int]:
-    """The ranks that hold a shard, ascending."""
+    """Return the ranks that hold a shard, ascending."""
     if layout.order is not None:
-        return _listed(layout, holders).get(shard, ())
+        return _list_holders(layout, holders).get(shard, ())
     axes = [layout.axes[cut.axis] for cut in layout.cuts]
     return _Lattice(tuple((a.stride, a.size, at) for a, at in zip(axes, shard, strict=True)), holders)
 
 
 @lru_cache(maxsize=256)
-def _listed(layout: Layout, holders: Holders) -> dict[Shape, tuple[int, ...]]:
-    """Shard -> ranks, by looking at every rank: for layouts that list them anyway, and for fragmented holders."""
-    ranks = [r for a, b in holders for r in range(a, b)]
-    position = None if layout.order is None else {rank: i for i, rank in enumerate(layout.order)}
-    found: dict[Shape, list[int]] = {}
-    for rank in ranks:
-        if position is not None and rank not in position:
+def _list_holders(layout: Layout, holders: Holders) -> dict[Shape, tuple[int, ...]]:
+    """Return the ranks of each shard, by enumerating all ranks: for layouts with an ``order``, which lists them."""
+    assert layout.order is not None
+    position = {rank: i for i, rank in enumerate(layout.order)}
+    ranks_of: dict[Shape, list[int]] = {}
+    for rank in (rank for start, stop in holders for rank in range(start, stop)):
+        if rank not in position:
             raise FormatError(f"rank {rank} holds a tensor of a mesh that it is not in")
-        at = layout._coordinate(rank if position is None else position[rank])
-        found.setdefault(tuple(at[cut.axis] for cut in layout.cuts), []).append(rank)
-    return {shard: tuple(members) for shard, members in found.items()}
+        coordinate = layout._coordinate(position[rank])
+        ranks_of.setdefault(tuple(coordinate[cut.axis] for cut in layout.cuts), []).append(rank)
+    return {shard: tuple(ranks) for shard, ranks in ranks_of.items()}
 
 
 @lru_cache(maxsize=1024)
-def unheld(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
-    """The shards that nobody holds; none in a layout that describes whole tensors."""
+def find_unheld_shards(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
+    """Return the shards that no rank holds; empty for a layout without shardings.
+
+    Raises:
+        FormatError: if there are more than 65,536.
+    """
     period = max((layout.axes[cut.axis].stride * layout.axes[cut.axis].size for cut in layout.cuts), default=1)
     if layout.order is None and any(b - a >= period for a, b in holders):
         return ()
@@ -340,21 +345,21 @@ def unheld(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
         held[tuple(positions // axis.stride % axis.size for axis in axes)] = True
     missing = numpy.argwhere(~held)
     if len(missing) > _MAX_UNHELD:
-        raise FormatError(f"nobody holds {len(missing)} shards of a layout with axes {layout.axes}")
+        raise FormatError(f"no rank holds {len(missing)} shards of a layout with axes {layout.axes}")
     return tuple(map(tuple, missing.tolist()))
 
 
 def as_holders(ranks: list[int]) -> Holders:
-    """Ranges from a sorted list of ranks.
+    """Return the ranges of a sorted list of ranks.
 
     >>> as_holders([0, 1, 2, 6])
     ((0, 3), (6, 7))
     """
-    return tuple(_joined([(r, r + 1) for r in ranks]))
+    return tuple(_merge_adjacent([(r, r + 1) for r in ranks]))
 
 
 def join_holders(ranges: Iterable[tuple[int, int]]) -> Holders:
-    """The fewest ranges with the same ranks, from any ranges.
+    """Return the fewest ranges that contain the same ranks as any given ranges.
 
     >>> join_holders([(6, 7), (0, 2), (1, 3), (2, 6), (9, 10)])
     ((0, 7), (9, 10))

@@ -1,6 +1,7 @@
-"""Plan who writes which box and who reads which bytes: pure functions of the tensors' specs, without any exchange.
+"""Plans of saves and loads: the rank that writes each box, and the boxes that a loader reads.
 
-The choice of the writer is part of the format (FORMAT.md, "Writers"): a loader repeats it to know whose index to open.
+Pure functions of the tensors' specs, without communication. The choice of the writer is part of the format (FORMAT.md,
+"Writers"): a loader repeats it to find the rank whose index it must open.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
-from lightning_shardckpt.format.layout import Holders, Layout, Part, parts_of_shard, replicas, shards_meeting, unheld
+from lightning_shardckpt.format.layout import (
+    Holders,
+    Layout,
+    Part,
+    find_unheld_shards,
+    parts_of_shard,
+    replicas,
+    shards_meeting,
+)
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
 
 SPLIT_BYTES = 16 * 1024
-"""A shard is divided among its replicas where each gets at least this much; a smaller one goes to one replica."""
+"""A shard is divided among its replicas if each gets at least this much; one replica writes a smaller shard."""
 
-_CHECKSUM_BYTES = 18  # in the JSON of an index, with its quotes
+_CHECKSUM_BYTES = 18  # in the JSON of an index, with quotes
 
 Tensors = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box that one rank writes. ``part`` says where it lies in the local tensor of the writer's shard."""
+    """A box that one rank writes. ``part`` has its position in the writer's local tensor."""
 
     key: str
     spec: TensorSpec
@@ -44,35 +53,35 @@ class Piece:
 
 
 def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
-    """Choose for every tensor the replica that writes each shard, by position among its replicas; None: all share.
+    """Return for each tensor the number of the replica that writes each shard, or None if all replicas share the work.
 
-    Tensors of one layout that are not shared are dealt, the largest first, to the replica with the fewest bytes so
-    far, by nominal size (global bytes / number of shards), so that every rank gets the same answer whatever its own
+    Tensors of one layout that are not shared are assigned, the largest first, to the replica with the fewest bytes so
+    far. Sizes are nominal (global bytes / number of shards), so that every rank gets the same result whatever its own
     shard.
     """
     loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
-    kinds = {id(spec): spec for spec in tensors.values()}  # tensors that are alike share their spec
-    count_of = {kind: _replica_count(spec) for kind, spec in kinds.items()}
-    size_of = {kind: _nominal_bytes(spec) for kind, spec in kinds.items()}
-    shared = {kind for kind, spec in kinds.items() if _is_shared(spec, count_of[kind], size_of[kind])}
-    dealt = {kind for kind, spec in kinds.items() if kind not in shared and count_of[kind] > 1 and not spec.pinned}
-    chosen: dict[str, int | None] = {key: None if id(spec) in shared else 0 for key, spec in tensors.items()}
-    to_deal = (key for key, spec in tensors.items() if id(spec) in dealt)
-    for key in sorted(to_deal, key=lambda k: (-size_of[id(tensors[k])], k)):
-        spec, kind = tensors[key], id(tensors[key])
+    specs = {id(spec): spec for spec in tensors.values()}  # equal tensors share one spec object
+    count_of = {spec_id: _replica_count(spec) for spec_id, spec in specs.items()}
+    size_of = {spec_id: _nominal_bytes(spec) for spec_id, spec in specs.items()}
+    shared = {spec_id for spec_id, spec in specs.items() if _is_shared(spec, count_of[spec_id], size_of[spec_id])}
+    assigned = {i for i, spec in specs.items() if i not in shared and count_of[i] > 1 and not spec.pinned}
+    replica_of: dict[str, int | None] = {key: None if id(spec) in shared else 0 for key, spec in tensors.items()}
+    keys_to_assign = (key for key, spec in tensors.items() if id(spec) in assigned)
+    for key in sorted(keys_to_assign, key=lambda k: (-size_of[id(tensors[k])], k)):
+        spec, spec_id = tensors[key], id(tensors[key])
         heap = loads.setdefault((spec.layout, spec.holders), [])
-        if not heap:  # more replicas than tensors are never needed
-            heap += [(0, i) for i in range(min(count_of[kind], len(tensors)))]
+        if not heap:  # at most one replica per tensor is needed
+            heap += [(0, i) for i in range(min(count_of[spec_id], len(tensors)))]
         load, replica = heap[0]
-        heapq.heapreplace(heap, (load + size_of[kind], replica))
-        chosen[key] = replica
-    return chosen
+        heapq.heapreplace(heap, (load + size_of[spec_id], replica))
+        replica_of[key] = replica
+    return replica_of
 
 
 def _is_shared(spec: TensorSpec, count: int, nominal: int) -> bool:
     if spec.pinned or count == 1 or nominal < count * SPLIT_BYTES:
         return False
-    return _divided_dim(spec, count) is not None
+    return _dim_to_divide(spec, count) is not None
 
 
 def _nominal_bytes(spec: TensorSpec) -> int:
@@ -80,13 +89,13 @@ def _nominal_bytes(spec: TensorSpec) -> int:
 
 
 def _replica_count(spec: TensorSpec) -> int:
-    """Return how many ranks hold the shard of the lowest holder; in a proper mesh, every shard has as many."""
+    """Return the number of holders of the lowest holder's shard; in a proper mesh it is the same for every shard."""
     return len(replicas(spec.layout, spec.holders, spec.layout.shard(spec.holders[0][0])))
 
 
 @lru_cache(maxsize=16384)
-def _divided_dim(spec: TensorSpec, count: int) -> int | None:
-    """The first dim of a part that divides by ``count`` with pieces at most 1/8 above the mean; None if no dim does."""
+def _dim_to_divide(spec: TensorSpec, count: int) -> int | None:
+    """Return the first dim that divides into ``count`` pieces of at most 1/8 above the mean, or None."""
     lengths = list(spec.shape)
     for cut, size in zip(spec.layout.cuts, spec.layout.shards, strict=True):
         block = -(-lengths[cut.dim] // cut.blocks)
@@ -95,7 +104,7 @@ def _divided_dim(spec: TensorSpec, count: int) -> int | None:
 
 
 def _share(part: Part, dim: int, count: int, number: int) -> Part | None:
-    """Piece ``number`` of ``count`` of a part along ``dim``; None if it is empty."""
+    """Return piece ``number`` of ``count`` of a part along ``dim``, or None if it is empty."""
     length = part.box.shape[dim]
     low, high = length * number // count, length * (number + 1) // count
     if low == high:
@@ -106,24 +115,24 @@ def _share(part: Part, dim: int, count: int, number: int) -> Part | None:
 
 
 def plan_save(tensors: Tensors, rank: int) -> list[Piece]:
-    """The boxes that ``rank`` writes, in the order in which they are stored."""
-    chosen = choose_replicas(tensors)
-    mine: list[Piece] = []
-    parts: dict[tuple[int, int | None], list[Part]] = {}
+    """Return the boxes that ``rank`` writes, in stored order."""
+    replica_of = choose_replicas(tensors)
+    pieces: list[Piece] = []
+    parts_of: dict[tuple[int, int | None], list[Part]] = {}
     for key, spec in tensors.items():
-        kind = id(spec), chosen[key]  # tensors that are alike share their spec
-        if kind not in parts:
-            parts[kind] = _written_by(spec, chosen[key], rank)
-        mine += [Piece(key, spec, part, rank) for part in parts[kind]]
-    return sorted(mine, key=_stored_order)
+        case = id(spec), replica_of[key]  # equal tensors share one spec object
+        if case not in parts_of:
+            parts_of[case] = _parts_to_write(spec, replica_of[key], rank)
+        pieces += [Piece(key, spec, part, rank) for part in parts_of[case]]
+    return sorted(pieces, key=_stored_order)
 
 
 def _stored_order(piece: Piece) -> tuple[int, str, Box]:
-    """Wide elements first, so that all are aligned without gaps."""
+    """Return the sort key of stored order: the widest elements first, so that all are aligned without gaps."""
     return -DTYPE_BYTES[piece.spec.dtype], piece.key, piece.part.box
 
 
-def _written_by(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
+def _parts_to_write(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
     if prod(spec.shape) == 0:
         return [Part(Box.whole(spec.shape), (0,) * len(spec.shape))] if rank == spec.holders[0][0] else []
     if not any(a <= rank < b for a, b in spec.holders):
@@ -133,17 +142,17 @@ def _written_by(spec: TensorSpec, replica: int | None, rank: int) -> list[Part]:
     parts = parts_of_shard(spec.layout, spec.shape, shard)
     if replica is not None:
         return list(parts) if group[replica % len(group)] == rank else []
-    dim, number = _divided_dim(spec, _replica_count(spec)), group.index(rank)
+    dim, number = _dim_to_divide(spec, _replica_count(spec)), group.index(rank)
     assert dim is not None
     shares = [_share(part, dim, len(group), number) for part in parts]
     return [share for share in shares if share is not None]
 
 
 def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]:
-    """Pieces grouped into shard files of at most ``limit_bytes`` of data, in the order in which they are stored.
+    """Group pieces into shard files of at most ``limit_bytes`` of data, in stored order.
 
-    First fit. A piece that is larger gets a file of its own. A file holds one box of a tensor, since its header is
-    keyed by name.
+    First fit. A larger piece gets a file of its own. A file holds one box of a tensor, since its header is keyed by
+    name.
     """
     files: list[tuple[list[Piece], set[str]]] = []
     sizes: list[int] = []
@@ -162,69 +171,75 @@ def split_into_files(pieces: list[Piece], limit_bytes: int) -> list[list[Piece]]
         sizes[i] += nbytes
         while first_open < len(files) and sizes[first_open] >= limit_bytes:
             first_open += 1
-    return [found for found, _ in files]
+    return [file_pieces for file_pieces, _ in files]
 
 
 def table_digest(tables: Mapping[str, Component]) -> str:
-    """A digest of what a rank knows of the state to save; ranks with the same digest need to exchange nothing."""
-    kinds: dict[int, str] = {}  # tensors that are alike share their spec
+    """Return a digest of a rank's tensor tables; ranks with equal digests need not exchange their tables."""
+    reprs: dict[int, str] = {}  # equal tensors share one spec object
     rows: list[object] = [[name, sorted(table.aliases.items())] for name, table in sorted(tables.items())]
     for component, table in sorted(tables.items()):
         for key, spec in sorted(table.tensors.items()):
-            if id(spec) not in kinds:
-                kinds[id(spec)] = repr((spec.dtype, spec.shape, spec.layout, spec.pinned))
-            rows.append((component, key, kinds[id(spec)]))
+            if id(spec) not in reprs:
+                reprs[id(spec)] = repr((spec.dtype, spec.shape, spec.layout, spec.pinned))
+            rows.append((component, key, reprs[id(spec)]))
     return checksum(json.dumps(rows).encode())
 
 
 @lru_cache(maxsize=16384)
 def filled_shards(layout: Layout, shape: Shape) -> int:
-    """Return how many shards of a tensor have elements, counted without listing them."""
-    lengths = [{n: 1} for n in shape]
+    """Return the number of shards of a tensor that have elements, without enumerating them."""
+    length_counts = [{n: 1} for n in shape]  # of each dim: length of a part -> number of such parts
     for cut in layout.cuts:
-        found: dict[int, int] = {}
-        for length, count in lengths[cut.dim].items():
+        counts: dict[int, int] = {}
+        for length, count in length_counts[cut.dim].items():
             for piece, number in _piece_lengths(length, cut.blocks, layout.axes[cut.axis].size):
-                found[piece] = found.get(piece, 0) + count * number
-        lengths[cut.dim] = found
-    return prod(sum(count for length, count in found.items() if length) for found in lengths)
+                counts[piece] = counts.get(piece, 0) + count * number
+        length_counts[cut.dim] = counts
+    return prod(sum(count for length, count in counts.items() if length) for counts in length_counts)
 
 
 def _piece_lengths(length: int, blocks: int, parts: int) -> list[tuple[int, int]]:
-    """Return what ``_cut`` leaves of ``length`` indices at each of ``parts`` coordinates: (length, their number)."""
+    """Return the lengths of the parts into which ``DimShard`` divides ``length``, as (length, number of such parts)."""
     block = max(-(-length // blocks), 1)
-    kinds = [(block, length // block), (length % block, 1)]  # of blocks: (length, how many)
-    sizes = [max(-(-n // parts), 1) for n, _ in kinds]
-    edges = {0, *(n // size + i for (n, _), size in zip(kinds, sizes, strict=True) for i in (0, 1)), parts}
+    block_counts = [(block, length // block), (length % block, 1)]  # (length of a block, number of such blocks)
+    sizes = [max(-(-n // parts), 1) for n, _ in block_counts]
+    edges = {0, *(n // size + i for (n, _), size in zip(block_counts, sizes, strict=True) for i in (0, 1)), parts}
     return [
-        (sum(count * max(min(n - at * size, size), 0) for (n, count), size in zip(kinds, sizes, strict=True)), end - at)
+        (
+            sum(
+                n_blocks * max(min(n - at * size, size), 0)
+                for (n, n_blocks), size in zip(block_counts, sizes, strict=True)
+            ),
+            end - at,
+        )
         for at, end in pairwise(sorted(edge for edge in edges if edge <= parts))
     ]
 
 
 def check_plausible(component: Component, where: str) -> None:
-    """Make sure that the files can hold what the root index says, before anything is planned or allocated for it.
+    """Fail if the files are too few or too small for the tensors of a root index, before memory is allocated for them.
 
-    Shards with elements are written by different ranks, so each needs an index; and the indexes need room for the
-    checksum of every block of the data. Whether the files are what they should be is found when they are read.
+    Different ranks write the shards with elements, so each such shard needs an index, and the indexes need room for
+    the checksum of every block. The content of the files is checked when they are read.
 
     Raises:
-        FormatError: naming the first tensor that cannot be stored there.
+        FormatError: naming the first tensor that cannot be stored in these files.
     """
-    room = sum(info.nbytes for info in component.indexes.values())
-    most = room // _CHECKSUM_BYTES * MAX_BLOCK_BYTES
-    sizes: dict[int, int] = {}  # tensors that are alike share their spec
+    index_nbytes = sum(info.nbytes for info in component.indexes.values())
+    left = index_nbytes // _CHECKSUM_BYTES * MAX_BLOCK_BYTES
+    sizes: dict[int, int] = {}  # equal tensors share one spec object
     for key, spec in component.tensors.items():
         seen = id(spec) in sizes
         if not seen:
             sizes[id(spec)] = prod(spec.shape) * DTYPE_BYTES[spec.dtype]
         nbytes = sizes[id(spec)]
-        if nbytes > most:
+        if nbytes > left:
             raise FormatError(
-                f"{where}: the checksums of {shown(key)}, {spec.dtype} {spec.shape}, do not fit into indexes of {room} "
-                "bytes"
+                f"{where}: the checksums of {shown(key)}, {spec.dtype} {spec.shape}, do not fit into indexes of "
+                f"{index_nbytes} bytes"
             )
-        most -= nbytes
+        left -= nbytes
         count = 0 if seen else filled_shards(spec.layout, spec.shape)
         if count > len(component.indexes):
             raise FormatError(
@@ -234,19 +249,19 @@ def check_plausible(component: Component, where: str) -> None:
 
 
 def check_cover(component: str, tensors: Tensors) -> None:
-    """Make sure that every element of every tensor is written by exactly one rank.
+    """Fail unless exactly one rank writes each element of each tensor.
 
-    Boxes of different shards never overlap, nor do the shares of a shard, so it is enough that each shard has a holder.
+    Boxes of different shards never overlap, nor do the shares of a shard, so each shard only needs a holder.
 
     Raises:
         FormatError: naming the first tensor that has a gap, and the gap.
     """
-    held = set[int]()  # tensors that are alike share their spec
+    checked = set[int]()  # equal tensors share one spec object
     for key, spec in tensors.items():
-        if id(spec) in held:
+        if id(spec) in checked:
             continue
-        held.add(id(spec))
-        for shard in unheld(spec.layout, spec.holders):
+        checked.add(id(spec))
+        for shard in find_unheld_shards(spec.layout, spec.holders):
             for part in parts_of_shard(spec.layout, spec.shape, shard):
                 raise FormatError(
                     f"{component}: the boxes of {key!r}, shape {spec.shape}, do not tile it: none of the ranks "
@@ -256,7 +271,7 @@ def check_cover(component: str, tensors: Tensors) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part of a stored box that a loader needs, and where it lies in the loader's local tensor."""
+    """The region ``common`` of a stored box that a loader needs, and its position in the loader's local tensor."""
 
     writer: int
     stored: Box
@@ -264,30 +279,33 @@ class Overlap:
     local: Box
 
 
-def plan_load(spec: TensorSpec, replica: int | None, wanted: tuple[Part, ...]) -> Iterator[Overlap]:
-    """The stored boxes that meet the wanted parts of a tensor, found without listing the others, one at a time.
+def plan_load(spec: TensorSpec, replica: int | None, targets: tuple[Part, ...]) -> Iterator[Overlap]:
+    """Yield the stored boxes that meet the target parts of a tensor, without enumerating the others.
 
-    Empty parts need nothing. Who looks each box up as it comes does no more work than there are stored boxes.
+    Empty parts need nothing. A caller that looks up each box as it is yielded does no more work than there are stored
+    boxes, even if a hostile index describes many more.
     """
-    for want in wanted:
-        for shard in shards_meeting(spec.layout, spec.shape, want.box) if want.box.numel else ():
+    for target in targets:
+        for shard in shards_meeting(spec.layout, spec.shape, target.box) if target.box.numel else ():
             for part in parts_of_shard(spec.layout, spec.shape, shard):
-                if part.box.intersect(want.box) is not None:
-                    for stored, writer in _stored(spec, replica, shard, part, want.box):
-                        if (common := stored.intersect(want.box)) is not None:
-                            yield Overlap(writer, stored, common, common.within(want.box).shift(want.at))
+                if part.box.intersect(target.box) is not None:
+                    for stored, writer in _stored_boxes(spec, replica, shard, part, target.box):
+                        if (common := stored.intersect(target.box)) is not None:
+                            yield Overlap(writer, stored, common, common.within(target.box).shift(target.at))
 
 
-def _stored(spec: TensorSpec, replica: int | None, shard: Shape, part: Part, want: Box) -> Iterator[tuple[Box, int]]:
-    """The boxes that a part is stored in, with the rank that wrote each: those that may meet ``want``."""
+def _stored_boxes(
+    spec: TensorSpec, replica: int | None, shard: Shape, part: Part, target: Box
+) -> Iterator[tuple[Box, int]]:
+    """Yield the stored boxes of a part that may meet ``target``, each with the rank that wrote it."""
     group = replicas(spec.layout, spec.holders, shard)
     if replica is not None:
         yield part.box, group[replica % len(group)]
         return
-    dim, count = _divided_dim(spec, _replica_count(spec)), len(group)
+    dim, count = _dim_to_divide(spec, _replica_count(spec)), len(group)
     assert dim is not None
     length, start = part.box.shape[dim], part.box.start[dim]
-    low, high = max(want.start[dim] - start, 0), min(want.stop[dim] - start, length)
+    low, high = max(target.start[dim] - start, 0), min(target.stop[dim] - start, length)
     for number in range(max(-(-(low + 1) * count // length) - 1, 0), -(-high * count // length)):
         share = _share(part, dim, count, number)
         if share is not None:
@@ -295,9 +313,14 @@ def _stored(spec: TensorSpec, replica: int | None, shard: Shape, part: Part, wan
 
 
 def byte_runs(overlap: Overlap, local_shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """(offset in the stored box, offset in local memory, length), all in bytes, ascending in the first.
+    """Yield (offset in the stored box, offset in local memory, length) of contiguous copies, all in bytes.
 
-    ``local_shape`` is the row-major shape of the destination.
+    Args:
+        overlap: the region to copy.
+        local_shape: the shape of the row-major destination.
+        itemsize: bytes per element.
+
+    Offsets in the stored box are ascending.
     """
     source = overlap.common.within(overlap.stored).runs(overlap.stored.shape)
     target = overlap.local.runs(local_shape)

@@ -1,6 +1,6 @@
-"""A per-rank index as JSON: what is written, and how what others wrote is checked.
+"""Rank indexes as JSON: encoding, decoding and validation. FORMAT.md has the rules.
 
-See FORMAT.md for the rules. Entries that are alike share their text, and are checked once.
+Entries with equal fields share one text and are checked once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import BETWEEN, count_of
-from lightning_shardckpt.format.file_names import file_info, linked_file_info
+from lightning_shardckpt.format.checksum import SEPARATOR, count_checksums
+from lightning_shardckpt.format.file_names import parse_file_info, parse_linked_file_info
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, RankIndex, ShardEntry
-from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decode_index, parse_json, texts
+from lightning_shardckpt.format.strict_json import (
+    FORMAT,
+    check_json_size,
+    compact,
+    decode_index,
+    parse_json,
+    to_json_texts,
+)
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     bytes_in,
@@ -32,7 +39,7 @@ _EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
 
 def rank_index_to_json(index: RankIndex) -> bytes:
-    """The bytes of a per-rank index."""
+    """Return the bytes of a rank index. Raises FormatError if it is too large for a reader."""
     head: dict[str, Any] = {
         "format": FORMAT,
         "version": 3 if any(file.save_id for file in index.files.values()) else 1,
@@ -41,10 +48,10 @@ def rank_index_to_json(index: RankIndex) -> bytes:
         "rank": index.rank,
         "files": {f.name: [f.nbytes, f.checksum] + [f.save_id] * bool(f.save_id) for f in index.files.values()},
     }
-    kinds: dict[tuple[int, Shape, str, str], str] = {}  # many entries are alike
+    fields: dict[tuple[int, Shape, str, str], str] = {}  # shared by entries whose fields are equal
     metadata = []
-    for name, entries in zip(texts(list(index.shards)), index.shards.values(), strict=True):
-        first, *more = [_entry_to_json(entry, index.rank, kinds) for entry in entries]
+    for name, entries in zip(to_json_texts(list(index.shards)), index.shards.values(), strict=True):
+        first, *more = [_entry_to_json(entry, index.rank, fields) for entry in entries]
         others = f',"more":[{",".join(f"{{{one}}}" for one in more)}]' if more else ""
         metadata.append(f"{name}:{{{first}{others}}}")
     text = f'{compact(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
@@ -52,10 +59,10 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     return text
 
 
-def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, str, str], str]) -> str:
-    kind = id(entry.box), entry.global_shape, entry.dtype, entry.file
-    if kind not in kinds:
-        about = {
+def _entry_to_json(entry: ShardEntry, rank: int, fields: dict[tuple[int, Shape, str, str], str]) -> str:
+    fields_key = id(entry.box), entry.global_shape, entry.dtype, entry.file
+    if fields_key not in fields:
+        values = {
             "offsets": entry.box.start,
             "lengths": entry.box.shape,
             "global_shape": entry.global_shape,
@@ -63,16 +70,16 @@ def _entry_to_json(entry: ShardEntry, rank: int, kinds: dict[tuple[int, Shape, s
             "file": entry.file,
             "rank": rank,
         }
-        kinds[kind] = compact(about)[1:-1]
+        fields[fields_key] = compact(values)[1:-1]
     sums = f'"{entry.checksums}"' if entry.checksums else ""
-    return f'{kinds[kind]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
+    return f'{fields[fields_key]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
-    """The index in these bytes.
+    """Return the index that these bytes encode.
 
     Raises:
-        FormatError: naming ``where`` and what is wrong.
+        FormatError: naming ``where`` and the error.
     """
     return decode_index(parse_json(text, where), where, _rank_index, _VERSIONS)
 
@@ -83,8 +90,10 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     for key, first in value["metadata"].items():
         items = (first, *first["more"]) if "more" in first else (first,)
         shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
-    described = linked_file_info if value["version"] == 3 else file_info
-    files = {name: (described if len(info) > 2 else file_info)(name, *info) for name, info in value["files"].items()}
+    described = parse_linked_file_info if value["version"] == 3 else parse_file_info
+    files = {
+        name: (described if len(info) > 2 else parse_file_info)(name, *info) for name, info in value["files"].items()
+    }
     sizes = {name: file.nbytes for name, file in files.items()}
     left = dict(sizes)
     for key, entries in shards.items():
@@ -101,15 +110,15 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
 
 
 def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
-    """``extents`` are those that were seen: many tensors are alike. Their repr tells 1 from 1.0 and true."""
-    extent = [item[name] for name in _EXTENT]
-    text = repr(extent)
+    """Return an entry; ``extents`` caches checked values by their repr, in which 1, 1.0 and true differ."""
+    values = [item[name] for name in _EXTENT]
+    text = repr(values)
     if text not in extents:
-        extents[text] = _extent(*extent)
+        extents[text] = _extent(*values)
     box, shape, dtype, file, block, nbytes = extents[text]
-    sums = BETWEEN.join(check_digests(item["checksums"]))
-    if count_of(sums) != -(-nbytes // block):
-        raise FormatError(f"{count_of(sums)} checksums of {block} bytes each for {nbytes} bytes")
+    sums = SEPARATOR.join(check_digests(item["checksums"]))
+    if count_checksums(sums) != -(-nbytes // block):
+        raise FormatError(f"{count_checksums(sums)} checksums of {block} bytes each for {nbytes} bytes")
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
@@ -120,6 +129,6 @@ def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any
         raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
     bytes_in(shape, check_dtype(dtype))
     if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
-        raise FormatError(f"checksums of {block} bytes each, from 1 to {MAX_BLOCK_BYTES} can be")
+        raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
     box = Box(start, stop)
     return box, shape, dtype, check_file_name(file), block, box.numel * DTYPE_BYTES[dtype]

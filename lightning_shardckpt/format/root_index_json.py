@@ -1,6 +1,6 @@
-"""The root index as JSON: what is written, and how what others wrote is checked.
+"""The root index as JSON: encoding, decoding and validation. FORMAT.md has the rules.
 
-See FORMAT.md for the rules. Tensors that are alike share their spec, and the text of all of them is made once.
+Equal tensors share one spec object, and their text is built once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo, document_name, documents_by_rank, file_info, rank_index_name
+from lightning_shardckpt.format.file_names import (
+    FileInfo,
+    document_name,
+    documents_by_rank,
+    parse_file_info,
+    rank_index_name,
+)
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
 from lightning_shardckpt.format.strict_json import FORMAT, check_json_size, compact, decode_index, parse_json
@@ -31,11 +37,10 @@ from lightning_shardckpt.format.value_checks import (
 )
 
 # ── files of all ranks as columns ─────────────────────────────────────────────────────────────────────────────────────
-# Columns of sizes and checksums, for files of which every rank has one. Pure.
+# Sizes and checksums of the files of all ranks, as packed columns. Pure.
 #
-# In large worlds nearly all of the root index would be the names of such files. They follow from the rank, so columns
-# of sizes and checksums say as much. Packed as bytes in base64 (RFC 4648) a file takes about 15 characters, of which 11
-# are its checksum.
+# In large worlds, names would be nearly all of the root index. They follow from the rank, so columns of sizes and
+# checksums suffice. Packed as bytes in base64 (RFC 4648), a file takes about 15 characters, 11 of them its checksum.
 
 
 _DIGEST_BYTES = 8
@@ -43,7 +48,7 @@ _MAX_SIZE_BYTES = 8
 
 
 def to_packed_columns(files: Mapping[int, FileInfo]) -> dict[str, Any]:
-    """Files of ranks, whose names follow from the rank, as JSON.
+    """Return JSON for the files of ranks whose names follow from the rank.
 
     >>> sums = "00" * 8, "ff" * 8
     >>> to_packed_columns({0: FileInfo("a-0", 7, sums[0]), 5: FileInfo("a-5", 258, sums[1])})
@@ -60,15 +65,23 @@ def to_packed_columns(files: Mapping[int, FileInfo]) -> dict[str, Any]:
 
 
 def from_packed_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[int, FileInfo]:
-    """Return what ``to_packed_columns`` was given. Raises FormatError or ValueError for anything else.
+    """Return the files by rank: the inverse of ``to_packed_columns``.
 
-    Nothing is decoded that is longer than what the ranks can have.
+    Lengths are checked before anything is decoded.
+
+    Args:
+        value: the JSON value.
+        name_of: returns the file name of a rank.
+        world: the number of ranks of the checkpoint.
+
+    Raises:
+        FormatError, ValueError: if ``to_packed_columns`` could not have written the value.
     """
     ranks = _ranks(value["ranks"], name_of, world)
-    sums = _unpacked(value["checksums"], "checksums", len(ranks), _DIGEST_BYTES)
+    sums = _decode_base64(value["checksums"], "checksums", len(ranks), _DIGEST_BYTES)
     if len(sums) != _DIGEST_BYTES * len(ranks):
-        raise FormatError(f"checksums of {len(sums)} bytes for {len(ranks)} ranks, {_DIGEST_BYTES} for each can be")
-    packed = _unpacked(value["sizes"], "sizes", len(ranks), _MAX_SIZE_BYTES)
+        raise FormatError(f"checksums of {len(sums)} bytes for {len(ranks)} ranks, expected {_DIGEST_BYTES} for each")
+    packed = _decode_base64(value["sizes"], "sizes", len(ranks), _MAX_SIZE_BYTES)
     width = len(packed) // max(len(ranks), 1)
     sizes = [int.from_bytes(packed[width * i : width * i + width], "big") for i in range(len(ranks))]
     if len(packed) != width * len(ranks) or (ranks and width != _bytes_of(max(sizes))):
@@ -82,56 +95,60 @@ def from_packed_columns(value: Any, name_of: Callable[[int], str], world: int) -
 
 
 def _ranks(pairs: Any, name_of: Callable[[int], str], world: int) -> list[int]:
-    """The ranks in ascending ranges that don't touch."""
+    """Return the ranks of ascending ranges that neither overlap nor touch."""
     edges = [check_size(edge) for pair in pairs for edge in (*pair,)]
     if edges != sorted(set(edges)) or len(edges) % 2 or (edges and edges[-1] > world):
         raise ValueError(f"ranks {shown(pairs)} in a world of {world}")
     ranks = [rank for low, high in zip(edges[::2], edges[1::2], strict=True) for rank in range(low, high)]
     for rank in ranks[-1:]:
-        check_file_name(name_of(rank))  # no other name is longer, or has more than other digits
+        check_file_name(name_of(rank))  # the highest rank has the longest name; the others differ only in digits
     return ranks
 
 
 def _bytes_of(number: int) -> int:
-    """The fewest bytes that a number takes; at least 1."""
+    """Return the number of bytes that a number needs, at least 1."""
     return max(-(-number.bit_length() // 8), 1)
 
 
-def _unpacked(text: Any, what: str, count: int, most: int) -> bytes:
-    """The bytes in base64, at most ``most`` for each of ``count`` ranks; of any other text than theirs, FormatError."""
+def _decode_base64(text: Any, column: str, count: int, max_bytes: int) -> bytes:
+    """Return the bytes of a base64 column, at most ``max_bytes`` for each of ``count`` ranks.
+
+    Raises:
+        FormatError: if the text is too long, or not the one text that RFC 4648 gives for its bytes.
+    """
     if not isinstance(text, str):
-        raise FormatError(f"{what} {shown(text)}, and not text")
-    if len(text) > -(-most * count // 3) * 4:
-        raise FormatError(f"{what} of {len(text)} characters, more than {count} ranks can have")
+        raise FormatError(f"{column} {shown(text)}, expected text")
+    if len(text) > -(-max_bytes * count // 3) * 4:
+        raise FormatError(f"{column} of {len(text)} characters, more than {count} ranks can have")
     try:
-        found = b64decode(text, validate=True)
-    except ValueError:  # of binascii, or of a character that ASCII lacks
-        found = b""
-    if b64encode(found).decode() != text:  # it also accepts bits that no byte has
-        raise FormatError(f"{what} {shown(text)} is not base64 as RFC 4648 writes it")
-    return found
+        decoded = b64decode(text, validate=True)
+    except ValueError:  # from binascii, or for characters outside ASCII
+        decoded = b""
+    if b64encode(decoded).decode() != text:  # b64decode also accepts nonzero padding bits
+        raise FormatError(f"{column} {shown(text)} is not base64 as RFC 4648 writes it")
+    return decoded
 
 
 _VERSIONS = (1, 4)
 MANY_RANKS = 256
-"""Worlds of more have a root index of version 4, which does not repeat names that follow from the rank."""
+"""Larger worlds have a root index of version 4, which leaves out names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 
 @dataclass(frozen=True, slots=True)
 class TablesText:
-    """The JSON of the tensors in a root index: the same for all saves of the same tensors."""
+    """The JSON of the tensors in a root index, which is the same for all saves of the same tensors."""
 
     layouts: str
     components: dict[str, str]
-    """Of each component, all but its indexes."""
+    """JSON of each component without its indexes."""
 
 
 def tables_to_text(components: Mapping[str, Component]) -> TablesText:
-    """The tensors and aliases of components, and the layouts that they have."""
+    """Return the JSON of the tensors and aliases of components, and of their layouts."""
     layouts: dict[tuple[Layout, Holders], int] = {}
-    specs: dict[int, list[Any]] = {}  # tensors that are alike share their spec
+    specs: dict[int, list[Any]] = {}  # equal tensors share one spec object
     texts = {}
     for name, component in components.items():
         for spec in component.tensors.values():
@@ -144,9 +161,14 @@ def tables_to_text(components: Mapping[str, Component]) -> TablesText:
 
 
 def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
-    """The bytes of the root index; its first line is the checksum of the rest.
+    """Return the bytes of the root index, whose first line is the checksum of the rest.
 
-    ``tables``: of its components, where that is known already.
+    Args:
+        root: the index.
+        tables: the text of its components, if it was already built.
+
+    Raises:
+        FormatError: if the text is too large for a reader.
     """
     tables = tables or tables_to_text(root.components)
     head: dict[str, Any] = {
@@ -180,11 +202,11 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
 
 
 def root_from_json(text: bytes, where: str) -> RootIndex:
-    """The root index in these bytes.
+    """Return the root index that these bytes encode.
 
     Raises:
-        CorruptionError: if the checksum on the first line is not that of the rest.
-        FormatError: if it is no root index, or of a newer version.
+        CorruptionError: if the checksum on the first line does not match the rest.
+        FormatError: if they are not a valid root index, or of a newer version.
     """
     seal = _SEAL.match(text)
     if seal is None:
@@ -208,17 +230,17 @@ def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
 def _root(value: dict[str, Any]) -> RootIndex:
     world = check_size(value["world_size"])
     if not 1 <= world <= MAX_RANKS:
-        raise FormatError(f"a world of {world} ranks; 1 to {MAX_RANKS} can be")
+        raise FormatError(f"a world of {world} ranks, expected 1 to {MAX_RANKS}")
     layouts = [_layout(item, world) for item in value["layouts"]]
     components = {}
     for name, item in value["components"].items():
         if name not in COMPONENTS:
             raise FormatError(f"unknown component {shown(name)}")
         components[name] = _component(name, item, layouts, world, value["version"])
-    documents = {name: file_info(name, n, c) for name, (n, c) in value["documents"].items()}
+    documents = {name: parse_file_info(name, n, c) for name, (n, c) in value["documents"].items()}
     for stem, columns in value["documents_by_rank"].items() if value["version"] == 4 else ():
-        found = from_packed_columns(columns, partial(document_name, stem), world)
-        documents |= {info.name: info for info in found.values()}
+        infos = from_packed_columns(columns, partial(document_name, stem), world)
+        documents |= {info.name: info for info in infos.values()}
     return RootIndex(
         save_id=check_save_id(value["save_id"]),
         world_size=world,
@@ -228,27 +250,29 @@ def _root(value: dict[str, Any]) -> RootIndex:
         epoch=None if value["epoch"] is None else check_size(value["epoch"]),
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
-        mirror={name: file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
+        mirror={name: parse_file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
         prefix=_prefix(value.get("prefix", ""), value["save_id"]),
     )
 
 
 def _prefix(value: Any, save_id: str) -> str:
     if value not in ("", f"{save_id[:16]}-"):
-        raise FormatError(f"prefix {shown(value)}; it is the first 16 digits of the save id and a hyphen, if anything")
+        raise FormatError(f"prefix {shown(value)}, expected none or the first 16 digits of the save id and a hyphen")
     return str(value)
 
 
 def _component(
     component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
 ) -> Component:
-    specs: dict[str, TensorSpec] = {}  # one for all tensors that are alike: what was found of it once need not be again
+    specs: dict[str, TensorSpec] = {}  # equal tensors share one spec object, so that its checks run once
     keys = check_texts(list(item["tensors"]))
-    tensors = {key: _spec_once(spec, layouts, specs) for key, spec in zip(keys, item["tensors"].values(), strict=True)}
-    aliases = {check_text(alias): check_text(of) for alias, of in item["aliases"].items()}
-    for alias, of in aliases.items():
-        if of not in tensors or alias in tensors:
-            raise FormatError(f"alias {shown(alias)} of {shown(of)}, which is not a stored tensor of its own")
+    tensors = {
+        key: _shared_spec(spec, layouts, specs) for key, spec in zip(keys, item["tensors"].values(), strict=True)
+    }
+    aliases = {check_text(alias): check_text(target) for alias, target in item["aliases"].items()}
+    for alias, target in aliases.items():
+        if target not in tensors or alias in tensors:
+            raise FormatError(f"alias {shown(alias)} of {shown(target)}, which is not a stored tensor of its own")
     if version == 4:
         columns = from_packed_columns(item["indexes"], partial(rank_index_name, component), world)
         return Component(tensors, aliases, columns)
@@ -257,7 +281,7 @@ def _component(
         number = int(rank)
         if str(number) != rank or not 0 <= number < world:
             raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
-        indexes[number] = file_info(name, nbytes, sums)
+        indexes[number] = parse_file_info(name, nbytes, sums)
     return Component(tensors, aliases, indexes)
 
 
@@ -272,18 +296,17 @@ def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
     return Layout(axes, cuts, order), holders
 
 
-def _spec_once(item: Any, layouts: list[tuple[Layout, Holders]], known: dict[str, TensorSpec]) -> TensorSpec:
-    text = repr(item)  # tells 1 from 1.0 and true
-    found = known.get(text)
-    if found is None:
-        found = known[text] = _spec(item, layouts)
-    return found
+def _shared_spec(item: Any, layouts: list[tuple[Layout, Holders]], specs: dict[str, TensorSpec]) -> TensorSpec:
+    text = repr(item)  # in which 1, 1.0 and true differ
+    if text not in specs:
+        specs[text] = _spec(item, layouts)
+    return specs[text]
 
 
 def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
     dtype, shape, (layout, holders) = check_dtype(item[0]), check_shape(item[1]), layouts[check_size(item[2])]
     if len(item) > 3 and item[3:] != [1]:
-        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, where only a 1 can be")
+        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, expected nothing or a 1")
     if any(cut.dim >= len(shape) for cut in layout.cuts):
         raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
     bytes_in(shape, dtype)

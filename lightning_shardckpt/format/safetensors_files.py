@@ -1,7 +1,7 @@
-"""Lay whole tensors out in safetensors files: names, headers and offsets; no I/O.
+"""Plans of safetensors files with whole tensors: names, headers and offsets; no I/O.
 
-Such files are read by the safetensors library: its list of dtypes is shorter than ours, and a header that it would
-refuse is refused here.
+The safetensors library reads these files. It has fewer dtypes than our format, and headers that it would refuse are
+refused here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.safetensors_header import LENGTH_BYTES, build_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
 
-_MAX_HEADER_BYTES = 100_000_000  # of the safetensors library, 0.8
-_ALIGNMENT = 64  # of the first tensor: what maps the file uses it in place
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
+_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
 _NAME_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to write: component and key of the stored one that it is from, and which box of it, if not all."""
+    """A tensor to write, and its source: (component, key) of a stored tensor and a box of it (None: the whole)."""
 
     name: str
     dtype: str
@@ -33,13 +33,13 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """The file's length in bytes."""
+        """Length of the tensor in bytes."""
         return bytes_in(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file: its header, and the tensors in the order in which they lie in it, each with where it begins."""
+    """A file: its header, its tensors in stored order, and the offset at which each begins."""
 
     name: str
     header: bytes
@@ -47,8 +47,8 @@ class OutputFile:
     begins: tuple[int, ...]
 
 
-def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
-    """The layout of one file; the largest elements come first, so that every tensor is aligned.
+def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
+    """Return the plan of a file; the widest elements come first, so that every tensor is aligned.
 
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
@@ -56,9 +56,9 @@ def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     for tensor in tensors:
         check_unpacked(tensor.dtype, repr(tensor.name))
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
-    wrong = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
-    if wrong is not None:
-        raise FormatError(f"{wrong!r} is complex128, which safetensors lacks; exclude it, or write for torch")
+    complex128 = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
+    if complex128 is not None:
+        raise FormatError(f"{complex128!r} is complex128, which safetensors lacks; exclude it, or write for torch")
     named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
     nbytes = len(header) - LENGTH_BYTES
@@ -67,28 +67,28 @@ def container(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     return OutputFile(name, header, tuple(tensors), begins)
 
 
-def chunks(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
-    """Tensors in their order, in groups of at most ``limit`` bytes; a larger one is a group of its own.
+def group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
+    """Group tensors, in their order, into groups of at most ``limit`` bytes; a larger tensor gets its own group.
 
     >>> def sized(n): return OutputTensor(str(n), "U8", (n,), ("model", "x"))
-    >>> [[t.name for t in group] for group in chunks(map(sized, (3, 4, 20, 5)), 8)]
+    >>> [[t.name for t in group] for group in group_by_size(map(sized, (3, 4, 20, 5)), 8)]
     [['3', '4'], ['20'], ['5']]
     """
-    found: list[list[OutputTensor]] = []
+    groups: list[list[OutputTensor]] = []
     size = 0
     for tensor in tensors:
-        if not found or (size + tensor.nbytes > limit and size > 0):
-            found.append([])
+        if not groups or (size + tensor.nbytes > limit and size > 0):
+            groups.append([])
             size = 0
-        found[-1].append(tensor)
+        groups[-1].append(tensor)
         size += tensor.nbytes
-    return found
+    return groups
 
 
-def chunk_names(stem: str, count: int) -> list[str]:
-    """Return the names of the files of a model or an optimizer, as Hugging Face has them.
+def name_chunks(stem: str, count: int) -> list[str]:
+    """Return the names of a model's or optimizer's files by the convention of Hugging Face.
 
-    >>> chunk_names("model", 1), chunk_names("model", 2)
+    >>> name_chunks("model", 1), name_chunks("model", 2)
     (['model.safetensors'], ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
     """
     if count == 1:
@@ -96,10 +96,10 @@ def chunk_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def file_name(stem: str, tensor: str) -> str:
-    """The name of the file of one tensor; different for different tensors, also where case is not told apart.
+def name_tensor_file(stem: str, tensor: str) -> str:
+    """Return the file name of a single tensor; unique per tensor even on case-insensitive file systems.
 
-    >>> file_name("model", "a.b-c"), file_name("model", "A/b")
+    >>> name_tensor_file("model", "a.b-c"), name_tensor_file("model", "A/b")
     ('model.a.b%2Dc.safetensors', 'model.%41%2Fb.safetensors')
     """
     safe = "".join(c if c in _SAFE and not c.isupper() else "".join(f"%{b:02X}" for b in c.encode()) for c in tensor)
@@ -109,9 +109,9 @@ def file_name(stem: str, tensor: str) -> str:
     return name
 
 
-def index_json(containers: Sequence[OutputFile]) -> bytes:
-    """The content of the index of several files: which tensor is where, and all their bytes."""
-    weight_map = {tensor.name: one.name for one in containers for tensor in one.tensors}
-    total = sum(tensor.nbytes for one in containers for tensor in one.tensors)
-    found = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode()
+def build_index(files: Sequence[OutputFile]) -> bytes:
+    """Return the content of Hugging Face's index of several files: the file of each tensor, and the total size."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,7 +1,7 @@
-"""Headers of safetensors files: one builder, one reader, one parser, for our own files and for those of others.
+"""Headers of safetensors files: build, read and parse them, for our own files and for files of other programs.
 
-A file begins with the length of its header, eight bytes, little-endian; then comes the header, a JSON object with the
-dtype, the shape and the byte range of each tensor; then the tensors' bytes. Source: the safetensors README.
+A file begins with the length of its header (eight bytes, little-endian). The header follows, a JSON object with the
+dtype, the shape and the byte range of each tensor, and then the tensors' bytes. Source: the safetensors README.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, parse_json, texts
+from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, parse_json, to_json_texts
 from lightning_shardckpt.format.value_checks import (
     PACKED_BITS,
     bytes_in,
@@ -25,25 +25,25 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
-MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library takes 100,000,000
+MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library accepts 100,000,000
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 
 
 NamedTensor: TypeAlias = tuple[str, str, Shape]
-"""A tensor to describe in a header: its name, a dtype that safetensors has, and its shape."""
+"""Name, dtype and shape of a tensor in a header. The dtype must be one of safetensors."""
 
 
 def build_header(
     tensors: Iterable[NamedTensor], metadata: Mapping[str, str], *, alignment: int, metadata_first: bool = True
 ) -> tuple[bytes, tuple[int, ...]]:
-    """The start of a file in which the tensors follow one another without gaps, and where each of them begins.
+    """Build the header of a file in which the tensors follow one another without gaps.
 
     Args:
-        tensors: in the order of the file.
-        metadata: of the file, texts by key.
-        alignment: the header is padded so that the first tensor begins at a multiple of so many bytes.
-        metadata_first: whether the metadata stand before the tensors, rather than after them.
+        tensors: the tensors in the order of the file.
+        metadata: strings for ``__metadata__``.
+        alignment: the header is padded so that the first tensor begins at a multiple of this many bytes.
+        metadata_first: put the metadata before the tensors, not after them.
 
     Returns:
         The bytes before the first tensor, and the offset of every tensor in the file, in bytes.
@@ -54,22 +54,21 @@ def build_header(
     tensors = tuple(tensors)
     names = check_texts([name for name, _, _ in tensors])
     if _METADATA in names:
-        raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors keeps the name for itself")
-    kinds: dict[tuple[str, Shape], tuple[str, int]] = {}  # many tensors are alike
+        raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
+    descriptions: dict[tuple[str, Shape], tuple[str, int]] = {}  # shared by tensors of equal dtype and shape
     items, offsets, offset = [], [], 0
-    for (_, dtype, shape), name in zip(tensors, texts(names), strict=True):
-        kind = kinds.get((dtype, shape))
-        if kind is None:
-            kind = _compact({"dtype": dtype, "shape": shape})[1:-1], bytes_in(shape, dtype)
-            kinds[dtype, shape] = kind
-        about, nbytes = kind
-        items.append(f'{name}:{{{about},"data_offsets":[{offset},{offset + nbytes}]}}')
+    for (_, dtype, shape), name in zip(tensors, to_json_texts(names), strict=True):
+        if (dtype, shape) not in descriptions:
+            text = _compact({"dtype": dtype, "shape": shape})[1:-1]
+            descriptions[dtype, shape] = text, bytes_in(shape, dtype)
+        description, nbytes = descriptions[dtype, shape]
+        items.append(f'{name}:{{{description},"data_offsets":[{offset},{offset + nbytes}]}}')
         offsets.append(offset)
         offset += nbytes
     items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{_compact(dict(metadata))}')
-    text = f"{{{','.join(items)}}}".encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % alignment)
-    start = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    header = f"{{{','.join(items)}}}".encode()
+    header += b" " * (-(LENGTH_BYTES + len(header)) % alignment)
+    start = len(header).to_bytes(LENGTH_BYTES, "little") + header
     return start, tuple([len(start) + offset for offset in offsets])
 
 
@@ -78,7 +77,7 @@ def _compact(value: Any) -> str:
 
 
 class HeaderLengthError(ValueError):
-    """A file says that its header is longer than the file, or than any header may be. Callers say which file."""
+    """Raised if a file claims a header longer than the file or than the limit; callers add the file's name."""
 
     def __init__(self, length: int, file_nbytes: int) -> None:
         super().__init__(f"the header claims {length} bytes of a file of {file_nbytes}")
@@ -86,14 +85,14 @@ class HeaderLengthError(ValueError):
 
 
 def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int) -> bytes:
-    """The bytes of a file before its first tensor: the length of the header and the header, not parsed.
+    """Return the bytes of a file before its first tensor, unparsed: the length of the header and the header.
 
     Args:
-        read_into: fills memory from an offset of the file on; what it raises is passed on.
+        read_into: fills memory with the file's bytes from an offset on; its exceptions propagate.
         file_nbytes: length of the file.
 
     Raises:
-        HeaderLengthError: before memory is taken for a header that cannot be there.
+        HeaderLengthError: if the claimed length is impossible; raised before memory is allocated for the header.
     """
     prefix = bytearray(LENGTH_BYTES)
     read_into(0, memoryview(prefix))
@@ -107,7 +106,7 @@ def read_header(read_into: Callable[[int, memoryview], object], file_nbytes: int
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """The place of a tensor in a file, as the file itself says; ``begin`` is an offset in the file."""
+    """A tensor as the header of its file describes it; ``begin`` is an offset in the file."""
 
     dtype: str
     shape: Shape
@@ -116,28 +115,27 @@ class HeaderTensor:
 
 
 class Header(NamedTuple):
-    """The header of a file: its tensors by name, and ``__metadata__``, of which nothing was checked."""
+    """The header of a file: its tensors by name, and the unchecked ``__metadata__``."""
 
     tensors: dict[str, HeaderTensor]
     metadata: dict[str, Any]
 
 
 def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> Header:
-    """Return what the first bytes of a file say, as ``read_header`` returns them.
+    """Parse the first bytes of a file, as ``read_header`` returns them.
 
     Args:
         start: the length of the header, and the header.
         where: the file, for messages.
-        needs_metadata: whether a header is refused that none of ours is: without ``__metadata__``, or with dtypes of
-            which torch has no tensors.
+        needs_metadata: refuse headers that our files never have: without ``__metadata__``, or with dtypes that torch
+            has no tensors of.
 
     Raises:
-        FormatError: if it is no header of safetensors, or the tensors do not fill the file without gap and overlap.
+        FormatError: if it is not a safetensors header, or the tensors do not fill the file without gap and overlap.
     """
     header = parse_json(start[LENGTH_BYTES:], where)
     if not isinstance(header, dict):
-        found = " with __metadata__" if needs_metadata else ""
-        raise FormatError(f"{where}: the header is not a JSON object{found}")
+        raise FormatError(f"{where}: the header is not a JSON object{' with __metadata__' if needs_metadata else ''}")
     metadata = header.pop(_METADATA, None)
     if not isinstance(metadata, dict):
         if needs_metadata:
@@ -147,18 +145,18 @@ def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> He
 
 
 def _tensors(header: dict[str, Any], data: int, where: str, *, packed: bool) -> dict[str, HeaderTensor]:
-    """The tensors of a file whose data begins at ``data``."""
+    """Return the tensors of a file whose data begins at offset ``data``."""
     try:
-        found = {check_text(key): _tensor(value, data, packed) for key, value in header.items()}
+        tensors = {check_text(key): _tensor(value, data, packed) for key, value in header.items()}
         position = data
-        for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        for key, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
             if stored.begin != position:
-                kind = "overlaps the data before it" if stored.begin < position else "follows a gap"
-                raise ValueError(f"{key!r} {kind}: it begins at byte {stored.begin}, not {position}")
+                error = "overlaps the data before it" if stored.begin < position else "follows a gap"
+                raise ValueError(f"{key!r} {error}: it begins at byte {stored.begin}, not {position}")
             position += stored.nbytes
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(error)}") from None
-    return found
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        raise FormatError(f"{where}: the header describes a tensor wrongly: {shown(problem)}") from None
+    return tensors
 
 
 def _tensor(value: dict[str, Any], data: int, packed: bool) -> HeaderTensor:

@@ -1,6 +1,6 @@
-"""Strict JSON: no duplicate keys, no NaN, no deep nesting, and a size that bounds the memory that parsing takes.
+"""Strict JSON: no duplicate keys, no NaN, no deep nesting, and a size limit that bounds the memory of parsing.
 
-Indexes are compact JSON of one format and a few versions; see FORMAT.md for the rules.
+Indexes are compact JSON of one format in a few versions. FORMAT.md has the rules.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from lightning_shardckpt.format.value_checks import shown
 
 FORMAT = "lightning-shardckpt"
 VERSION = 4
-"""The highest that is read. A file that needs no later version is written as version 1."""
+"""The highest version that is read. Files are written as version 1 unless they need a later one."""
 MAX_JSON_BYTES = 1 << 26
-MAX_VALUES = 1 << 21  # of one JSON text: Python needs up to 80 bytes for each
+MAX_VALUES = 1 << 21  # in one JSON text; Python needs up to 80 bytes for each
 MAX_DEPTH = 128
 _T = TypeVar("_T")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
-def texts(values: list[str]) -> list[str]:
-    """Return each value as JSON; by one call, since a call costs more than a text."""
+def to_json_texts(values: list[str]) -> list[str]:
+    """Return each string as JSON. One ``json.dumps`` encodes all, since a call costs more than a string."""
     return json.dumps(values, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n") if values else []
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """JSON without duplicate keys, NaN or deep nesting, and of a size that bounds the memory for it.
+    """Parse JSON without duplicate keys, NaN or deep nesting, and of limited size.
 
     Raises:
-        FormatError: with ``where`` and the position, for anything else.
+        FormatError: with ``where`` and the position of the error.
     """
     check_json_size(text, where)
     _check_depth(text, where)
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_build_object, parse_constant=_refuse_constant)
     except RecursionError:
         raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -46,7 +46,11 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def check_json_size(text: bytes, where: str) -> None:
-    """Refuse JSON that no reader would parse; counts values without parsing, so those in strings count, too."""
+    """Refuse JSON that is too large to parse. Commas and brackets in strings count, too: the text is not parsed.
+
+    Raises:
+        FormatError: with ``where``, the size and the limit.
+    """
     if len(text) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
     if len(text) > MAX_VALUES and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
@@ -54,33 +58,33 @@ def check_json_size(text: bytes, where: str) -> None:
 
 
 def _check_depth(text: bytes, where: str) -> None:
-    """Refuse JSON that is nested deep, before it is parsed; what reads the value may use recursion.
+    """Refuse deeply nested JSON before it is parsed, since the readers of the value may recurse.
 
-    Of the brackets outside of strings, made one kind, the innermost pairs are taken away again and again.
+    Makes all brackets outside strings one type, and removes the innermost pairs until none is left.
     """
-    if text.count(b'"') > 4 * MAX_VALUES:  # of a key and a text for each value
+    if text.count(b'"') > 4 * MAX_VALUES:  # a key and a string for each value
         raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     brackets = b"".join(text.translate(_ONE_KIND, _NO_BRACKETS).split(b'"')[::2])
     for _ in range(MAX_DEPTH):
         outer = brackets.replace(b"[]", b"")
-        if len(outer) == len(brackets):  # nothing is left, or not JSON
+        if len(outer) == len(brackets):  # none left, or invalid JSON
             return
         brackets = outer
     if brackets:
         raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"duplicate key {shown(counts.most_common(1)[0][0])}")
-    return found
+    return value
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -90,16 +94,16 @@ def compact(value: Any) -> str:
 
 
 def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
-    """Return what ``decode`` makes of a JSON object of our format.
+    """Check the format and version of an index, and decode it.
 
     Args:
-        value: the JSON.
+        value: the parsed JSON.
         where: the file, for errors.
-        decode: makes the index of the object.
-        versions: those that it can have, in ascending order.
+        decode: builds the index from the JSON object.
+        versions: the accepted versions, ascending.
 
     Raises:
-        FormatError: for everything that ``decode`` trips over, too.
+        FormatError: if the value is not an index of an accepted version, or ``decode`` fails.
     """
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
@@ -115,5 +119,5 @@ def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T],
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise FormatError(f"{where}: a part is missing or malformed: {what}") from None
+        cause = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"{where}: a part is missing or malformed: {cause}") from None

@@ -1,7 +1,7 @@
-"""Values of the format: what a dtype, a shape, a size, a name or a checksum may be.
+"""Checks of the values in a checkpoint's JSON: dtypes, shapes, sizes, names and checksums.
 
-Whatever comes from a file passes through one of these checks before it is used. A message quotes a bounded part of a
-wrong value, since whoever wrote the file chose its length.
+Every value from a file passes one of these checks before it is used. Messages quote a bounded part of an invalid
+value, since a hostile file can contain values of any length.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DTYPE_BYTES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
     "C128": 16,
 }
-"""Bytes per element of every dtype that a checkpoint can hold. C128 is ours: stored as pairs of F64."""
+"""Bytes per element of every dtype that a checkpoint can hold. C128 is our addition, stored as pairs of F64."""
 
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of what safetensors has, too, and torch has no elements of: files of others may, no checkpoint."""
+"""Bits per element of safetensors dtypes that torch lacks. Files of other programs may have them, our files don't."""
 
 MAX_NDIM = 64  # as in numpy and torch
 SAVE_ID_LENGTH = 32
@@ -42,24 +42,24 @@ _BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 250
 
 
 def shown(value: Any) -> str:
-    """The start of a value's repr, for a message: whoever wrote the file chose its length."""
+    """Return a value's repr for a message, cut to a bounded length."""
     nested = isinstance(value, list | tuple | dict | set | frozenset) and any(
         isinstance(item, list | tuple | dict | set | frozenset)
         for item in (value.values() if isinstance(value, dict) else value)
     )
-    text = _BOUNDED.repr(value) if nested else repr(value)  # what refers to itself again and again has no end
+    text = _BOUNDED.repr(value) if nested else repr(value)  # the repr of shared nested values can grow exponentially
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def check_size(value: Any) -> int:
-    """``value``, which must be an integer from 0 to 2^63 - 1."""
+    """Return ``value`` if it is an integer from 0 to 2^63 - 1, else raise FormatError."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise FormatError(f"{shown(value)} is not a size")
     return value
 
 
 def check_shape(value: Any) -> Shape:
-    """``value``, a list of at most 64 lengths, as a tuple."""
+    """Return a list of at most 64 lengths as a tuple; raise FormatError if it is not one."""
     shape = tuple(map(check_size, value))
     if len(shape) > MAX_NDIM:
         raise FormatError(f"{len(shape)} dims, more than {MAX_NDIM}")
@@ -67,7 +67,11 @@ def check_shape(value: Any) -> Shape:
 
 
 def bytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor. Lengths of 0 don't make the others harmless: strides are computed from them, too."""
+    """Return the bytes of a tensor.
+
+    Raises:
+        FormatError: if it has 2^63 bytes or more. Lengths of 0 count as 1, since strides are computed from the others.
+    """
     bits = PACKED_BITS[dtype] if dtype in PACKED_BITS else 8 * DTYPE_BYTES[dtype]
     if prod(n or 1 for n in shape) * bits >= 1 << 66:
         raise FormatError(f"{dtype} {tuple(shape)} has more than 2^63 bytes")
@@ -75,68 +79,68 @@ def bytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def check_save_id(value: Any) -> str:
-    """``value``, which must be 32 hexadecimal digits."""
+    """Return ``value`` if it is 32 hexadecimal digits, else raise FormatError."""
     if not isinstance(value, str) or not _SAVE_ID_PATTERN.fullmatch(value):
         raise FormatError(f"{shown(value)} is not a save id")
     return value
 
 
 def check_dtype(value: Any) -> str:
-    """``value``, which must be the name of a dtype of the format."""
+    """Return ``value`` if it is the name of a dtype of the format, else raise FormatError."""
     if value not in DTYPE_BYTES:
         raise FormatError(f"unknown dtype {shown(value)}")
     return str(value)
 
 
 def check_unpacked(dtype: str, where: str) -> None:
-    """Refuse to read a tensor whose elements are no bytes.
+    """Refuse to read a tensor whose elements are smaller than a byte.
 
     Raises:
-        FormatError: naming ``where`` it is, if torch has no tensors of its dtype.
+        FormatError: with ``where``, if torch has no tensors of this dtype.
     """
     if dtype in PACKED_BITS:
         raise FormatError(
-            f"{where} has dtype {dtype}, of which torch has no tensors: leave it out (strict=False, skip=, a key "
+            f"{where} has dtype {dtype}, which torch lacks: leave it out (strict=False, skip=, a key "
             "mapping to None, an export of other keys), or convert it with the program that wrote it"
         )
 
 
 def check_file_name(value: Any) -> str:
-    """``value``, which must be a base name that leads nowhere else."""
+    """Return ``value`` if it is a base name that stays in its directory, else raise FormatError."""
     if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
         raise FormatError(f"{shown(value)} is not a file name that a checkpoint may use")
     return value
 
 
 def check_digest(value: Any) -> str:
-    """``value``, which must be 16 hexadecimal digits."""
+    """Return ``value`` if it is 16 hexadecimal digits, else raise FormatError."""
     if not isinstance(value, str) or not _DIGEST_PATTERN.fullmatch(value):
         raise FormatError(f"{shown(value)} is not a checksum")
     return value
 
 
 def is_hex(text: str) -> bool:
-    """Return whether there are none but lower-case hexadecimal digits in a text."""
+    """Return True if a string consists of lower-case hexadecimal digits."""
     return _HEX_PATTERN.fullmatch(text) is not None
 
 
 def check_digests(values: Any) -> tuple[str, ...]:
-    """``values``, a list of checksums, as a tuple; as fast as there are many of them."""
+    """Return a list of checksums as a tuple; raise FormatError for an invalid one. Fast for many values."""
     digests = tuple(values)
-    are_long_enough = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
-    if are_long_enough and is_hex("".join(digests)):
+    have_length = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
+    if have_length and is_hex("".join(digests)):
         return digests
     return tuple(map(check_digest, digests))
 
 
 def check_texts(values: list[Any]) -> list[str]:
-    """``values``, each of which must be as in ``check_text``; as fast as there are many of them."""
+    """Return ``values`` if each passes ``check_text``, else raise FormatError. Fast for many values."""
     are_plain = set(map(type, values)) <= {str} and "".join(values).isascii()
     return values if are_plain else list(map(check_text, values))
 
 
 def check_text(value: Any) -> str:
-    """``value``, which must be a string that UTF-8 can hold: JSON can escape half a character."""
+    """Return ``value`` if it is a string that UTF-8 can encode (JSON can escape half a surrogate pair), else raise."""
     if not isinstance(value, str):
         raise FormatError(f"{shown(value)} is not text")
     if not value.isascii():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box, Shape, uncovered
+from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Part
 from lightning_shardckpt.format.plan import Overlap
@@ -119,7 +119,7 @@ class ForeignTensors:
         self.components = {name: Component(found, dict(also.get(name, {}))) for name, found in specs.items()}
 
     def _check(self, key: str, tensor: ForeignTensor, sizes: dict[str, int]) -> None:
-        wrong = uncovered(tensor.shape, (box for box, _, _ in tensor.boxes))
+        wrong = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
         if wrong is not None:
             raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {wrong}")
         for box, file, begin in tensor.boxes:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.format.box import Box, uncovered
+from lightning_shardckpt.format.box import Box, find_cover_error
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
 from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, ShardEntry, TensorSpec
@@ -221,7 +221,7 @@ class _Verification:
         for key in sorted(suspects):
             spec = self._root.components[name].tensors.get(key)
             boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
-            wrong = uncovered(spec.shape, boxes) if spec is not None else "it is not in the root index"
+            wrong = find_cover_error(spec.shape, boxes) if spec is not None else "it is not in the root index"
             if wrong is not None:
                 self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {wrong}", f"{name}: {key}")
 

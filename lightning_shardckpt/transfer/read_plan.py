@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from lightning_shardckpt.format.box import Shape, corners
+from lightning_shardckpt.format.box import Shape, iterate_indices
 from lightning_shardckpt.format.index import ShardEntry
 from lightning_shardckpt.format.plan import Overlap, byte_runs
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
@@ -101,7 +101,7 @@ class RowGroups:
         """Yield where each group begins: (offset in the box, offset in the target), in bytes, ascending."""
         first = sum(a * p for a, p in zip(self._source, self.pitches, strict=True))
         at = sum(a * p for a, p in zip(self._target, self.target_pitches, strict=True))
-        for corner in corners(self.shape[: self.dim]):
+        for corner in iterate_indices(self.shape[: self.dim]):
             yield (
                 first + sum(i * p for i, p in zip(corner, self.pitches, strict=False)),
                 at + sum(i * p for i, p in zip(corner, self.target_pitches, strict=False)),

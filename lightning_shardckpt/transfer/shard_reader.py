@@ -15,7 +15,7 @@ import xxhash
 
 from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, count_of, from_number
+from lightning_shardckpt.format.checksum import SEPARATOR, checksum_blocks, count_checksums, slice_checksums
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import naming
 from lightning_shardckpt.storage.protocol import Reader
@@ -216,12 +216,12 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
         CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.
     """
     block = entry.block
-    found = block_checksums(data, block)
+    found = checksum_blocks(data, block)
     if found == entry.checksums:  # a shortcut: of a box as a whole
         return
-    expected = from_number(entry.checksums, (low - entry.begin) // block, count_of(found))
+    expected = slice_checksums(entry.checksums, (low - entry.begin) // block, count_checksums(found))
     if found != expected:
-        pairs = zip(found.split(BETWEEN), expected.split(BETWEEN), strict=True)
+        pairs = zip(found.split(SEPARATOR), expected.split(SEPARATOR), strict=True)
         at = next(i for i, (one, other) in enumerate(pairs) if one != other) * block
         raise corruption_error(path, key, writer, entry, low + at, low + min(at + block, len(data)))
 
@@ -261,5 +261,5 @@ class BlockChecksums:
                 self._digest.update(piece)
                 found = self._digest.hexdigest()
                 self._digest.reset()
-            if entry.checksums and found != from_number(entry.checksums, number, 1):
+            if entry.checksums and found != slice_checksums(entry.checksums, number, 1):
                 yield entry.begin + number * block, entry.begin + self.at

@@ -9,7 +9,7 @@ from math import prod
 from typing import Protocol
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape, corners
+from lightning_shardckpt.format.box import Box, Shape, iterate_indices
 from lightning_shardckpt.format.index import ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
@@ -130,7 +130,7 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
         return
     dim = next((d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit), len(shape) - 1)
     step, inner = max(limit // prod(shape[dim + 1 :]), 1), shape[dim + 1 :]
-    for corner in corners(shape[:dim]):
+    for corner in iterate_indices(shape[:dim]):
         above = tuple(i + 1 for i in corner)
         for low in range(0, shape[dim], step):
             yield Box((*corner, low, *(0 for _ in inner)), (*above, min(low + step, shape[dim]), *inner))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.checksum import BETWEEN, block_checksums, checksum
+from lightning_shardckpt.format.checksum import SEPARATOR, checksum, checksum_blocks
 from lightning_shardckpt.format.file_names import FileInfo, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import RankIndex, ShardEntry
 from lightning_shardckpt.format.plan import Piece, split_into_files
@@ -161,7 +161,7 @@ def _content(
         step = hash_step(block)
         for at in range(0, nbytes, step):
             part = data[at : at + step] if nbytes > step else data
-            sums.append(block_checksums(part, block))
+            sums.append(checksum_blocks(part, block))
             yield part
             advance(len(part))
-        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, BETWEEN.join(sums)))
+        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, SEPARATOR.join(sums)))

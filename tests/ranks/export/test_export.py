@@ -24,7 +24,7 @@ from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
 from lightning_shardckpt.export.torch_export import in_order_of_layers
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.safetensors_files import file_name
+from lightning_shardckpt.format.safetensors_files import name_tensor_file
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from tests.ranks.export.test_consolidate import flip, in_small_windows, same_bits
@@ -125,11 +125,11 @@ def test_one_file_per_tensor_and_names_that_differ_in_punctuation_only(saved: Pa
 
 def test_file_names_of_tensors_are_injective_and_plain() -> None:
     names = ["".join(p) for n in range(1, 5) for p in itertools.product("aA.-%/_2dD", repeat=n)]
-    files = [file_name("model", name) for name in names]
+    files = [name_tensor_file("model", name) for name in names]
     assert len({file.lower() for file in files}) == len(names)  # on a disk that does not tell case, too
     assert not any("/" in file for file in files)
     with pytest.raises(FormatError, match="too long for the name of a file"):
-        file_name("model", "x" * 250)
+        name_tensor_file("model", "x" * 250)
 
 
 def test_complex128_is_refused_by_name(copy: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.layout import REPLICATED, Layout, parts_of_rank, replicas, unheld
+from lightning_shardckpt.format.layout import REPLICATED, Layout, find_unheld_shards, parts_of_rank, replicas
 from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, local_views, parts_of, this_rank
 from tests.support.pool import run_ranks
 
@@ -59,7 +59,7 @@ def agree(results: list[Found]) -> None:
             ]
             assert sorted(i for part in said for i in part.flatten().tolist()) == sorted(result[name][2])
             assert rank in replicas(layout, ((0, len(results)),), layout.shard(rank))
-        assert unheld(layout, ((0, len(results)),)) == ()
+        assert find_unheld_shards(layout, ((0, len(results)),)) == ()
         assert {i for result in results for i in result[name][2]} == set(range(shape.numel())), name
 
 

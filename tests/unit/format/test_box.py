@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box, Shape, uncovered
+from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 
 SHAPES: list[Shape] = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (2, 3, 2), (2, 1, 3), (2, 0, 3)]
 
@@ -74,7 +74,7 @@ def test_uncovered_finds_every_gap_and_overlap(shape: Shape) -> None:
     choose, every = random.Random(0), list(boxes(shape))
     for _ in range(300):
         found = [choose.choice(every) for _ in range(choose.randint(0, 4))]
-        said, expected = uncovered(shape, found), oracle(shape, found)
+        said, expected = find_cover_error(shape, found), oracle(shape, found)
         assert (said is None) == (expected is None)
         assert expected is None or expected in str(said)
 
@@ -90,13 +90,13 @@ def test_uncovered_accepts_every_guillotine_cut() -> None:
             stop, start = list(box.stop), list(box.start)
             stop[dim] = start[dim] = at
             found += [Box(box.start, tuple(stop)), Box(tuple(start), box.stop)]
-        assert uncovered((6, 5, 4), found) is None
-        assert "overlap" in str(uncovered((6, 5, 4), [*found, next(b for b in found if b.numel)]))
+        assert find_cover_error((6, 5, 4), found) is None
+        assert "overlap" in str(find_cover_error((6, 5, 4), [*found, next(b for b in found if b.numel)]))
 
 
 @pytest.mark.parametrize("box", [Box((0,), (6,)), Box((-1,), (3,)), Box((0, 0), (1, 1))])
 def test_a_box_outside_of_the_tensor_covers_nothing(box: Box) -> None:
-    assert "outside" in str(uncovered((5,), [box]))
+    assert "outside" in str(find_cover_error((5,), [box]))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -111,5 +111,5 @@ def test_a_cut_along_any_one_dim_is_checked_without_comparing_all_pairs(dim: int
 
     corners = [(2 * i, 0) if dim == 0 else (0, 2 * i) for i in range(count)]
     parts = [Counted((a, b), (a + 2, b + 2)) for a, b in corners]
-    assert uncovered((2 * count, 2) if dim == 0 else (2, 2 * count), parts) is None
+    assert find_cover_error((2 * count, 2) if dim == 0 else (2, 2 * count), parts) is None
     assert calls < count

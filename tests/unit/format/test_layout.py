@@ -22,12 +22,12 @@ from lightning_shardckpt.format.layout import (
     Layout,
     Part,
     as_holders,
+    find_unheld_shards,
     join_holders,
     parts_of_rank,
     parts_of_shard,
     replicas,
     shards_meeting,
-    unheld,
 )
 
 
@@ -157,14 +157,14 @@ def test_the_replicas_of_a_shard_are_the_holders_with_its_coordinates(name: str,
         with pytest.raises(IndexError):
             found[len(expected)]
         missing += [] if expected else [shard]
-    assert list(unheld(layout, holders)) == missing
+    assert list(find_unheld_shards(layout, holders)) == missing
 
 
 def test_replicas_of_a_permuted_mesh_are_those_at_its_positions() -> None:
     layout, _ = LAYOUTS["permuted replicas"]  # positions 0 to 3 are the ranks 3, 1, 0, 2
     assert [tuple(replicas(layout, everything(4), shard)) for shard in ((0,), (1,))] == [(0, 3), (1, 2)]
-    assert unheld(layout, ((0, 3),)) == ()
-    assert unheld(layout, ((1, 3),)) == ((0,),)
+    assert find_unheld_shards(layout, ((0, 3),)) == ()
+    assert find_unheld_shards(layout, ((1, 3),)) == ((0,),)
     with pytest.raises(FormatError, match="rank 4"):
         layout.coordinate(4)
     with pytest.raises(FormatError, match="rank 4"):

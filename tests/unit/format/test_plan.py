@@ -13,7 +13,7 @@ import pytest
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format import layout as layout_module
 from lightning_shardckpt.format import plan as plan_module
-from lightning_shardckpt.format.box import Shape, uncovered
+from lightning_shardckpt.format.box import Shape, find_cover_error
 from lightning_shardckpt.format.index import Component as IndexComponent
 from lightning_shardckpt.format.index import RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
@@ -110,7 +110,7 @@ def test_every_element_is_written_by_one_rank(topology: str) -> None:
     check_cover("model", tensors)
     written = [piece for rank in range(world) for piece in plan_save(tensors, rank)]
     for key, spec in tensors.items():
-        assert uncovered(spec.shape, [p.part.box for p in written if p.key == key]) is None
+        assert find_cover_error(spec.shape, [p.part.box for p in written if p.key == key]) is None
     assert [p.writer for p in written if p.key == "empty"] == [0]
     assert all(p.part in parts_of_rank(p.spec.layout, p.spec.shape, p.writer) for p in written if p.key == "norm")
 
@@ -146,7 +146,7 @@ def test_shards_with_unequal_numbers_of_replicas_are_still_written_once() -> Non
         tensors = {"w": TensorSpec("F32", shape, layout, ((0, 3),)), "v": TensorSpec("F32", shape, layout, ((0, 3),))}
         for key in tensors:
             boxes = [p.part.box for rank in range(8) for p in plan_save(tensors, rank) if p.key == key]
-            assert uncovered(shape, boxes) is None
+            assert find_cover_error(shape, boxes) is None
 
 
 def test_a_gap_is_named() -> None:

@@ -323,7 +323,7 @@ def test_a_tensor_that_torch_has_no_elements_of_is_refused_where_it_is_asked_for
     assert "1 difference" in str(raised.value)
     ckpt.load(blocks, {"model": model}, skip=["b.*"])
     assert_filled(model)
-    named = "'b.blocks' has dtype F4, of which torch has no tensors"
+    named = "'b.blocks' has dtype F4, which torch lacks"
     with pytest.raises(FormatError, match=named):
         ckpt.load(blocks)
     with pytest.raises(FormatError, match=named):

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import block_checksums, checksum
+from lightning_shardckpt.format.checksum import checksum, checksum_blocks
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
@@ -100,7 +100,7 @@ def test_files_hold_what_their_header_and_the_index_say() -> None:
                 data = content[entry.begin : entry.begin + entry.nbytes]
                 expected = worlds.content(worlds.whole(key, tensors[key])[worlds.at(entry.box)])
                 assert (stored[key].begin, stored[key].nbytes, data) == (entry.begin, entry.nbytes, bytes(expected))
-                assert entry.checksums == block_checksums(memoryview(data), entry.block)
+                assert entry.checksums == checksum_blocks(memoryview(data), entry.block)
 
 
 def test_every_file_is_named_by_the_index_and_by_nothing_else() -> None:
