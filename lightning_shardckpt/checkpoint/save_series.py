@@ -188,7 +188,7 @@ def remove_any(path: str, storage: Storage) -> list[str]:
 
 
 def _remove_from_store(url: str, storage: Storage) -> list[str]:
-    store = storage.of(url) if isinstance(storage, StorageRouter) else storage
+    store = storage.backend(url) if isinstance(storage, StorageRouter) else storage
     if isinstance(store, RemoteStorage) and store.is_object(url):
         store.delete_object(url)
         return []

@@ -11,9 +11,9 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.other_programs import other_program
+from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import is_url, storage_of
+from lightning_shardckpt.storage.router import backend_of, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
@@ -44,7 +44,7 @@ def open_checkpoint(
     if storage is not None:
         return Checkpoint(storage, path)
     try:
-        return Checkpoint(storage_of(path, storage_options), path)
+        return Checkpoint(backend_of(path, storage_options), path)
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
@@ -68,7 +68,7 @@ def describe(path: str | os.PathLike[str]) -> str | None:
         return f"{str(path)!r} is what an unfinished save left: it has no {ROOT_NAME}, so nothing of it can be trusted"
     if not path.is_dir() or (path / ROOT_NAME).exists():
         return None
-    program = other_program(os.listdir(path))
+    program = describe_other_program(os.listdir(path))
     return None if program is None else f"{str(path)!r} {program}"
 
 

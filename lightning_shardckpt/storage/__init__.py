@@ -1,4 +1,4 @@
-"""Storage for the bytes of a checkpoint: a small protocol and its backends. No torch.
+"""Storage of checkpoint files: a small protocol and its backends. No torch.
 
-In come names and bytes. Nothing here knows what the bytes mean.
+The input is names and bytes. Nothing here interprets the bytes, except to recognize other programs' files by name.
 """

@@ -1,4 +1,4 @@
-"""Tell by names of files which program wrote a folder that is no checkpoint of this package, and what to do with it."""
+"""Identification of other programs' checkpoints by file names, with a remedy for error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
 RANK_FILES = "what ranks wrote with ColossalAI's gather_dtensor=False"
 _RANK_FILE = r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json"
 
-# A name in the folder, what holds such a name, and what to do; the first one counts.
+# (pattern of a name in the folder, description of the folder, remedy); the first match counts.
 _PROGRAMS = (
     (r"meta\.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy", _READ),
     (r"\.metadata", "a checkpoint of torch.distributed.checkpoint", _READ),
@@ -54,27 +54,27 @@ _PROGRAMS = (
 
 
 def has_rank_files(path: str) -> bool:
-    """Return whether a folder has files of `RANK_FILES`."""
+    """Return True if a folder contains the rank files that `RANK_FILES` describes."""
     return os.path.isdir(path) and any(re.fullmatch(_RANK_FILE, name) for name in os.listdir(path))
 
 
-def other_program(names: Iterable[str]) -> str | None:
-    """Return what a folder is, and what to do, as the rest of a sentence; None if its names don't tell.
+def describe_other_program(names: Iterable[str]) -> str | None:
+    """Return a predicate that describes a folder of another program and the remedy, or None if it is not recognized.
 
     Args:
-        names: of what is in the folder; of files further below it the names relative to it, if at all.
+        names: the names of the entries of the folder; files further below may be included, relative to it.
 
-    >>> other_program(["step-9", "step-10/.metadata"])
+    >>> describe_other_program(["step-9", "step-10/.metadata"])
     'holds 2 folders of steps, as TorchTitan makes; give the path of one of them'
-    >>> other_program(["notes.txt"])
+    >>> describe_other_program(["notes.txt"])
     """
-    here = sorted({name.partition("/")[0] for name in names if not is_part(name)})
-    for pattern, kind, remedy in _PROGRAMS:
-        if any(re.fullmatch(pattern, name) for name in here):
-            return f"is {kind}, not of lightning-shardckpt; {remedy}"
-    if steps := list(filter(_STEP.fullmatch, here)):
+    entries = sorted({name.partition("/")[0] for name in names if not is_part(name)})
+    for pattern, description, remedy in _PROGRAMS:
+        if any(re.fullmatch(pattern, name) for name in entries):
+            return f"is {description}, not of lightning-shardckpt; {remedy}"
+    if steps := list(filter(_STEP.fullmatch, entries)):
         return f"holds {count_text(len(steps), 'folder')} of steps, as TorchTitan makes; give the path of one of them"
-    weights = list(filter(_WEIGHTS.fullmatch, here))
+    weights = list(filter(_WEIGHTS.fullmatch, entries))
     if len(weights) == 1:
         return f"holds {weights[0]!r}, but no checkpoint of lightning-shardckpt; give the path of that file"
     if weights:

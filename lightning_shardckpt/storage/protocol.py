@@ -1,7 +1,7 @@
 """The protocol of a storage backend: readers, drafts of checkpoints, and outputs of exports.
 
-A checkpoint is a flat set of named files that appears whole or not at all. Each backend has its own way: a rename in
-a file system, the root index put last in an object store. Names never contain a directory.
+A checkpoint is a flat set of named files that appears as a whole or not at all. A file system renames a directory; an
+object store puts the root index last. Names never contain a directory.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 Bytes = bytes | memoryview
 
 File: TypeAlias = "int | Callable[[memoryview], object]"
-"""A descriptor, or a stream: it is called with the bytes in order, by one thread at a time, and keeps none of them."""
+"""A descriptor, or a function that takes the bytes in order, from one thread at a time, and keeps no reference."""
 
 
 class Reader(Protocol):
     """A checkpoint opened for reading.
 
-    ``high_latency``: a call takes long, whatever it reads: better several at once, and nothing twice.
+    If ``high_latency``, each call is slow however little it reads: callers read in parallel, and nothing twice.
     """
 
     high_latency: bool
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes. Raises FileNotFoundError."""
+        """Return the length of a file in bytes. Raises FileNotFoundError."""
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on. Raises EOFError if the file ends before that."""
+        """Fill ``target`` with the file's bytes from ``offset`` on. Raises EOFError if the file is too short."""
 
     def names(self) -> list[str]:
-        """Return every entry, sorted; for ``verify`` only: a load opens what the index names."""
+        """Return all entries, sorted. Only ``verify`` lists: a load opens the files that an index names."""
 
     def clone(self) -> Reader:
-        """Return another reader of the same checkpoint, for another thread; valid while this one is open.
+        """Return another reader of the same checkpoint for another thread, valid while this one is open.
 
-        Closing it leaves this one open.
+        Closing the clone does not close this reader.
         """
 
     def close(self) -> None:
-        """Release what is open."""
+        """Close all files."""
 
 
 class Draft(Protocol):
-    """A checkpoint being written. Every rank holds one; ``begin``, ``publish``, ``discard`` are for one rank only.
+    """A checkpoint that is being written. Every rank has one; only one calls ``begin``, ``publish`` and ``discard``.
 
-    ``notes`` are sentences for the user: what was found of saves that were killed, and what could not be deleted.
-    ``prefix`` is what the place puts before the names of files, but for the root index, which has to say so.
-    ``can_link``: whether ``link`` may work here.
+    ``notes`` are sentences for the user about leftovers of killed saves and files that could not be deleted.
+    ``prefix`` precedes all stored names except that of the root index, which records it. ``can_link`` is False if
+    ``link`` always fails.
     """
 
     notes: list[str]
@@ -58,100 +58,100 @@ class Draft(Protocol):
     can_link: bool
 
     def begin(self) -> None:
-        """Make the place where all ranks write, and remove what dead saves left beside it.
+        """Create the place where all ranks write, and remove leftovers of killed saves next to it.
 
-        Raises FileExistsError if the target cannot be replaced, or if another process is saving to it.
+        Raises FileExistsError if the target cannot be replaced, or another process is saving to it.
         """
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a new file. Waits until this rank sees what the one that began made.
+        """Write a new file; wait first until this rank sees the place that ``begin`` created.
 
-        It is durable on return, as is what ``publish`` did, unless the backend was told to leave out syncs.
+        The file is durable on return, unless syncs are disabled in the backend. The same holds for ``publish``.
         """
 
     def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Write pieces of a file that other ranks write pieces of, too, each at its offset; else like ``write``.
+        """Write pieces of a file at their offsets, while other ranks write other pieces; else like ``write``.
 
-        Raises ValueError where the backend can write whole files only.
+        Raises ValueError if the backend can only write whole files.
         """
 
-    def link(self, name: str, of: Reader, there: str) -> OSError | None:
-        """Make a new file that is the file ``there`` of another checkpoint, without writing its bytes.
+    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
+        """Create a file from a file of another checkpoint, without writing its bytes.
 
-        It is durable on return as if it was written. It stays when the other checkpoint is deleted.
+        It is durable on return, and stays when the other checkpoint is deleted.
 
-        Returns the error of a place that can't do it; the file is not there then, and is to be written.
+        Returns the error if the backend cannot link this file; the caller must write the file then.
         """
 
     def publish(self) -> None:
-        """Make the checkpoint appear at its path, in place of one that is there.
+        """Make the checkpoint appear at its path, in place of an older one.
 
-        What was replaced is deleted after that; if it cannot be, that is a note.
+        The older one is deleted afterwards; a failure to delete it becomes a note.
         """
 
     def discard(self) -> None:
-        """Remove what was written; never raises for what is already gone."""
+        """Remove the files written so far; files that are already gone are no error."""
 
 
 class Storage(Protocol):
-    """A kind of place, addressed by path.
+    """A backend, which stores checkpoints by path.
 
-    ``visible_within_s``: how long it may take until all ranks see what one of them did.
+    ``visible_within_s`` is the time within which all ranks see a change that one of them made.
     """
 
     visible_within_s: float
 
     def open(self, path: str) -> Reader:
-        """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
+        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
 
     def draft(self, path: str, save_id: str) -> Draft:
-        """A new checkpoint that will appear at ``path``; the drafts of one ``save_id`` are one."""
+        """Return a draft of a checkpoint at ``path``; all ranks' drafts with one ``save_id`` form one checkpoint."""
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint at ``path``; nothing that is not one. Raises CheckpointNotFoundError.
+        """Delete the checkpoint at ``path``, and nothing else. Raises CheckpointNotFoundError.
 
-        Returns notes, if it is gone from its path but could not be deleted wholly.
+        Returns notes if it no longer exists at its path but could not be deleted completely.
         """
 
 
 class Contents(NamedTuple):
-    """The contents of a path: names of files, relative to it, and their first bytes by name and number."""
+    """The files of a directory: their relative names, and a function that reads the first bytes of one."""
 
     names: list[str]
     head: Callable[[str, int], bytes]
 
 
 NewFile: TypeAlias = "Callable[[str, int], AbstractContextManager[File]]"
-"""Makes a file by its name, which may have slashes, and how many bytes it will have, or a few less."""
+"""Creates a file with a name, which may contain slashes, and an approximate size in bytes, which it may exceed."""
 
 
 class Outputs(Protocol):
-    """Storage for what an export writes, which is no checkpoint: a file or a directory, whole or not at all.
+    """Storage of exports, which are files or directories that appear as a whole or not at all.
 
-    What is written is in place, and durable, at the end of a context; an error inside leaves nothing of it. With it
-    comes a list of sentences for the user.
+    The output is in place and durable when its context ends; after an error in the context, none of it is left. Each
+    context also yields a list of notes for the user.
     """
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return what is at a path; None for nothing."""
+        """Return the type of the entry at a path; None if there is none."""
 
     def contents(self, path: str) -> Contents:
-        """Return what is in a directory."""
+        """Return the contents of a directory."""
 
     def file(self, path: str, nbytes: int, *, overwrite: bool) -> AbstractContextManager[tuple[File, list[str]]]:
-        """A file of so many bytes, or a few more. Raises FileExistsError if something is there that may not go."""
+        """Create a file of about ``nbytes`` bytes. Raises FileExistsError if the path is taken by an entry to keep."""
 
     def directory(
         self, path: str, *, replaceable: Callable[[Contents], bool]
     ) -> AbstractContextManager[tuple[NewFile, list[str]]]:
-        """A directory, whose last file is the one that makes it whole. What is there must be ``replaceable``.
+        """Create a directory, whose last file must be the one that completes it.
 
-        Raises FileExistsError if it is not.
+        Raises FileExistsError if the path is taken and ``replaceable`` returns False for its contents.
         """
 
 
 def read_all(reader: Reader, name: str) -> bytes:
-    """The whole content of a JSON file. Raises ValueError for more than one may have."""
+    """Return the content of a JSON file. Raises ValueError if it is larger than JSON may be."""
     size = reader.size(name)
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{size} bytes, more than the limit of {MAX_JSON_BYTES}")

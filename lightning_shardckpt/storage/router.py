@@ -1,4 +1,4 @@
-"""Find the storage backend of a path: a file system, or what fsspec has for a URL."""
+"""Choice of the storage backend for a path: the file system, or fsspec for URLs."""
 
 from __future__ import annotations
 
@@ -12,53 +12,52 @@ from typing import Any
 
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
 from lightning_shardckpt.storage.remote.objects import ObjectStore
 from lightning_shardckpt.storage.remote.remote_reader import CachedReader
 from lightning_shardckpt.storage.remote.remote_storage import RemoteOutputs, RemoteStorage
 from lightning_shardckpt.storage.remote.retry import RetryPolicy
-from lightning_shardckpt.storage.remote.s3 import S3Objects, options_of
+from lightning_shardckpt.storage.remote.s3 import S3Objects, s3_options
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
-_HERE = ("file://", "local://")
-_S3 = ("s3", "s3a")
-_MANGLED = re.compile(r"(s3a?|gs|gcs|az|abfss?|hdfs|memory|https?):/[^/]")
+_LOCAL_PROTOCOLS = ("file://", "local://")
+_S3_PROTOCOLS = ("s3", "s3a")
+_MANGLED_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|hdfs|memory|https?):/[^/]")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL of something else than the file system.
+    """Return True if a path is a URL that does not name the local file system.
 
     >>> is_url("s3://bucket/a.ckpt"), is_url("file:///tmp/a.ckpt"), is_url("a.ckpt")
     (True, False, False)
     """
-    return "://" in os.fspath(path) and not os.fspath(path).startswith(_HERE)
+    return "://" in os.fspath(path) and not os.fspath(path).startswith(_LOCAL_PROTOCOLS)
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
-    """A path of the file system without a protocol; URLs of other places as they are.
+    """Return a path without the protocol of the local file system; other URLs are returned unchanged.
 
     >>> file_path("file:///tmp/a.ckpt"), file_path("s3://bucket/a.ckpt")
     ('/tmp/a.ckpt', 's3://bucket/a.ckpt')
     """
-    found = os.fspath(path)
-    for start in _HERE:
-        found = found.removeprefix(start)
-    return found
+    path = os.fspath(path)
+    for protocol in _LOCAL_PROTOCOLS:
+        path = path.removeprefix(protocol)
+    return path
 
 
 class StorageRouter:
-    """The storage of any path: paths and ``file://`` URLs are of the file system, other URLs are fsspec's.
+    """Storage for any path: the file system for paths and ``file://`` URLs, fsspec for other URLs.
 
     Args:
-        local: for the file system.
+        local: the storage of the file system; ``LocalStorage`` by default.
         storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``.
         throttle_uploads: let only one process of each machine upload at a time.
-        pre_download: a local folder to which files of URLs are copied before they are read, and where they are found
-            again.
-        retry_policy: how often and how long requests are tried.
-        tuning: sizes of parts, numbers of threads and waiting times of transfers to and from stores, and those of the
-            file system without ``local``.
+        pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
+        retry_policy: number and duration of attempts of a request.
+        tuning: part sizes, thread counts and timeouts of transfers to and from object stores, and of the default
+            ``local``.
     """
 
     def __init__(
@@ -75,66 +74,72 @@ class StorageRouter:
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
         self._retry_policy, self._tuning = retry_policy or RetryPolicy(), tuning
-        self._turn = partial(one_per_machine, tuning.turn_wait_s) if throttle_uploads else nullcontext
+        self._turn = partial(machine_upload_lock, tuning.turn_wait_s) if throttle_uploads else nullcontext
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
-        """Return the same storage, with these options for URLs."""
-        found = copy(self)
-        found._options = dict(storage_options)
-        return found
+        """Return the same storage with other options for URLs."""
+        router = copy(self)
+        router._options = dict(storage_options)
+        return router
 
-    def of(self, path: str) -> Storage:
-        """The backend for a path.
+    def backend(self, path: str) -> Storage:
+        """Return the backend of a path.
 
         Raises:
-            ValueError: if the path was a URL before it was made a ``Path``, or the protocol is unknown.
+            ValueError: if the path is a URL that was converted to a ``Path``, or the protocol is unknown.
             ImportError: if a package for the protocol is missing.
         """
-        return self.remote(path) if is_url(path) else self._checked_local(path)
+        if is_url(path):
+            return self.remote(path)
+        _check_not_mangled(path)
+        return self.local
 
     def remote(self, url: str) -> RemoteStorage:
-        """The backend for a URL; raises as ``of`` does."""
+        """Return the backend of a URL; raises like ``backend``."""
         return RemoteStorage(self._objects(url), self._turn)
 
     def outputs(self, path: str) -> Outputs:
-        """Return where an export to a path is written; raises as ``of`` does."""
+        """Return the backend for an export to a path; raises like ``backend``."""
         if is_url(path):
             return RemoteOutputs(self._objects(path))
-        self._checked_local(path)
+        _check_not_mangled(path)
         return LocalOutputs()
 
     def _objects(self, url: str) -> ObjectStore:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
 
         protocol = url.partition("://")[0]
-        is_s3 = protocol in _S3
+        is_s3 = protocol in _S3_PROTOCOLS
         try:
-            fs, _ = fsspec.core.url_to_fs(url, **(options_of(self._options) if is_s3 else self._options))
+            fs, _ = fsspec.core.url_to_fs(url, **(s3_options(self._options) if is_s3 else self._options))
         except ImportError as error:
             extra = 'pip install "s3fs>=2026.1"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
         return (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
 
     def open(self, path: str) -> Reader:
-        """The checkpoint at ``path``. Raises CheckpointNotFoundError."""
-        found = self.of(path).open(path)
-        return CachedReader(found, self._cache, self._tuning) if self._cache is not None and is_url(path) else found
+        """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
+        reader = self.backend(path).open(path)
+        return CachedReader(reader, self._cache, self._tuning) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
-        """A new checkpoint that will appear at ``path``."""
-        return self.of(path).draft(path, save_id)
+        """Return a draft of a checkpoint that will appear at ``path``."""
+        return self.backend(path).draft(path, save_id)
 
     def remove(self, path: str) -> list[str]:
-        """Delete the checkpoint at ``path``. Raises CheckpointNotFoundError."""
-        return self.of(path).remove(path)
-
-    def _checked_local(self, path: str) -> Storage:
-        if _MANGLED.match(os.fspath(path)):
-            raise ValueError(f"{path!r} was a URL before it became a Path, which drops a slash: pass it as a str")
-        return self.local
+        """Delete the checkpoint at ``path``; return notes. Raises CheckpointNotFoundError."""
+        return self.backend(path).remove(path)
 
 
-def storage_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """The storage for a path or a URL; without options with fsspec's own: environment variables, ``fsspec.json``."""
-    return StorageRouter(storage_options=storage_options).of(os.fspath(path))
+def _check_not_mangled(path: str) -> None:
+    if _MANGLED_URL.match(os.fspath(path)):
+        raise ValueError(f"{path!r} was a URL before it became a Path, which drops a slash: pass it as a str")
+
+
+def backend_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Return the storage backend of a path or a URL.
+
+    Without ``storage_options``, fsspec's defaults apply: environment variables and ``fsspec.json``.
+    """
+    return StorageRouter(storage_options=storage_options).backend(os.fspath(path))

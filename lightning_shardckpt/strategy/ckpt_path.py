@@ -251,7 +251,7 @@ def _entries(directory: str, storage: StorageRouter) -> Iterable[str]:
     In a store only complete ones: what an interrupted save leaves there is where its checkpoint would be.
     """
     if is_url(directory):
-        yield from (url for url in storage.remote(directory).complete(directory) if url.endswith(_SUFFIX))
+        yield from (url for url in storage.remote(directory).list_complete(directory) if url.endswith(_SUFFIX))
     elif os.path.isdir(directory):
         with os.scandir(directory) as entries:
             yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))

@@ -17,7 +17,7 @@ from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.checksum import SEPARATOR, checksum_blocks, count_checksums, slice_checksums
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
-from lightning_shardckpt.storage.local.posix import naming
+from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.page_memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -171,7 +171,7 @@ class ShardReader:
 @contextmanager
 def clone_reader(path: str, reader: Reader) -> Iterator[Reader]:
     """Another reader of the checkpoint at ``path``, for this thread; closed at the end."""
-    with naming(path):
+    with errors_with_path(path):
         found = reader.clone()
     try:
         yield found

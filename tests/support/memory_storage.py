@@ -73,12 +73,12 @@ class MemoryDraft:
             content.extend(bytes(max(offset + len(data) - len(content), 0)))
             content[offset : offset + len(data)] = data
 
-    def link(self, name: str, of: Reader, there: str) -> OSError | None:
+    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
         """Keep the same bytes."""
-        if not isinstance(of, MemoryReader):
-            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), there)
+        if not isinstance(source, MemoryReader):
+            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), source_name)
         try:
-            self.write(name, [of._file(there)])
+            self.write(name, [source._file(source_name)])
         except FileNotFoundError as error:
             return error
         return None

@@ -1,8 +1,9 @@
-"""Name temporary directories and files, and delete those that killed processes left.
+"""Temporary directories and files: their names, and the deletion of leftovers of killed processes.
 
-A temporary is ``.tmp-<hash of the target's base name>-<save id>``. Who works at one holds its lock, so one that can be
-locked is of a process that is gone. What is to be deleted first takes a name with the hash of no target, so that it is
-not taken for a save to that target. Nothing is deleted that has no name of this pattern, nor what a link names.
+A temporary is called ``.tmp-<hash of the target's base name>-<save id>``. The process that writes it holds its lock, so
+a temporary that can be locked is a leftover of a dead process. Before a directory is deleted it is renamed to trash, a
+temporary name with the hash of no target, so that it is not mistaken for a save to a target. Only entries with names of
+this pattern are deleted, and never the target of a link.
 """
 
 from __future__ import annotations
@@ -24,29 +25,28 @@ from lightning_shardckpt.storage.local.posix import POSIX, FileSystem
 from lightning_shardckpt.system.text import count_text, size_text
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
-# ── what a save may replace ───────────────────────────────────────────────────────────────────────────────────────────
-# Check that what a save would replace is nothing that somebody would miss.
+# ── targets that a save may replace ───────────────────────────────────────────────────────────────────────────────────
 
 
 def check_replaceable(target: str) -> None:
-    """Raise unless nothing is at ``target``, or an empty directory, a checkpoint of ours or a link.
+    """Check that a save may replace ``target``: a missing path, an empty directory, a checkpoint of ours or a link.
 
     Raises:
         FileExistsError: for anything else.
-        OSError: if no file system would take the name.
+        OSError: if the name is too long.
     """
-    there = check_name(target)
-    if there is None:
+    entry = check_name(target)
+    if entry is None:
         return
-    if stat.S_ISLNK(there.st_mode):  # such as ModelCheckpoint's "last": the link is replaced, not what it names
+    if stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced, its target stays
         return
-    if not stat.S_ISDIR(there.st_mode):
+    if not stat.S_ISDIR(entry.st_mode):
         raise FileExistsError(
             f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
         )
-    with suppress(FileNotFoundError):  # it was removed since
-        strange = os.listdir(target) and not os.path.exists(os.path.join(target, ROOT_NAME))
-        if strange and os.path.samestat(there, os.lstat(target)):  # it was there all the time
+    with suppress(FileNotFoundError):  # removed since
+        is_foreign = os.listdir(target) and not os.path.exists(os.path.join(target, ROOT_NAME))
+        if is_foreign and os.path.samestat(entry, os.lstat(target)):  # not replaced between these calls
             raise FileExistsError(
                 f"the directory {target!r} is not empty and holds no checkpoint of ours, so it is not "
                 "replaced; move it or use another path"
@@ -54,14 +54,14 @@ def check_replaceable(target: str) -> None:
 
 
 def check_name(path: str) -> os.stat_result | None:
-    """Return what is known of what is at a path, None if nothing is.
+    """Return the ``lstat`` of a path, or None if nothing is there.
 
     Raises:
-        OSError: saying so if the name is too long; making something there would fail only at the end.
+        OSError: if the name is too long for the file system; without this check, a save would fail only at its end.
     """
     try:
         return os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):  # making the parent says which one is a file
+    except (FileNotFoundError, NotADirectoryError):  # creating the parent will name the component that is a file
         return None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -76,17 +76,17 @@ _DELETE_ATTEMPTS = 3
 
 
 def temporary_name(target: str, save_id: str) -> str:
-    """The path at which every rank of a save writes what will be at ``target``."""
+    """Return the path where all ranks of a save write the content of ``target``."""
     return os.path.join(os.path.dirname(target), f".tmp-{_key(target)}-{save_id}")
 
 
 def aside_name(path: str) -> str:
-    """Return where an old checkpoint waits while the new one takes its name, if they can't be exchanged in one step."""
+    """Return the path to which an old checkpoint is moved for a moment if it can't be exchanged with the new one."""
     return os.path.join(os.path.dirname(path), f".old-{_key(path)}")
 
 
-def doomed_name(path: str) -> str:
-    """A new path beside ``path`` for what is to be deleted."""
+def trash_name(path: str) -> str:
+    """Return a new path next to ``path`` for a directory that is about to be deleted."""
     return os.path.join(os.path.dirname(path), f".tmp-{_key('')}-{uuid.uuid4().hex}")
 
 
@@ -96,13 +96,13 @@ def _key(target: str) -> str:
 
 @dataclass(slots=True)
 class Claim:
-    """A temporary that no other process takes for a leftover, until it is released; ``notes`` are for the user."""
+    """The lock on a temporary, without which other processes would delete it as a leftover; and notes for the user."""
 
     file: int
     notes: list[str]
 
     def release(self) -> None:
-        """Let others have it; it must not be a temporary any more, else it is a leftover now."""
+        """Release the lock. A temporary that still has its name is a leftover from here on."""
         if self.file >= 0:
             locks.release(self.file)
             self.file = -1
@@ -115,46 +115,49 @@ def claim(
     file_system: FileSystem = POSIX,
     tuning: Tuning = TUNING,
 ) -> Claim:
-    """Make a temporary of ``target`` and hold its lock; delete what dead processes left beside it.
+    """Create a temporary for ``target`` and lock it; delete leftovers of dead processes next to it.
 
     Args:
-        target: where it will appear.
-        temporary: its name until then, of ``temporary_name``.
-        make: makes and opens it.
-        file_system: on which it is.
-        tuning: how long to wait for others, and what counts as abandoned where locks do not reach everybody.
+        target: the path where the temporary will appear when it is complete.
+        temporary: its path until then, from ``temporary_name``.
+        make: creates and opens the temporary.
+        file_system: the file system's calls.
+        tuning: timeout of the directory's lock, and the age of leftovers where other machines don't see locks.
 
     Raises:
-        FileExistsError: if another process is making a ``target`` right now; nothing was changed then.
+        FileExistsError: if another process is writing ``target`` right now; nothing was changed then.
     """
     parent = os.path.dirname(temporary)
-    with locks.alone_in(parent, tuning.lock_wait_s):
+    with locks.locked_directory(parent, tuning.lock_wait_s):
         own = Claim(make(temporary), [])
-        quiet_s = None if file_system.locks_bind_everybody(parent) else tuning.leftover_quiet_s
+        quiet_s = None if file_system.has_global_locks(parent) else tuning.leftover_quiet_s
         try:
-            if locks.take(own.file) is False:
+            if locks.try_lock(own.file) is False:
                 raise _in_use(target, temporary)
-            doomed = list(_doom_all(_dead(target, temporary, own.notes, quiet_s), parent, own.notes))
+            leftovers = _lock_leftovers(target, temporary, own.notes, quiet_s)
+            trash = list(_move_leftovers_to_trash(leftovers, parent, own.notes))
         except BaseException:
             delete(temporary)
             own.release()
             raise
-    for name, path, file in doomed:
-        said = _describe(path)
+    for name, path, file in trash:
+        leftover = _describe(path)
         error = delete(path)
         locks.release(file)
-        own.notes.append(f"removed {said}, {name}" if error is None else f"could not remove {said}, {path!r}: {error}")
+        own.notes.append(
+            f"removed {leftover}, {name}" if error is None else f"could not remove {leftover}, {path!r}: {error}"
+        )
     return own
 
 
 @dataclass(slots=True)
-class Doomed:
-    """A checkpoint that is to be deleted, under a new name, or the link to one under its own.
+class Trash:
+    """A checkpoint that was renamed in order to be deleted, or a link to one, which keeps its name.
 
     Attributes:
-        path: where it is now.
-        file: holds its lock; None if somebody still reads it, and for a link.
-        notes: what went wrong, as sentences: it is out of the way already, so that is no reason to fail.
+        path: the current path.
+        file: a descriptor that holds the lock; None for a link, and while another process reads the checkpoint.
+        notes: failures, as sentences for the user; the path is already free, so they are not raised.
     """
 
     path: str
@@ -162,111 +165,118 @@ class Doomed:
     notes: list[str] = field(default_factory=list)
 
     def delete(self) -> list[str]:
-        """Delete it, unless somebody reads it: that is left to the next save. Returns the notes."""
-        link = os.path.islink(self.path)
-        why = delete(self.path) if link or self.file is not None else None
+        """Delete it, unless a process is reading it: then the next save deletes it. Returns the notes."""
+        is_link = os.path.islink(self.path)
+        error = delete(self.path) if is_link or self.file is not None else None
         self.keep()
-        return self.notes + ([] if why is None else [f"could not remove the replaced checkpoint {self.path!r}: {why}"])
+        if error is None:
+            return self.notes
+        return [*self.notes, f"could not remove the replaced checkpoint {self.path!r}: {error}"]
 
     def keep(self) -> None:
-        """Leave it to the next save."""
+        """Release the lock, which leaves the deletion to the next save."""
         if self.file is not None:
             locks.release(self.file)
             self.file = None
 
 
-def doom(path: str) -> Doomed:
-    """Rename a checkpoint to something to be deleted. It is locked before, so that no save takes it for a leftover.
+def move_to_trash(path: str) -> Trash:
+    """Rename a checkpoint in order to delete it. It is locked first, so that no save takes it for a leftover.
 
     Raises:
-        OSError: if that is not possible.
+        OSError: if it cannot be opened or renamed.
     """
     if os.path.islink(path):
-        return Doomed(path)
+        return Trash(path)
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    doomed = Doomed(doomed_name(path), file)
+    trash = Trash(trash_name(path), file)
     try:
-        unread = locks.take_unless_read(file)
-        os.rename(path, doomed.path)
-        replaced = not os.path.samestat(os.fstat(file), os.lstat(doomed.path))  # since it was opened
+        unread = locks.lock_unless_read(file)
+        os.rename(path, trash.path)
+        replaced = not os.path.samestat(os.fstat(file), os.lstat(trash.path))  # since it was opened
     except BaseException:
-        doomed.keep()
+        trash.keep()
         raise
     if replaced or not unread:
-        doomed.keep()
-    return doomed
+        trash.keep()
+    return trash
 
 
-def doom_replaced(path: str) -> Doomed:
-    """Do the same with what a new checkpoint replaced; what is not possible becomes a note."""
+def trash_replaced(path: str) -> Trash:
+    """Do the same for a checkpoint that a new one replaced; a failure becomes a note."""
     try:
-        return doom(path)
+        return move_to_trash(path)
     except FileNotFoundError:  # another process took it for a leftover
-        return Doomed(path)
+        return Trash(path)
     except OSError as error:
-        return Doomed(path, notes=[f"could not remove the replaced checkpoint {path!r}: {error}"])
+        return Trash(path, notes=[f"could not remove the replaced checkpoint {path!r}: {error}"])
 
 
-def _dead(target: str, own: str, notes: list[str], quiet_s: float | None) -> dict[str, int]:
-    """The leftovers beside a temporary that this process just made, by name, locked.
+def _lock_leftovers(target: str, own: str, notes: list[str], quiet_s: float | None) -> dict[str, int]:
+    """Lock the leftovers next to a temporary that this process just created.
 
     Args:
-        target: of the temporary.
-        own: the temporary.
-        notes: gets sentences about what is left.
-        quiet_s: how long one must not have changed; None where all who may write it see its lock.
+        target: the target of the temporary.
+        own: the path of the temporary.
+        notes: receives sentences about leftovers that stay.
+        quiet_s: the time for which a leftover must not have changed; None if all possible writers see its lock.
+
+    Returns:
+        Descriptors that hold the locks, by name.
 
     Raises:
-        FileExistsError: if one is of a live process with the same target.
+        FileExistsError: if a live process is writing to the same target.
     """
-    parent, dead = os.path.dirname(own), dict[str, int]()
+    parent, locked = os.path.dirname(own), dict[str, int]()
     try:
         for name in sorted(os.listdir(parent)):
             match, path = _PATTERN.fullmatch(name), os.path.join(parent, name)
             file = None if match is None or path == own else _open_leftover(path, notes)
             if match is not None and os.path.islink(path):
-                with suppress(OSError):  # another process may be about to do it
+                with suppress(OSError):  # another process may have unlinked it
                     os.unlink(path)
                     notes.append(f"removed a link that an interrupted save replaced, {name}")
             if match is None or file is None:
                 continue
-            took = locks.take(file)
-            if took is False and match[1] == _key(target) and locks.take(file, shared=True) is False:
-                os.close(file)  # a reader's lock would have been shared
+            is_locked = locks.try_lock(file)
+            if is_locked is False and match[1] == _key(target) and locks.try_lock(file, shared=True) is False:
+                os.close(file)  # held exclusively: by a writer, since a reader's lock is shared
                 raise _in_use(target, path)
-            why = None if took else "this file system has no locks, so nobody can tell"
-            if took and quiet_s is not None and _changed_since(path, _now(own) - quiet_s):
-                why = "it changed within the last hour, and another machine may be writing it"
-            if took and why is None:
-                dead[name] = file
+            reason = None if is_locked else "this file system has no locks, so its owner can't be determined"
+            if is_locked and quiet_s is not None and _changed_since(path, _now(own) - quiet_s):
+                reason = "it changed within the last hour, and another machine may be writing it"
+            if is_locked and reason is None:
+                locked[name] = file
                 continue
             locks.release(file)
-            if took is not False:
-                notes.append(f"left {path!r}, maybe of an unfinished save: {why}; remove it when no save is running")
+            if is_locked is not False:
+                notes.append(f"left {path!r}, maybe of an unfinished save: {reason}; remove it when no save is running")
     except BaseException:
-        for file in dead.values():
+        for file in locked.values():
             locks.release(file)
         raise
-    return dead
+    return locked
 
 
-def _doom_all(dead: dict[str, int], parent: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
-    """Each leftover under a name of something to be deleted: the name it had, the new path, and its lock."""
-    for name, file in dead.items():
+def _move_leftovers_to_trash(
+    leftovers: dict[str, int], parent: str, notes: list[str]
+) -> Iterator[tuple[str, str, int]]:
+    """Rename leftovers in order to delete them; yield the old name, the new path and the lock of each."""
+    for name, file in leftovers.items():
         path = os.path.join(parent, name)
-        doomed = doomed_name(path)
+        trash = trash_name(path)
         try:
-            os.rename(path, doomed)
+            os.rename(path, trash)
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):  # else whoever left it deletes it
+            if not isinstance(error, FileNotFoundError):  # if it is gone, its owner has deleted it
                 notes.append(f"could not remove {_describe(path)}, {path!r}: {error}")
             locks.release(file)
         else:
-            yield name, doomed, file
+            yield name, trash, file
 
 
 def _open_leftover(path: str, notes: list[str]) -> int | None:
-    """A directory or a regular file of a temporary's name; None for anything else."""
+    """Open a directory or a regular file with a temporary's name; return None for anything else."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -288,7 +298,7 @@ def _in_use(target: str, path: str) -> FileExistsError:
 
 
 def _contents(path: str) -> Iterator[os.stat_result]:
-    """Yield what is known of a temporary and of the files in it."""
+    """Yield the ``lstat`` of a temporary and of the files in it."""
     with suppress(OSError):
         yield os.lstat(path)
         for name in os.listdir(path):
@@ -296,23 +306,23 @@ def _contents(path: str) -> Iterator[os.stat_result]:
 
 
 def _now(own: str) -> float:
-    """Return what the clock of the file system said just now."""
+    """Return the current time by the clock of the file system: the mtime of a temporary that was just created."""
     return os.lstat(own).st_mtime
 
 
 def _changed_since(path: str, when: float) -> bool:
-    return any(found.st_mtime > when for found in _contents(path))
+    return any(entry.st_mtime > when for entry in _contents(path))
 
 
 def _describe(path: str) -> str:
-    files = [found for found in _contents(path) if stat.S_ISREG(found.st_mode)]
+    files = [entry for entry in _contents(path) if stat.S_ISREG(entry.st_mode)]
     complete = os.path.exists(os.path.join(path, ROOT_NAME))
-    what = "a checkpoint that was replaced or deleted" if complete else "the leftover of an unfinished save"
-    return f"{what}, {count_text(len(files), 'file')}, {size_text(sum(found.st_size for found in files))}"
+    origin = "a checkpoint that was replaced or deleted" if complete else "the leftover of an unfinished save"
+    return f"{origin}, {count_text(len(files), 'file')}, {size_text(sum(file.st_size for file in files))}"
 
 
 def delete(path: str) -> OSError | None:
-    """Delete a directory or a file; links in it are not followed. Returns why it is still there."""
+    """Delete a directory or a file without following links; return the error if it could not be deleted."""
     for _ in range(_DELETE_ATTEMPTS):
         try:
             if os.path.isdir(path) and not os.path.islink(path):
@@ -320,7 +330,7 @@ def delete(path: str) -> OSError | None:
             else:
                 os.unlink(path)
             return None
-        except FileNotFoundError:  # somebody deletes it, too
+        except FileNotFoundError:  # another process is deleting it, too
             if not os.path.lexists(path):
                 return None
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all: as a checkpoint does, they first have another name."""
+"""Outputs of exports in a file system: like a checkpoint, they are written under a temporary name and then renamed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_shardckpt.storage.local.posix import (
     NO_REPLACE,
     POSIX,
     FileSystem,
+    errors_with_path,
     make_and_open,
     make_directories,
-    naming,
     sync_directory,
 )
 from lightning_shardckpt.storage.protocol import Contents, NewFile
 
 
 class LocalOutputs:
-    """``Outputs`` of a file system. What killed processes left beside an output is removed first, which is told."""
+    """``Outputs`` of a file system. Leftovers of killed processes next to an output are removed first, with a note."""
 
     def __init__(self, file_system: FileSystem = POSIX) -> None:
         self._file_system = file_system
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return what is at a path; a link to anything is a file."""
+        """Return the type of the entry at a path; every link counts as a file."""
         if not os.path.lexists(path):
             return None
         if os.path.islink(path) or os.path.isfile(path):
@@ -41,7 +41,7 @@ class LocalOutputs:
         return "directory" if os.path.isdir(path) else "other"
 
     def contents(self, path: str) -> Contents:
-        """Return what is in a directory."""
+        """Return the contents of a directory."""
         names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
 
         def head(name: str, nbytes: int) -> bytes:
@@ -52,35 +52,35 @@ class LocalOutputs:
 
     @contextmanager
     def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
-        """The descriptor of a new file; it may replace a regular file or a link, at once.
+        """Create a file, and yield its descriptor and notes. It replaces a regular file or a link atomically.
 
         Raises:
-            FileExistsError: if there is something else at ``path``, or another process is making it.
+            FileExistsError: if anything else is at ``path``, or another process is creating it.
         """
         publish = _replace_file if overwrite else self._rename_new
         with self._temporary(path, _make, publish) as (unfinished, claim):
             yield claim.file, claim.notes
-            with naming(unfinished):
+            with errors_with_path(unfinished):
                 os.fsync(claim.file)
 
     @contextmanager
     def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
-        """A function that makes files in a new directory; whether one that is there may go is asked at the end.
+        """Create a directory, and yield a function that creates files in it. ``replaceable`` is called at the end.
 
         Raises:
-            FileExistsError: if there is something else at ``path``, or another process is making it.
+            FileExistsError: if ``path`` must not be replaced, or another process is creating it.
         """
 
         def publish(unfinished: str, output: str) -> str | None:
             if not os.path.isdir(output) or os.path.islink(output) or not replaceable(self.contents(output)):
                 self._rename_new(unfinished, output)
                 return None
-            if self._file_system.rename_at_once(unfinished, output, EXCHANGE):
+            if self._file_system.rename_with_flag(unfinished, output, EXCHANGE):
                 return unfinished
-            doomed = leftovers.doomed_name(output)
-            os.rename(output, doomed)  # nothing is there until the next line; this file system has nothing better
+            trash = leftovers.trash_name(output)
+            os.rename(output, trash)  # the path is empty until the next line: this file system cannot exchange names
             os.rename(unfinished, output)
-            return doomed
+            return trash
 
         with self._temporary(path, make_and_open, publish) as (unfinished, claim):
             yield partial(_open_new, unfinished), claim.notes
@@ -93,16 +93,19 @@ class LocalOutputs:
     def _temporary(
         self, output: str, make: Callable[[str], int], publish: Callable[[str, str], str | None]
     ) -> Iterator[tuple[str, leftovers.Claim]]:
-        """Give what ``make`` makes, to be renamed by ``publish``, which returns where what was there before is now."""
+        """Create a temporary with ``make``, yield it, and rename it with ``publish``.
+
+        ``publish`` returns the path to which it moved the older output, or None; that output is deleted.
+        """
         output = os.path.abspath(output)
         check_name(output)
         make_directories(os.path.dirname(output))
-        check_name(output)  # a name that is too long is one only where its parent is there
+        check_name(output)  # again, since a name's length is only checked if its parent exists
         unfinished = leftovers.temporary_name(output, uuid4().hex)
         claim = leftovers.claim(output, unfinished, make, self._file_system)
         try:
             try:
-                with naming(unfinished):
+                with errors_with_path(unfinished):
                     yield unfinished, claim
                 old = publish(unfinished, output)
             except BaseException:
@@ -112,10 +115,10 @@ class LocalOutputs:
             claim.release()
         sync_directory(os.path.dirname(output))
         if old is not None:
-            claim.notes += leftovers.doom_replaced(old).delete()
+            claim.notes += leftovers.trash_replaced(old).delete()
 
     def _rename_new(self, source: str, target: str) -> None:
-        if self._file_system.rename_at_once(source, target, NO_REPLACE):
+        if self._file_system.rename_with_flag(source, target, NO_REPLACE):
             return
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
@@ -125,7 +128,7 @@ class LocalOutputs:
 def _sync_file(path: str) -> None:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with naming(path):
+        with errors_with_path(path):
             os.fsync(file)
     finally:
         os.close(file)
@@ -136,18 +139,18 @@ def _make(path: str) -> int:
 
 
 def _replace_file(source: str, target: str) -> None:
-    there = check_name(target)
-    if there is not None and not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
+    entry = check_name(target)
+    if entry is not None and not (stat.S_ISREG(entry.st_mode) or stat.S_ISLNK(entry.st_mode)):
         raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
     os.replace(source, target)
 
 
 @contextmanager
 def _open_new(folder: str, name: str, nbytes: int) -> Iterator[int]:
-    """A descriptor of a new file."""
+    """Create a file below a folder, and yield its descriptor."""
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = _make(path)
     try:
         yield file
     finally:

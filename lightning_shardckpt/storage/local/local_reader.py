@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint directory, whatever its path names meanwhile."""
+"""Reader of a checkpoint directory; it keeps reading the same directory even if its path is replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import threading
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.storage.local import locks
-from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, add_path, naming
+from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, add_path, errors_with_path
 
-OPEN_FILES = 64  # of one reader; a process may often have 1,024
+OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
 
 
 class LocalReader:
-    """A checkpoint directory; files are opened relative to its descriptor, regular ones only.
+    """Reader of a directory, which opens only regular files, relative to the directory's descriptor.
 
-    Links are refused, unless the directory is another program's: Hugging Face's cache consists of links.
+    Symbolic links are refused unless ``follow_links``, which is for other programs' directories: Hugging Face's cache
+    consists of links.
     """
 
     high_latency = False
@@ -26,39 +27,42 @@ class LocalReader:
         self._path, self._follow_links = path, follow_links
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=within)
         self._files: dict[str, int] = {}
-        self._lock = threading.Lock()  # around what closes a file, which a clone may be about to share
+        self._lock = threading.Lock()  # held while files are closed, since a clone may be duplicating a descriptor
         self._original: LocalReader | None = None
 
     def clone(self) -> LocalReader:
-        """Return another reader of the same directory, whatever its path is by now.
+        """Return another reader of the same directory, even if its path was replaced.
 
-        Of files that are open here already it shares the position up to which the system has read ahead: if both read
-        a file piece by piece in turn, that is one stream.
+        The clone duplicates the descriptors of open files, and so shares the kernel's read-ahead state: if both read a
+        file piece by piece in turn, the kernel sees one stream.
         """
-        found = LocalReader(".", self._directory, follow_links=self._follow_links)
-        found._path, found._original = self._path, self
-        return found
+        clone = LocalReader(".", self._directory, follow_links=self._follow_links)
+        clone._path, clone._original = self._path, self
+        return clone
 
-    def stays(self, path: str) -> bool:
-        """Return whether nobody will delete the files until this is closed; shares a lock that a deletion would need.
+    def lock_against_deletion(self, path: str) -> bool:
+        """Take the shared lock that keeps saves from deleting the files until this reader is closed.
 
-        Where there are no locks, a reader may find files missing that were not open when the path was replaced.
+        If the file system has no locks, a file that is not yet open may disappear when the path is replaced.
+
+        Returns:
+            False if the directory is being deleted, or the path no longer names it.
         """
-        return locks.take(self._directory, shared=True) is not False and self.is_at(path)
+        return locks.try_lock(self._directory, shared=True) is not False and self.is_at(path)
 
     def is_at(self, path: str) -> bool:
-        """Return whether the path still names this directory."""
+        """Return True if the path still names this directory."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._directory))
         except FileNotFoundError:
             return False
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes."""
+        """Return the length of a file in bytes."""
         return os.fstat(self._file(name)).st_size
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on."""
+        """Fill ``target`` with the file's bytes from ``offset`` on. Raises EOFError if the file is too short."""
         file, left, at = self._file(name), target, offset
         while left:
             try:
@@ -71,16 +75,19 @@ class LocalReader:
             left, at = left[count:], at + count
 
     def link(self, name: str, path: str, file_system: FileSystem = POSIX) -> int:
-        """Make a hard link to a file at ``path``; a descriptor of the file, valid until this reads another one.
+        """Create a hard link at ``path`` to a file of the directory.
+
+        Returns:
+            A descriptor of the file, valid until this reader reads another file.
 
         Raises:
-            OSError: if that is not possible; nothing is there then.
+            OSError: if linking fails; nothing is at ``path`` then.
         """
         file = self._file(name)
         file_system.link(name, self._directory, path)
         if not os.path.samestat(os.fstat(file), os.lstat(path)):
             os.unlink(path)
-            raise FileNotFoundError(errno.ENOENT, "it was exchanged meanwhile", os.path.join(self._path, name))
+            raise FileNotFoundError(errno.ENOENT, "it was replaced meanwhile", os.path.join(self._path, name))
         return file
 
     def names(self) -> list[str]:
@@ -99,10 +106,10 @@ class LocalReader:
 
     def _file(self, name: str) -> int:
         if name in self._files:
-            self._files[name] = self._files.pop(name)  # the last one used is the last one closed
+            self._files[name] = self._files.pop(name)  # moved to the end: the least recently used is closed first
             return self._files[name]
-        with naming(os.path.join(self._path, name)):
-            shared = self._shared(name)
+        with errors_with_path(os.path.join(self._path, name)):
+            shared = self._duplicate(name)
             file = self._open(name) if shared is None else shared
         if len(self._files) >= OPEN_FILES:
             with self._lock:
@@ -110,8 +117,8 @@ class LocalReader:
         self._files[name] = file
         return file
 
-    def _shared(self, name: str) -> int | None:
-        """The file that the reader this is a clone of has open, as a descriptor of our own."""
+    def _duplicate(self, name: str) -> int | None:
+        """Return a duplicate of the original reader's descriptor of a file, or None if it has not opened it."""
         if self._original is None:
             return None
         with self._original._lock:
@@ -119,14 +126,14 @@ class LocalReader:
             return None if file is None else os.dup(file)
 
     def _open(self, name: str) -> int:
-        kind = os.stat(name, dir_fd=self._directory, follow_symlinks=self._follow_links).st_mode
-        if stat.S_ISLNK(kind) or stat.S_ISSOCK(kind):
+        mode = os.stat(name, dir_fd=self._directory, follow_symlinks=self._follow_links).st_mode
+        if stat.S_ISLNK(mode) or stat.S_ISSOCK(mode):
             raise FormatError(f"{name} is a link or a socket; a checkpoint holds regular files only")
-        if not stat.S_ISREG(kind):
-            raise FormatError(f"{name} is not a regular file")  # not even opened: a device may act on that
+        if not stat.S_ISREG(mode):
+            raise FormatError(f"{name} is not a regular file")  # not even opened, since opening a device can act on it
         links = 0 if self._follow_links else os.O_NOFOLLOW
         file = os.open(name, os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._directory)
-        if not stat.S_ISREG(os.fstat(file).st_mode):  # it was exchanged since
+        if not stat.S_ISREG(os.fstat(file).st_mode):  # replaced since the check
             os.close(file)
             raise FormatError(f"{name} is not a regular file")
         return file

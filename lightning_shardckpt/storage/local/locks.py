@@ -1,7 +1,7 @@
-"""Locks on files and directories that end with the process that holds them, however it ends.
+"""Locks on files and directories, which the kernel releases when the process that holds them ends.
 
-They are the kernel's advisory ``flock`` locks on what is open. A process that was forked meanwhile, such as a data
-loader's worker, shares them, so they are always released by name, not by closing. Some network file systems have none.
+These are advisory ``flock`` locks on open files. A process that was forked in the meantime, such as a data loader's
+worker, shares them, so they are always unlocked explicitly, not by closing. Some network file systems have no locks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,33 @@ from contextlib import contextmanager, suppress
 from lightning_shardckpt.system.tuning import TUNING
 
 _POLL_S, _LONGEST_POLL_S, _ATTEMPTS = 0.01, 0.5, 20
-_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def take(file: int, *, shared: bool = False) -> bool | None:
-    """Lock an open file or directory, without waiting: True if it is ours now, None where there are no locks."""
+def try_lock(file: int, *, shared: bool = False) -> bool | None:
+    """Lock an open file or directory without waiting.
+
+    Returns:
+        True if this process has the lock now, False if another has it, None if the file system has no locks.
+    """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in _UNSUPPORTED:
             return None
         raise
     return True
 
 
-def wait_for(file: int, wait_s: float) -> bool:
-    """Lock an open file or directory; False if another process has it for longer. True where there are no locks."""
+def lock(file: int, wait_s: float) -> bool:
+    """Lock an open file or directory; return False if another process holds it for longer than ``wait_s``.
+
+    Returns True if the file system has no locks.
+    """
     deadline, pause = time.monotonic() + wait_s, _POLL_S
-    while take(file) is False:
+    while try_lock(file) is False:
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause)
@@ -44,52 +51,55 @@ def wait_for(file: int, wait_s: float) -> bool:
     return True
 
 
-def take_unless_read(file: int) -> bool:
-    """Lock a directory that is going to be deleted, unless it is being read; True also where there are no locks."""
+def lock_unless_read(file: int) -> bool:
+    """Lock a directory that is about to be deleted; return False if a process is reading it.
+
+    Returns True if the file system has no locks.
+    """
     for _ in range(_ATTEMPTS):
-        if take(file) is not False:
+        if try_lock(file) is not False:
             return True
-        if take(file, shared=True):
+        if try_lock(file, shared=True):
             return False
-        time.sleep(_POLL_S)  # another process looks whose it is
+        time.sleep(_POLL_S)  # another process holds the exclusive lock briefly, to check the owner
     return False
 
 
 def release(file: int) -> None:
-    """Unlock and close."""
-    with suppress(OSError):  # no locks here
+    """Unlock and close a file."""
+    with suppress(OSError):  # the file system has no locks
         fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
 @contextmanager
-def alone_in(directory: str, wait_s: float = TUNING.lock_wait_s) -> Iterator[None]:
-    """Be the only process that begins something in a directory.
+def locked_directory(directory: str, wait_s: float = TUNING.lock_wait_s) -> Iterator[None]:
+    """Hold the lock of a directory, in which only one process at a time may begin a save.
 
-    After ``wait_s`` it goes on all the same, as on a file system without locks: who holds this lock for so long is
-    stopped or a stranger, and a save must not depend on them.
+    Proceeds without the lock after ``wait_s``, and if the file system has no locks: a process that holds it for so long
+    is stopped or not one of ours, and a save must not depend on it.
     """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        wait_for(file, wait_s)
+        lock(file, wait_s)
         yield
     finally:
         release(file)
 
 
 @contextmanager
-def one_per_machine(wait_s: float = TUNING.turn_wait_s) -> Iterator[None]:
-    """Be the only process of this user on this machine that uploads, and its only thread.
+def machine_upload_lock(wait_s: float = TUNING.turn_wait_s) -> Iterator[None]:
+    """Hold the upload lock, so that only one thread of this user's processes on this machine uploads.
 
-    A process that dies leaves it. Where there are no locks, it does not wait.
+    The lock of a process that dies is released. Without locks in the file system, does not wait.
 
     Raises:
-        TimeoutError: if it takes longer than ``wait_s``.
+        TimeoutError: if the lock is not available within ``wait_s``.
     """
     path = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if not wait_for(file, wait_s):
+        if not lock(file, wait_s):
             raise TimeoutError(f"other ranks of this machine have uploaded for {wait_s:g} s ({path} is locked)")
         yield
     finally:

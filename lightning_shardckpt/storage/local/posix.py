@@ -1,4 +1,4 @@
-"""Durable directories, renames with a flag, writes of many parts, and what a file system can do."""
+"""File system calls: durable directories, renames with flags, writes of many parts, and capabilities."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from lightning_shardckpt.storage.protocol import Bytes
 
 EXCHANGE, NO_REPLACE = 2, 1
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, an error would be reported here, and not by fsync
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
-_OF_ONE_MACHINE = frozenset(
+_SINGLE_MACHINE_TYPES = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 )
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
-_BATCH_PARTS, _BATCH_BYTES = 512, 1 << 20  # of one writev call: Linux takes 1,024 parts; hot from being hashed
+_BATCH_PARTS, _BATCH_BYTES = 512, 1 << 20  # per writev call: Linux accepts 1,024 parts; small enough to stay in cache
 
 
 def make_directories(path: str, *, sync: bool = True) -> None:
-    """Make directories like ``os.makedirs``, and durable with ``sync``."""
+    """Create directories like ``os.makedirs``; with ``sync``, they are durable on return."""
     missing = []
     while not os.path.lexists(path):
         missing.append(path)
@@ -36,7 +36,7 @@ def make_directories(path: str, *, sync: bool = True) -> None:
 
 
 def make_and_open(path: str) -> int:
-    """Make a directory and open it; an error leaves none."""
+    """Create a directory and return its descriptor; after an error, no directory is left."""
     os.mkdir(path)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -47,18 +47,18 @@ def make_and_open(path: str) -> int:
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, which makes the names in it durable."""
     directory = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with naming(path):
+        with errors_with_path(path):
             os.fsync(directory)
     finally:
         os.close(directory)
 
 
 @contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Errors of the operating system tell the path, also those of calls that take a descriptor."""
+def errors_with_path(path: str) -> Iterator[None]:
+    """Add a path to errors of the operating system, since calls on a descriptor raise them without one."""
     try:
         yield
     except OSError as error:
@@ -67,13 +67,13 @@ def naming(path: str) -> Iterator[None]:
 
 
 def add_path(error: OSError, path: str) -> None:
-    """Make an error of the operating system tell the path, unless it tells an absolute one."""
+    """Set the path of an error of the operating system, unless it has an absolute path."""
     if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
         error.filename = path
 
 
-def rename_at_once(source: str, target: str, flag: int) -> bool:
-    """Rename with a flag of renameat2; False where the system or the file system does not know it."""
+def rename_with_flag(source: str, target: str, flag: int) -> bool:
+    """Rename with a flag of renameat2; return False if the system or the file system does not support the flag."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -82,17 +82,17 @@ def rename_at_once(source: str, target: str, flag: int) -> bool:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    what = "exchanging" if flag == EXCHANGE else "renaming"
-    raise OSError(code, f"{what} {source!r} and {target!r}: {os.strerror(code)}")
+    action = "exchanging" if flag == EXCHANGE else "renaming"
+    raise OSError(code, f"{action} {source!r} and {target!r}: {os.strerror(code)}")
 
 
 def link_file(name: str, directory: int, path: str) -> None:
-    """Make a hard link at ``path`` to a file of an open directory; what a symbolic link names is not followed."""
+    """Create a hard link at ``path`` to a file of an open directory; symbolic links are not followed."""
     os.link(name, path, src_dir_fd=directory, follow_symlinks=False)
 
 
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
-    """Write all parts, many with one system call; they are made one batch at a time."""
+    """Write all parts, many per system call; the iterable is consumed batch by batch."""
     for _ in _write_batches(file, parts):
         pass
 
@@ -100,39 +100,39 @@ def write_parts(file: int, parts: Iterable[Bytes]) -> None:
 def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int) -> None:
     """Write all parts into a new file, and sync it.
 
-    The file is on its way to the disk while its next parts are being made, so that the sync at the end has little to
-    wait for; it stays in the page cache, for whoever loads it next.
+    The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
+    wait for. The file stays in the page cache for a later load.
 
     Args:
-        file: a descriptor, at the start of an empty file.
-        parts: of any size.
-        writeback_bytes: after so many, the kernel is asked to write them to the disk, which it does meanwhile.
+        file: a descriptor at the start of an empty file.
+        parts: parts of any size.
+        writeback_bytes: after this many bytes, ask the kernel to start writing them to the disk.
 
     Raises:
-        OSError: of a write or of the sync, without a path.
+        OSError: without a path, if a write or the sync fails.
     """
-    waiting = 0
+    dirty_bytes = 0
     for nbytes in _write_batches(file, parts):
-        waiting += nbytes
-        if waiting >= writeback_bytes:
+        dirty_bytes += nbytes
+        if dirty_bytes >= writeback_bytes:
             begin_writeback(file)
-            waiting = 0
+            dirty_bytes = 0
     os.fsync(file)
 
 
 def begin_writeback(file: int) -> bool:
-    """Ask the kernel to write to the disk what a file has in the page cache, and don't wait for it.
+    """Ask the kernel to write a file's dirty pages to the disk, without waiting.
 
     Returns:
-        Whether that was taken. It is advice: where it is not, or if a write fails, ``fsync`` does it, or raises.
+        True if the kernel accepted the request. It is only a hint: ``fsync`` must follow, and reports failed writes.
     """
-    ask = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    whole = ctypes.c_int64(0), ctypes.c_int64(0)  # from 0 to the end, which is what 0 bytes stand for
-    return ask is not None and ask(file, *whole, _WRITE) == 0
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    whole = ctypes.c_int64(0), ctypes.c_int64(0)  # offset and length; a length of 0 means to the end
+    return sync_file_range is not None and sync_file_range(file, *whole, _WRITE) == 0
 
 
 def _write_batches(file: int, parts: Iterable[Bytes]) -> Iterator[int]:
-    """Write all parts, batch by batch; how many bytes each batch had."""
+    """Write all parts in batches; yield the number of bytes of each batch after it is written."""
     batch, size = list[Bytes](), 0
     for part in parts:
         batch.append(part)
@@ -162,13 +162,13 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def locks_bind_everybody(directory: str, mounts_file: str = "/proc/self/mountinfo") -> bool:
-    """Return whether all who may write to a directory see its locks; False where other machines may write to it.
+def has_global_locks(directory: str, mounts_file: str = "/proc/self/mountinfo") -> bool:
+    """Return True if every process that may write to a directory sees its locks: if only this machine can write to it.
 
-    Network file systems often keep locks to the machine that took them (NFS with local_lock, Lustre with localflock,
-    BeeGFS by default), which cannot be seen from here.
+    On network file systems, locks are often local to a machine (NFS with local_lock, Lustre with localflock, BeeGFS by
+    default), which cannot be detected.
     """
-    path, kind, longest = os.path.realpath(directory), "", -1
+    path, fs_type, longest = os.path.realpath(directory), "", -1
     try:
         with open(mounts_file, encoding="utf-8", errors="surrogateescape") as mounts:
             lines = mounts.readlines()
@@ -176,21 +176,21 @@ def locks_bind_everybody(directory: str, mounts_file: str = "/proc/self/mountinf
         return False
     for line in lines:
         fields = line.split(" ")
-        place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[4])  # a space is \040
-        inside = place == "/" or path == place or path.startswith(place + "/")
-        if inside and len(place) >= longest:  # the last one of a place is on top of the others
-            kind, longest = fields[fields.index("-") + 1], len(place)
-    return kind in _OF_ONE_MACHINE
+        mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])  # a space is \040
+        inside = mount_point == "/" or path == mount_point or path.startswith(mount_point + "/")
+        if inside and len(mount_point) >= longest:  # of several mounts at one point, the last hides the others
+            fs_type, longest = fields[fields.index("-") + 1], len(mount_point)
+    return fs_type in _SINGLE_MACHINE_TYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """What differs between file systems; a test gives functions of its own."""
+    """The calls whose behavior differs between file systems; tests pass replacements."""
 
     link: Callable[[str, int, str], None] = link_file
-    rename_at_once: Callable[[str, str, int], bool] = rename_at_once
-    locks_bind_everybody: Callable[[str], bool] = locks_bind_everybody
+    rename_with_flag: Callable[[str, str, int], bool] = rename_with_flag
+    has_global_locks: Callable[[str], bool] = has_global_locks
 
 
 POSIX = FileSystem()
-"""What the system says of each."""
+"""The calls of the operating system."""

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, through fsspec: retries, uploads in parts, a root object that is put last.
+"""Checkpoints in object stores through fsspec: retries, multipart uploads, a root object that is put last.
 
-In come names and bytes. Nothing here knows tensors or renames.
+The input is names and bytes. Nothing here knows about tensors or renames.
 """

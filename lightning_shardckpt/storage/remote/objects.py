@@ -1,6 +1,6 @@
-"""The calls that checkpoints need of an object store, over any file system of fsspec; each is retried.
+"""The operations on an object store that checkpoints need, over any fsspec file system; each is retried.
 
-Keys are fsspec's paths, without a protocol. A store with better calls of its own has a module for them.
+Keys are fsspec's paths, without a protocol. A store with better calls than fsspec's has its own module (``s3``).
 """
 
 from __future__ import annotations
@@ -15,29 +15,40 @@ from lightning_shardckpt.storage.remote.retry import IncompleteAnswerError, Retr
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _T = TypeVar("_T")
-_ONE_AT_A_TIME = threading.Lock()
-_CHANGING = ("ETag", "etag", "md5", "crc32c", "generation", "created", "LastModified", "last_modified", "mtime", "size")
+_PUT_LOCK = threading.Lock()
+_VERSION_FIELDS = (
+    "ETag",
+    "etag",
+    "md5",
+    "crc32c",
+    "generation",
+    "created",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "size",
+)
 
 
 class ObjectStat(NamedTuple):
-    """Size of an object, and what differs when another one has its key."""
+    """Size of an object, and a tag that changes when the object is replaced."""
 
     size: int
     tag: str
 
 
 class ObjectStore:
-    """Objects of any file system of fsspec; threads may share it."""
+    """An object store over any fsspec file system. Thread-safe."""
 
     def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
         self.fs, self._retry_policy, self._tuning = fs, retry_policy, tuning
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
         self.protocol = str(protocols[0])
         self.conditional = self.protocol == "memory"
-        """Whether ``put`` compares and writes in one step, for all who write."""
+        """True if ``put`` compares and writes atomically with respect to all writers."""
 
     def key(self, url: str) -> str:
-        """Return the key that a URL, or a key, names; without a slash at the end."""
+        """Return the key of a URL or a key, without a trailing slash."""
         return str(self.fs._strip_protocol(url)).rstrip("/")
 
     def url(self, key: str) -> str:
@@ -45,67 +56,67 @@ class ObjectStore:
         return f"{self.protocol}://{key.lstrip('/')}"
 
     def stat(self, key: str) -> ObjectStat:
-        """Return what is known of an object. Raises FileNotFoundError."""
+        """Return the size and the tag of an object. Raises FileNotFoundError."""
 
         def look() -> ObjectStat:
-            found = self.fs.info(key)
-            if found["type"] != "file":
+            info = self.fs.info(key)
+            if info["type"] != "file":
                 raise FileNotFoundError(f"no object {self.url(key)}")
-            return ObjectStat(int(found["size"]), str([found[name] for name in _CHANGING if name in found]))
+            return ObjectStat(int(info["size"]), str([info[name] for name in _VERSION_FIELDS if name in info]))
 
-        return self._retried(f"looking at {self.url(key)}", look)
+        return self._retry(f"looking at {self.url(key)}", look)
 
     def read(self, key: str, start: int, stop: int) -> bytes:
-        """The bytes ``[start, stop)``, which are there: fewer are a failure of the network."""
+        """Return the bytes ``[start, stop)``. They must exist: a shorter answer is retried as a network failure."""
 
         def get() -> bytes:
-            found: bytes = self.fs.cat_file(key, start=start, end=stop)
-            if len(found) != stop - start:
-                raise IncompleteAnswerError(f"{len(found)} bytes came, {stop - start} were asked for")
-            return found
+            content: bytes = self.fs.cat_file(key, start=start, end=stop)
+            if len(content) != stop - start:
+                raise IncompleteAnswerError(f"{len(content)} bytes came, {stop - start} were asked for")
+            return content
 
         if stop == start:
             return b""
-        return self._retried(f"reading bytes {start} to {stop} of {self.url(key)}", get)
+        return self._retry(f"reading bytes {start} to {stop} of {self.url(key)}", get)
 
     def put(self, key: str, content: bytes, expected: str | None) -> None:
-        """Write an object in place of the one that has the tag ``expected``, or of none.
+        """Write an object if the current one has the tag ``expected`` (None: if there is none).
 
         Raises:
-            FileExistsError: if another one is there.
+            FileExistsError: if another object is there.
         """
 
         def write() -> None:
-            with _ONE_AT_A_TIME:
+            with _PUT_LOCK:
                 with suppress(FileNotFoundError):
                     if self.stat(key).tag != expected:
                         raise FileExistsError(f"another object is at {self.url(key)}")
                 self.fs.pipe_file(key, content)
 
-        self._retried(f"writing {self.url(key)}", write)
+        self._retry(f"writing {self.url(key)}", write)
 
     def upload(self, key: str, parts: Iterable[Bytes]) -> None:
-        """Write a new object from its parts, which are not kept; nothing of it is left after an error."""
-        with self.uploading(key) as put:
+        """Write a new object from its parts, without keeping references to them; after an error, none of it is left."""
+        with self.open_upload(key) as write:
             for part in parts:
-                put(part)
+                write(part)
 
     @contextmanager
-    def uploading(
+    def open_upload(
         self, key: str, nbytes: int | None = None, *, replace: bool = True
     ) -> Iterator[Callable[[Bytes], object]]:
-        """Write an object through a function that takes its parts, which are not kept, one after the other.
+        """Yield a function that takes the parts of an object one after the other, without keeping references to them.
 
-        An error inside leaves nothing of it. At the end it is in place of the one that was there. Of a file system that
-        writes in place, an error may leave neither.
+        At the end of the context, the object replaces an older one. An error in the context leaves the older one,
+        except in file systems that write in place, which may lose both.
 
         Args:
-            key: of the object.
-            nbytes: how many bytes it will have, or a few less, if that is known.
-            replace: whether another object may be there.
+            key: the object's key.
+            nbytes: the approximate size in bytes, which the object may slightly exceed; None if unknown.
+            replace: replace an object that is already there.
 
         Raises:
-            FileExistsError: if it may not.
+            FileExistsError: if an object is there, and ``replace`` is False.
         """
         before = self._tag(key)
         if before is not None and not replace:
@@ -115,60 +126,61 @@ class ObjectStore:
             yield file.write
             file.close()
         except BaseException:
-            with suppress(Exception):  # what failed first is raised
+            with suppress(Exception):  # the first error is raised
                 discard = getattr(file, "discard", None)
                 if discard is not None:
                     discard()
             with suppress(Exception):
-                file.closed = True  # else it would be completed when it is collected
+                file.closed = True  # else garbage collection would complete the upload
             with suppress(Exception):
                 if self._tag(key) != before:
                     self.fs.rm_file(key)
             raise
 
     def _tag(self, key: str) -> str | None:
-        """Return an object's tag; None if there is no object."""
+        """Return the tag of an object, or None if there is none."""
         try:
             return self.stat(key).tag
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> dict[str, int]:
-        """Names, relative to ``folder``, and sizes of the objects below it."""
+        """Return the sizes of the objects below ``folder`` by their names relative to it."""
 
         def look() -> dict[str, int]:
             try:
-                found = self.fs.find(folder, detail=True)
+                infos = self.fs.find(folder, detail=True)
             except FileNotFoundError:
                 return {}
             start = folder.rstrip("/") + "/"
-            files = {key: info for key, info in found.items() if key.startswith(start)}
-            return {key.removeprefix(start): int(info["size"] or 0) for key, info in files.items()}
+            return {
+                key.removeprefix(start): int(info["size"] or 0) for key, info in infos.items() if key.startswith(start)
+            }
 
         self.fs.invalidate_cache()
-        return self._retried(f"listing {self.url(folder)}", look)
+        return self._retry(f"listing {self.url(folder)}", look)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are gone already are no error."""
+        """Delete objects; missing ones are no error."""
         for key in keys:
             with suppress(FileNotFoundError):
-                self._retried(f"deleting {self.url(key)}", lambda key=key: self.fs.rm_file(key))  # type: ignore[misc]
+                self._retry(f"deleting {self.url(key)}", lambda key=key: self.fs.rm_file(key))  # type: ignore[misc]
 
     def make_folder(self, folder: str) -> None:
-        """Have a place for objects, where a file system wants to know."""
+        """Create a folder, if the file system has folders."""
         self.fs.makedirs(folder, exist_ok=True)
 
     def drop_folder(self, folder: str) -> None:
-        """Forget a place that is empty, where a file system knows it."""
+        """Remove an empty folder, if the file system has folders."""
         with suppress(OSError, NotImplementedError):
             self.fs.rmdir(folder)
 
-    def unfinished(self, start: str) -> list[tuple[str, str]]:
-        """Key and id of each upload that was begun to a key that begins with ``start``, as far as the store tells."""
+    def unfinished_uploads(self, start: str) -> list[tuple[str, str]]:
+        """Return (key, id) of each unfinished upload to a key that begins with ``start``, if the store lists them."""
         return []
 
     def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        """Have the store forget unfinished uploads."""
+        """Abort unfinished uploads."""
 
-    def _retried(self, what: str, call: Callable[[], _T]) -> _T:
-        return retry_call(what, call, self._retry_policy)
+    def _retry(self, action: str, call: Callable[[], _T]) -> _T:
+        return retry_call(action, call, self._retry_policy)

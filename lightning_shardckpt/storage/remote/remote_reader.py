@@ -1,6 +1,6 @@
-"""Read the files of a checkpoint that are objects of a store; their names begin with a part of the save's id.
+"""Readers of checkpoints in object stores, where names of files begin with a prefix, part of the save's id.
 
-A root index says what that is, so a copy of the objects in a directory is read in the same way.
+The root index records the prefix, so that a copy of the objects in a directory can be read in the same way.
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 
 # ── a local cache ─────────────────────────────────────────────────────────────────────────────────────────────────────
-# Read a checkpoint from local copies of its files, which are made when they are needed first, and kept.
+# Local copies of a checkpoint's files are made when a file is first read, and kept.
 #
-# The folder of a save has its id and the checksum of its root index in its name, so nothing is taken for another
-# save's. Ranks of a machine share it: who needs a file first downloads it under a lock, the others wait for that.
+# The folder's name contains the save's id and the checksum of its root index, so files of different saves are never
+# mixed. The ranks of a machine share it: the first rank that needs a file downloads it under a lock, the others wait.
 
 
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{32})"')
 
 
 class CachedReader:
-    """A checkpoint whose files are copied to a local folder as they are needed. Threads can share it."""
+    """Reader that copies files to a local folder before their first read. Thread-safe."""
 
     high_latency = False
 
     def __init__(self, reader: Reader, folder: str, tuning: Tuning = TUNING) -> None:
         self._reader, self._tuning, self._lock = reader, tuning, threading.Lock()
         root = read_all(reader, ROOT_NAME)
-        found = _SAVE_ID.search(root)
-        save_id = found[1].decode() if found else "unknown"
+        match = _SAVE_ID.search(root)
+        save_id = match[1].decode() if match else "unknown"
         self.folder = os.path.join(os.path.abspath(folder), f"{save_id}-{checksum(root)}")
         make_directories(self.folder, sync=False)
-        self._here: set[str] = set()
+        self._downloaded: set[str] = set()
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes, as the store says."""
+        """Return the length of a file in bytes, from the store."""
         return self._reader.size(name)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on; downloads the file before, if it has to."""
+        """Fill ``target`` with the file's bytes from ``offset`` on; download the file first if it is not cached."""
         if name == ROOT_NAME:
             self._reader.read_into(name, offset, target)
             return
         with self._lock:
-            if name not in self._here:
+            if name not in self._downloaded:
                 _download_file(self._reader, name, self.folder, self._tuning)
-                self._here.add(name)
+                self._downloaded.add(name)
         with closing(LocalReader(self.folder)) as local:
             local.read_into(name, offset, target)
 
     def names(self) -> list[str]:
-        """Return every entry of the checkpoint, sorted."""
+        """Return all entries of the checkpoint, sorted."""
         return self._reader.names()
 
     def clone(self) -> CachedReader:
-        """Itself: threads can share it."""
+        """Return this reader, since threads can share it."""
         return self
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no file stays open."""
 
 
 def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
-    """Download a whole file into a folder, unless it is there; other processes may be about to, too.
+    """Download a whole file into a folder, unless this or another process has already done so.
 
     Raises:
-        OSError: naming the file here, such as for a full disk.
+        OSError: naming the local file, for instance if the disk is full.
         TimeoutError: if another process takes too long to download it.
     """
     size, path = reader.size(name), os.path.join(folder, name)
@@ -86,12 +86,12 @@ def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNI
     unfinished = path + ".part"
     file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if not locks.wait_for(file, tuning.turn_wait_s):
+        if not locks.lock(file, tuning.turn_wait_s):
             raise TimeoutError(f"another process has been downloading {path!r} for {tuning.turn_wait_s:g} s")
-        if _is_whole(path, size):  # by then another rank had downloaded it
+        if _is_whole(path, size):  # another rank downloaded it meanwhile
             return
         _download(reader, name, size, file, tuning)
-        os.fsync(file)  # a file of the right size counts as whole from here on
+        os.fsync(file)  # from the rename on, a file of the right size counts as complete
         os.rename(unfinished, path)
     finally:
         locks.release(file)
@@ -118,36 +118,36 @@ def _is_whole(path: str, size: int) -> bool:
         return False
 
 
-HEAD_BYTES = 4096  # of a root index, where it says what its prefix is
+HEAD_BYTES = 4096  # of a root index; its prefix is within them
 _PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
-TAGGED = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_FOR_EXPORTS = ("huggingface.json", "peft.json")
+PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
 _START_BYTES = 16 << 10
 
 
 def is_ours(name: str) -> bool:
-    """Return whether an object below a checkpoint's path has a name that saves give; nothing else is ever deleted.
+    """Return True if an object below a checkpoint's path has a name that a save gives. No other object is deleted.
 
     >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
     (True, True, True)
     >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
     (False, False)
     """
-    return TAGGED.fullmatch(name) is not None or is_part(name) or name in _FOR_EXPORTS
+    return PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
 
 
-def prefix_in(root: bytes) -> str | None:
-    """Return what a root index says that names begin with, from its first bytes.
+def read_prefix(root: bytes) -> str | None:
+    """Return the prefix that a root index records, from its first bytes.
 
-    >>> prefix_in(b'{"prefix":"5afe5afe5afe5afe-"}'), prefix_in(b"{}")
+    >>> read_prefix(b'{"prefix":"5afe5afe5afe5afe-"}'), read_prefix(b"{}")
     ('5afe5afe5afe5afe-', None)
     """
-    found = _PREFIX.search(root)
-    return found[1].decode() if found else None
+    match = _PREFIX.search(root)
+    return match[1].decode() if match else None
 
 
 def prefix_of(save_id: str) -> str:
-    """Return what the names of a save's files begin with, so that they are nobody else's.
+    """Return the prefix of the names of a save's files, which no other save uses.
 
     >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
     '5afe5afe5afe5afe-'
@@ -156,21 +156,21 @@ def prefix_of(save_id: str) -> str:
 
 
 class PrefixedReader:
-    """Files under the names that indexes have for them."""
+    """Reader that adds the prefix to the names of files, so that callers use the names in the indexes."""
 
     def __init__(self, reader: Reader, prefix: str) -> None:
         self._reader, self._prefix, self.high_latency = reader, prefix, reader.high_latency
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes."""
-        return self._reader.size(self._stored(name))
+        """Return the length of a file in bytes."""
+        return self._reader.size(self._add_prefix(name))
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on."""
-        self._reader.read_into(self._stored(name), offset, target)
+        """Fill ``target`` with the file's bytes from ``offset`` on."""
+        self._reader.read_into(self._add_prefix(name), offset, target)
 
     def names(self) -> list[str]:
-        """Return every entry; those of other saves with what their names begin with."""
+        """Return all entries, sorted; files of other saves keep their prefix."""
         return sorted(name.removeprefix(self._prefix) for name in self._reader.names())
 
     def clone(self) -> PrefixedReader:
@@ -178,62 +178,68 @@ class PrefixedReader:
         return PrefixedReader(self._reader.clone(), self._prefix)
 
     def close(self) -> None:
-        """Release what is open."""
+        """Close the underlying reader."""
         self._reader.close()
 
-    def _stored(self, name: str) -> str:
+    def _add_prefix(self, name: str) -> str:
         return name if name == ROOT_NAME else self._prefix + name
 
 
 class RemoteReader:
-    """A checkpoint as objects; the root index was read when it was opened. Threads can share it."""
+    """Reader of a checkpoint in an object store. The root index is already in memory. Thread-safe."""
 
     high_latency = True
 
     def __init__(self, objects: ObjectStore, folder: str, root: bytes) -> None:
         self._objects, self._folder, self._root = objects, folder, root
         self._sizes = {ROOT_NAME: len(root)}
-        self._starts: dict[str, bytes] = {}  # of files that were read from their start, for the header to come
+        self._starts: dict[str, bytes] = {}  # the first bytes of files whose header length was read
         self._lock = threading.Lock()
 
     def size(self, name: str) -> int:
-        """Length of a file in bytes."""
+        """Return the length of a file in bytes."""
         with self._lock:
-            found = self._sizes.get(name)
-        if found is None:
-            found = self._objects.stat(f"{self._folder}/{name}").size
+            size = self._sizes.get(name)
+        if size is None:
+            size = self._objects.stat(f"{self._folder}/{name}").size
             with self._lock:
-                self._sizes[name] = found
-        return found
+                self._sizes[name] = size
+        return size
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` on, by one request at most."""
+        """Fill ``target`` with the file's bytes from ``offset`` on, with one request at most once the size is known."""
         size, stop = self.size(name), offset + len(target)
         if stop > size:
             raise EOFError(f"{name} ends at byte {size}, expected {stop}")
-        start = self._root if name == ROOT_NAME else self._start_of(name, size, wanted=offset == 0 and stop <= 8)
+        is_length = offset == 0 and stop <= 8
+        start = self._root if name == ROOT_NAME else self._read_start(name, size, is_length=is_length)
         if stop <= len(start):
             target[:] = start[offset:stop]
         else:
             target[:] = self._objects.read(f"{self._folder}/{name}", offset, stop)
 
-    def _start_of(self, name: str, size: int, *, wanted: bool) -> bytes:
-        """The start of a file, if its length of the header was asked for: so that takes no request of its own."""
-        if wanted:
-            found = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
+    def _read_start(self, name: str, size: int, *, is_length: bool) -> bytes:
+        """Return the cached start of a file. If ``is_length``, read it first.
+
+        A reader of the header's length reads the header next, which then usually needs no request of its own.
+        """
+        if is_length:
+            start = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
             with self._lock:
-                self._starts[name] = found
+                self._starts[name] = start
         with self._lock:
             return self._starts.get(name, b"")
 
     def names(self) -> list[str]:
-        """Return every entry, sorted; not what other saves to the path have, or left."""
-        prefix, names = prefix_in(self._root[:HEAD_BYTES]), sorted(self._objects.names(self._folder))
-        return [name for name in names if prefix is None or name.startswith(prefix) or not TAGGED.fullmatch(name)]
+        """Return all entries, sorted, without files and leftovers of other saves to the path."""
+        prefix, names = read_prefix(self._root[:HEAD_BYTES]), sorted(self._objects.names(self._folder))
+        return [
+            name for name in names if prefix is None or name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)
+        ]
 
     def clone(self) -> RemoteReader:
-        """Itself: threads can share it."""
+        """Return this reader, since threads can share it."""
         return self
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: no connection is held."""

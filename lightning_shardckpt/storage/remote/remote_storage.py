@@ -1,4 +1,4 @@
-"""Find, write and delete checkpoints in an object store; ``RemoteReader`` reads them."""
+"""Checkpoints and exports in an object store: find, write and delete them. ``RemoteReader`` reads checkpoints."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Literal
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
-from lightning_shardckpt.storage.other_programs import other_program
+from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Bytes, Contents, File, NewFile, Reader
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.remote_reader import (
     HEAD_BYTES,
-    TAGGED,
+    PREFIXED_NAME,
     RemoteReader,
     is_ours,
-    prefix_in,
     prefix_of,
+    read_prefix,
 )
 from lightning_shardckpt.system.text import count_text, size_text
 
-# ── a checkpoint that is being uploaded ───────────────────────────────────────────────────────────────────────────────
-# Commit a checkpoint as one whole where nothing can be renamed.
+# ── drafts of checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────
+# Atomic commit without renames.
 #
-# The objects of a save have names that begin with its id, so no save touches another's. They are found by nobody until
-# the root index is put, which is the commit: only if the object that was there when the save began is still there. What
-# else lies under the path then is of saves that can't be committed any more, and is deleted.
+# The names of a save's objects begin with its id, so no save touches the objects of another. No reader finds them until
+# the root index is put, which is the commit. It is put only if the root index that was there when the save began is
+# still there. All other objects below the path then belong to saves that can't be committed any more, and are deleted.
 
 
 _PARTS_HINT = (
@@ -39,7 +39,7 @@ _PARTS_HINT = (
 
 
 class RemoteDraft:
-    """Objects whose names begin with the id of the save, and a root index that is kept until it is published."""
+    """A draft of objects whose names begin with the save's id; the root index is held back until ``publish``."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class RemoteDraft:
         self.notes: list[str] = []
 
     def begin(self) -> None:
-        """Look what is there; the commit depends on it.
+        """Check the path, and remember its root index, on which the commit depends.
 
         Raises:
-            FileExistsError: if a single object is at the path, or others that are no checkpoint.
+            FileExistsError: if an object is at the path, or objects below it that are not a checkpoint.
         """
         with suppress(FileNotFoundError):
             self._objects.stat(self._folder)
@@ -70,18 +70,17 @@ class RemoteDraft:
             )
         with suppress(FileNotFoundError):
             self._before = self._objects.stat(self._key(ROOT_NAME))
-        found = self._objects.names(self._folder)
-        strange = [name for name in found if not TAGGED.fullmatch(name)]
-        if self._before is None and strange:
+        foreign = [name for name in self._objects.names(self._folder) if not PREFIXED_NAME.fullmatch(name)]
+        if self._before is None and foreign:
             raise FileExistsError(
-                f"{self._path!r} is not empty ({strange[0]!r} …) and holds no checkpoint of ours, so it is not "
+                f"{self._path!r} is not empty ({foreign[0]!r} …) and holds no checkpoint of ours, so it is not "
                 "replaced; move it or use another path"
             )
         self._objects.make_folder(self._folder)
         self._begun = True
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Write a new object; the root index is kept, to be put last."""
+        """Write a new object; the root index is held back, to be put last."""
         if name in self._written:
             raise FileExistsError(f"{name} was written already")
         self._written.add(name)
@@ -92,18 +91,18 @@ class RemoteDraft:
             self._objects.upload(self._key(self.prefix + name), parts)
 
     def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Raise ValueError, with the remedy: this is not possible here."""
+        """Raise ValueError, with the remedy: an object store takes only whole objects."""
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
 
-    def link(self, name: str, of: Reader, there: str) -> OSError | None:
-        """Return an error: a store has no links."""
+    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
+        """Return an error, since object stores have no links."""
         return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self._path)
 
     def publish(self) -> None:
-        """Put the root index; then delete what else lay there before that.
+        """Put the root index; then delete the replaced checkpoint and leftovers of other saves.
 
         Raises:
-            FileExistsError: if the path was saved to, or removed, since this save began.
+            FileExistsError: if another process saved to the path, or removed it, since this save began.
         """
         assert self._root is not None
         key = self._key(ROOT_NAME)
@@ -111,7 +110,7 @@ class RemoteDraft:
         try:
             self._objects.put(key, self._root, None if self._before is None else self._before.tag)
         except FileExistsError:
-            if not self._is_ours(key):  # else the answer to an earlier attempt was lost
+            if not self._is_our_root(key):  # else an earlier attempt succeeded, and its answer was lost
                 raise FileExistsError(
                     f"another process saved to {self._path!r}, or removed it, since this save began; let each job save "
                     "to paths of its own"
@@ -123,63 +122,63 @@ class RemoteDraft:
             self.notes.append(f"could not remove what was replaced at {self._path!r}: {error}")
 
     def discard(self) -> None:
-        """Delete this save's objects, and have its uploads forgotten, as far as that is possible."""
+        """Delete this save's objects and abort its uploads, as far as possible."""
         if not self._begun:
             return
         with suppress(OSError):
-            self._objects.abort(self._objects.unfinished(self._key(self.prefix)))
+            self._objects.abort(self._objects.unfinished_uploads(self._key(self.prefix)))
         with suppress(OSError):
             ours = [name for name in self._objects.names(self._folder) if name.startswith(self.prefix)]
             self._objects.delete(map(self._key, ours))
             self._objects.drop_folder(self._folder)
 
     def _others(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """Return what lies there and is not of this save: objects with their sizes, and unfinished uploads."""
-        listed = self._objects.names(self._folder)
-        gone = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in listed)
-        if gone and self._objects.conditional:
+        """Return other saves' objects below the path, with their sizes, and other saves' unfinished uploads."""
+        sizes = self._objects.names(self._folder)
+        missing = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in sizes)
+        if missing and self._objects.conditional:
             raise FileExistsError(
-                f"another process saved to {self._path!r} since this save began, and {gone[0]} of it was deleted; "
-                "let each job save to paths of its own"
+                f"another process saved to {self._path!r} since this save began, and deleted {missing[0]} of this "
+                "save; let each job save to paths of its own"
             )
-        found = {n: size for n, size in listed.items() if is_ours(n) and not n.startswith(self.prefix)}
-        uploads = self._objects.unfinished(self._key(""))
-        here = [(key, upload) for key, upload in uploads if is_ours(key.removeprefix(self._key("")))]
-        return found, [(key, upload) for key, upload in here if not key.startswith(self._key(self.prefix))]
+        others = {n: size for n, size in sizes.items() if is_ours(n) and not n.startswith(self.prefix)}
+        uploads = self._objects.unfinished_uploads(self._key(""))
+        ours = [(key, upload) for key, upload in uploads if is_ours(key.removeprefix(self._key("")))]
+        return others, [(key, upload) for key, upload in ours if not key.startswith(self._key(self.prefix))]
 
-    def _is_ours(self, key: str) -> bool:
+    def _is_our_root(self, key: str) -> bool:
         try:
             return self._objects.read(key, 0, self._objects.stat(key).size) == self._root
         except FileNotFoundError:
             return False
 
     def _prefix_at(self, key: str) -> str | None:
-        """Return what the names of the files that a root index vouches for begin with."""
+        """Return the prefix of the checkpoint that was there when this save began."""
         if self._before is None:
             return None
         try:
-            return prefix_in(self._objects.read(key, 0, min(self._before.size, HEAD_BYTES)))
+            return read_prefix(self._objects.read(key, 0, min(self._before.size, HEAD_BYTES)))
         except FileNotFoundError:
             return None
 
-    def _delete_others(self, found: dict[str, int], uploads: list[tuple[str, str]], replaced: str | None) -> None:
-        """Delete what was replaced, and what saves left that can't be committed any more: this one came first.
+    def _delete_others(self, others: dict[str, int], uploads: list[tuple[str, str]], replaced: str | None) -> None:
+        """Delete the replaced checkpoint, and files of saves that can't be committed any more after this commit.
 
-        Where the store can't compare as it writes, one of them still might be; so it is left alone then.
+        If the store has no conditional writes, such a save might still be committed; its files stay, with a note.
         """
-        dead = {n: size for n, size in found.items() if TAGGED.fullmatch(n) and not n.startswith(replaced or "?")}
+        dead = {n: s for n, s in others.items() if PREFIXED_NAME.fullmatch(n) and not n.startswith(replaced or "?")}
         if self._before is None:
-            found = dead
+            others = dead
         if not self._objects.conditional and dead:
             size = size_text(sum(dead.values()))
             self.notes.append(
                 f"left {count_text(len(dead), 'file')} of unfinished saves at {self._path!r}, {size}: this store can't "
                 "tell whether another process is saving there"
             )
-            found = {name: size for name, size in found.items() if name not in dead}
+            others = {name: size for name, size in others.items() if name not in dead}
             dead, uploads = {}, []
         self._objects.abort(uploads)
-        self._objects.delete(map(self._key, found))
+        self._objects.delete(map(self._key, others))
         if dead or uploads:
             self.notes.append(
                 f"removed the leftover of an unfinished save at {self._path!r}: {count_text(len(dead), 'file')}, "
@@ -191,20 +190,20 @@ class RemoteDraft:
 
 
 # ── outputs of exports ────────────────────────────────────────────────────────────────────────────────────────────────
-# Write exports to an object store: each file appears at once, and the one that makes them whole is the last.
+# Each file appears atomically, and the file that completes the export is written last.
 #
-# Nothing is kept on a disk, and of a file no more in memory than its parts that are being sent. In place of an older
-# export a directory cannot appear at once: that is deleted first, so that the two are never mixed.
+# No disk is used, and only the parts that are being sent are in memory. A directory cannot replace an older export
+# atomically: the older one is deleted first, so that the two are never mixed.
 
 
 class RemoteOutputs:
-    """``Outputs`` of a store; paths are URLs."""
+    """``Outputs`` in an object store; paths are URLs."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return what is at a path: an object, or some below it."""
+        """Return "file" if an object is at the path, "directory" if objects are below it, else None."""
         key = self._objects.key(path)
         with suppress(FileNotFoundError):
             self._objects.stat(key)
@@ -212,7 +211,7 @@ class RemoteOutputs:
         return "directory" if self._objects.names(key) else None
 
     def contents(self, path: str) -> Contents:
-        """The objects below a path."""
+        """Return the objects below a path."""
         folder = self._objects.key(path)
         sizes = self._objects.names(folder)
 
@@ -223,39 +222,39 @@ class RemoteOutputs:
 
     @contextmanager
     def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[File, list[str]]]:
-        """An object, which appears at the end; where the store knows no such thing, it grows there.
+        """Create an object, and yield a function that takes its bytes. It appears at the end, if the store can do that.
 
         Raises:
-            FileExistsError: if one is there that may not be replaced, or objects below the path.
+            FileExistsError: if an object is there that may not be replaced, or objects are below the path.
         """
-        there = self.kind(path)
-        if there is not None and not (overwrite and there == "file"):
+        kind = self.kind(path)
+        if kind is not None and not (overwrite and kind == "file"):
             raise FileExistsError(f"something is at {path!r}, so nothing is written there")
         key = self._objects.key(path)
         self._objects.make_folder(key.rpartition("/")[0])
-        with self._objects.uploading(key, nbytes, replace=overwrite) as put:
-            yield put, []
+        with self._objects.open_upload(key, nbytes, replace=overwrite) as write:
+            yield write, []
 
     @contextmanager
     def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
-        """A function that makes objects below the path, one after the other; an error deletes them.
+        """Yield a function that creates objects below the path, one after the other; an error deletes them.
 
         Raises:
-            FileExistsError: if something is there that is not replaceable; or if another process wrote there meanwhile.
+            FileExistsError: if the path must not be replaced, or another process wrote there meanwhile.
         """
-        there = self.kind(path)
-        if there is not None and not (there == "directory" and replaceable(self.contents(path))):
+        kind = self.kind(path)
+        if kind is not None and not (kind == "directory" and replaceable(self.contents(path))):
             raise FileExistsError(f"something is at {path!r}, so nothing is written there")
         old, folder, written = self.contents(path).names, self._objects.key(path), list[str]()
-        for is_mark in (True, False):  # first what makes it whole
-            self._objects.delete(f"{folder}/{name}" for name in old if name.endswith(".json") == is_mark)
+        for is_index in (True, False):  # first the indexes, without which the export is not complete
+            self._objects.delete(f"{folder}/{name}" for name in old if name.endswith(".json") == is_index)
 
         @contextmanager
         def new(name: str, nbytes: int) -> Iterator[File]:
             key = f"{folder}/{name}"
             self._objects.make_folder(key.rpartition("/")[0])
-            with self._objects.uploading(key, nbytes, replace=False) as put:
-                yield put
+            with self._objects.open_upload(key, nbytes, replace=False) as write:
+                yield write
             written.append(name)
 
         try:
@@ -263,8 +262,8 @@ class RemoteOutputs:
         except BaseException as error:
             try:
                 self._delete(path, written)
-            except OSError as why:
-                error.add_note(f"files may be left at {path!r}: {why}")
+            except OSError as failure:
+                error.add_note(f"files may be left at {path!r}: {failure}")
             raise
 
     def _delete(self, path: str, names: Iterable[str]) -> None:
@@ -274,30 +273,28 @@ class RemoteOutputs:
 
 
 _DOWNLOAD = "; what other programs wrote is not read at URLs: download it first"
-_ATTEMPTS = 5  # of opening what another process replaces
+_ATTEMPTS = 5  # to open a checkpoint that other processes replace
 
 
 class RemoteStorage:
-    """Checkpoints below the keys of a store; paths are URLs.
+    """Checkpoints in an object store; paths are URLs.
 
     Args:
         objects: the store.
-        turn: entered while a rank uploads; it may wait until nobody else does.
+        turn: returns a context that a rank holds while it uploads, and in which it may wait for other ranks.
     """
 
     visible_within_s = 10.0
 
-    def __init__(
-        self, objects: ObjectStore, turn: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
+    def __init__(self, objects: ObjectStore, turn: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._objects, self._turn = objects, turn
 
     def open(self, path: str) -> RemoteReader:
-        """The checkpoint at ``path``.
+        """Open the checkpoint at ``path``.
 
         Raises:
-            CheckpointNotFoundError: if there is none, if it is incomplete, or if the path is something else.
-            PermissionError: if the store does not let us look.
+            CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
+            PermissionError: if the store denies access.
         """
         folder = self._objects.key(path)
         root = f"{folder}/{ROOT_NAME}"
@@ -314,51 +311,51 @@ class RemoteStorage:
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
 
     def draft(self, path: str, save_id: str) -> RemoteDraft:
-        """A new checkpoint that will appear at ``path``."""
+        """Return a draft of a checkpoint that will appear at ``path``."""
         return RemoteDraft(self._objects, path, self._objects.key(path), save_id, self._turn)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``: first the root index, then its other files.
 
-        What other saves left there, or are writing, is not touched.
+        Files of other saves, finished or not, stay.
 
         Returns:
-            What went wrong then, as sentences.
+            Notes about files that could not be deleted.
 
         Raises:
             CheckpointNotFoundError: if there is none.
         """
         folder = self._objects.key(path)
-        found = self._objects.names(folder)
-        if ROOT_NAME not in found:
+        names = self._objects.names(folder)
+        if ROOT_NAME not in names:
             raise CheckpointNotFoundError(self._why_none(path, folder))
-        prefix = prefix_in(self.root_head(path, HEAD_BYTES)) or "?"
-        its = [n for n in found if is_ours(n) and (n.startswith(prefix) or not TAGGED.fullmatch(n))]
+        prefix = read_prefix(self.root_head(path, HEAD_BYTES)) or "?"
+        files = [n for n in names if is_ours(n) and (n.startswith(prefix) or not PREFIXED_NAME.fullmatch(n))]
         self._objects.delete([f"{folder}/{ROOT_NAME}"])
         try:
-            self._objects.delete([f"{folder}/{name}" for name in its])
+            self._objects.delete([f"{folder}/{name}" for name in files])
         except OSError as error:
             return [f"could not remove all files of the deleted checkpoint {path!r}: {error}"]
         self._objects.drop_folder(folder)
         return []
 
-    def complete(self, folder: str) -> list[str]:
-        """The checkpoints directly below a folder."""
-        found = [name for name in self._objects.names(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
-        names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in found)
+    def list_complete(self, folder: str) -> list[str]:
+        """Return the URLs of the complete checkpoints directly below a folder."""
+        roots = [name for name in self._objects.names(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
+        names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in roots)
         return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
 
     def is_complete(self, path: str) -> bool:
-        """Return whether a checkpoint is at the path."""
+        """Return True if a complete checkpoint is at the path."""
         return self.is_object(f"{path}/{ROOT_NAME}")
 
     def root_head(self, path: str, nbytes: int) -> bytes:
-        """The first bytes of a root index. Raises FileNotFoundError."""
+        """Return the first bytes of a root index. Raises FileNotFoundError."""
         key = f"{self._objects.key(path)}/{ROOT_NAME}"
         return self._objects.read(key, 0, min(self._objects.stat(key).size, nbytes))
 
     def is_object(self, path: str) -> bool:
-        """Return whether the path is that of a single object."""
+        """Return True if an object is at the path itself."""
         try:
             self._objects.stat(self._objects.key(path))
         except FileNotFoundError:
@@ -366,21 +363,21 @@ class RemoteStorage:
         return True
 
     def is_empty(self, path: str) -> bool:
-        """Return whether nothing lies below the path."""
+        """Return True if no object is below the path."""
         return not self._objects.names(self._objects.key(path))
 
     def delete_object(self, path: str) -> None:
-        """Delete the single object at a path."""
+        """Delete the object at the path itself."""
         self._objects.delete([self._objects.key(path)])
 
     def _why_none(self, path: str, folder: str) -> str:
         if self.is_object(path):
             return f"{path!r} is a file, not a checkpoint of lightning-shardckpt{_DOWNLOAD}"
-        found = self._objects.names(folder)
-        if not found:
+        names = self._objects.names(folder)
+        if not names:
             return f"no checkpoint at {path!r}: there is nothing at this path"
-        if (program := other_program(found)) is not None:
+        if (program := describe_other_program(names)) is not None:
             return f"{path!r} {program}{_DOWNLOAD}"
-        near = sorted(name for name in found if name.endswith(f"/{ROOT_NAME}"))
-        hint = f"; did you mean {path.rstrip('/')}/{near[0].removesuffix(f'/{ROOT_NAME}')}?" if near else ""
+        roots = sorted(name for name in names if name.endswith(f"/{ROOT_NAME}"))
+        hint = f"; did you mean {path.rstrip('/')}/{roots[0].removesuffix(f'/{ROOT_NAME}')}?" if roots else ""
         return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"

@@ -1,7 +1,7 @@
-"""Retry requests after failures that pass by themselves: throttling, resets, timeouts.
+"""Retries of requests after transient failures: throttling, connection resets, timeouts.
 
-Clients of object stores retry by themselves, each by rules of its own, and rules multiply. So theirs are switched off
-where that can be done, and what is sent is bounded here: by a number of attempts and by time.
+Clients of object stores have retries of their own, with different rules, and nested retries multiply. The clients'
+retries are switched off where possible; here, the number of attempts and the total time are bounded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP
+_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}  # HTTP
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _CLIENTS = ("aiohttp.", "aiobotocore.", "botocore.", "urllib3.", "requests.", "http.client")
 _MISUSE = ("Credential", "ParamValidation", "NoRegion", "Profile", "UnknownService", "InvalidURL")
@@ -33,61 +33,67 @@ class RetryPolicy:
 
 
 class IncompleteAnswerError(OSError):
-    """A store sent fewer bytes than were asked for."""
+    """Raised if a store sent fewer bytes than were requested."""
 
 
-def retry_call(what: str, call: Callable[[], _T], policy: RetryPolicy) -> _T:
-    """The result of ``call``, which is called again after a failure that may pass.
+def retry_call(action: str, call: Callable[[], _T], policy: RetryPolicy) -> _T:
+    """Return the result of ``call``, which is repeated after transient failures.
+
+    Args:
+        action: the beginning of error messages, such as "reading s3://b/a".
+        call: the request.
+        policy: the number and duration of attempts.
 
     Raises:
-        FileNotFoundError, FileExistsError: as they come, at once, as does all that is no OSError.
-        PermissionError: saying what was not permitted.
-        OSError: what failed, how often and for how long; ``what`` begins its message.
+        FileNotFoundError, FileExistsError: from ``call``, unchanged and at once, like everything that is not an
+            OSError.
+        PermissionError: with the action that was denied.
+        OSError: with the action, the number of attempts, the time and the last failure.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     for attempt in count(1):
         try:
             return call()
         except Exception as error:
             if isinstance(error, PermissionError):
                 raise PermissionError(
-                    errno.EACCES, f"{what}: the store does not permit it: {_said(error)}; check the credentials"
+                    errno.EACCES, f"{action}: the store does not permit it: {_describe(error)}; check the credentials"
                 ) from error
-            if not may_pass(error):
+            if not is_transient(error):
                 if isinstance(error, OSError) and not isinstance(error, _FINAL):
-                    raise OSError(error.errno or errno.EIO, f"{what}: {_said(error)}") from error
+                    raise OSError(error.errno or errno.EIO, f"{action}: {_describe(error)}") from error
                 raise
             pause = min(policy.first_pause_s * 2 ** (attempt - 1), policy.longest_pause_s)
             pause *= random.uniform(0.5, 1.0)
-            taken = time.monotonic() - begun
-            if attempt >= policy.attempts or taken + pause > policy.total_s:
+            elapsed = time.monotonic() - start
+            if attempt >= policy.attempts or elapsed + pause > policy.total_s:
                 times = "once" if attempt == 1 else f"{attempt} times"
                 raise OSError(
-                    errno.EIO, f"{what}: failed {times} within {taken:.1f} s, at last with {_said(error)}"
+                    errno.EIO, f"{action}: failed {times} within {elapsed:.1f} s, at last with {_describe(error)}"
                 ) from error
             time.sleep(pause)
     raise AssertionError("unreachable")
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed later.
+def is_transient(error: BaseException) -> bool:
+    """Return True if the same request may succeed later.
 
-    >>> may_pass(ConnectionResetError()), may_pass(PermissionError()), may_pass(ValueError())
+    >>> is_transient(ConnectionResetError()), is_transient(PermissionError()), is_transient(ValueError())
     (True, False, False)
     """
     if isinstance(error, _FINAL):
         return False
-    status = status_of(error)
+    status = http_status(error)
     if status is not None:
-        return status in _AGAIN
+        return status in _TRANSIENT_STATUS
     if isinstance(error, OSError | EOFError | TimeoutError):
         return not (isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.ENOSPC, errno.EROFS))
-    kind = type(error)
-    return f"{kind.__module__}.".startswith(_CLIENTS) and not any(word in kind.__name__ for word in _MISUSE)
+    cls = type(error)
+    return f"{cls.__module__}.".startswith(_CLIENTS) and not any(word in cls.__name__ for word in _MISUSE)
 
 
-def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error, if a client tells it."""
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error or its causes, or None if no client set one."""
     return next((status for status in map(_status, _chain(error)) if status is not None), None)
 
 
@@ -100,19 +106,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of botocore, aiohttp, gcsfs or azure has."""
+    """Return the HTTP status of an error of botocore, aiohttp, gcsfs or azure, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
-    if type(error).__module__ == "aiohttp.http_exceptions":  # of an answer that is not HTTP, such as a short one
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    if type(error).__module__ == "aiohttp.http_exceptions":  # the answer was not valid HTTP, for instance cut short
         return None
     for name in ("status_code", "status", "code"):
-        found = getattr(error, name, None)
-        if isinstance(found, int) and 400 <= found < 600:
-            return found
+        status = getattr(error, name, None)
+        if isinstance(status, int) and 400 <= status < 600:
+            return status
     return None
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error) or 'no message'}"

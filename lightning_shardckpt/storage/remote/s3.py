@@ -1,4 +1,4 @@
-"""Objects of S3: parts are uploaded side by side from memory, and a put compares in one step."""
+"""Objects in S3: parallel multipart uploads from memory, and conditional puts."""
 
 from __future__ import annotations
 
@@ -11,54 +11,58 @@ from typing import Any
 
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.retry import RetryPolicy, status_of
+from lightning_shardckpt.storage.remote.retry import RetryPolicy, http_status
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 
-_LARGER_AFTER = 2000  # parts of an object of unknown size
-_DELETED_AT_ONCE = 1000  # S3's limit
-_REFUSED, _BAD_REQUEST, _UNKNOWN = (409, 412), 400, 501  # HTTP; a condition does not hold, and nothing known
+_LARGER_AFTER = 2000  # parts of an object of unknown size, after which the part size doubles
+_MAX_DELETED = 1000  # objects per request, S3's limit
+_CONDITION_FAILED, _BAD_REQUEST, _NOT_IMPLEMENTED = (409, 412), 400, 501  # HTTP
 
 
-def options_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what s3fs is made with: the user's options, and what is ours unless they say otherwise.
+def s3_options(user_options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for s3fs: the user's, over our defaults.
 
-    Retries are ours (botocore's are off), a stalled connection is noticed, and listings are not remembered.
+    By default, botocore's retries are off (``retry`` has ours), stalled connections time out, and listings are not
+    cached.
     """
     ours = {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30, "max_pool_connections": 32}
-    return {"use_listings_cache": False, **given, "config_kwargs": {**ours, **given.get("config_kwargs", {})}}
+    config = {**ours, **user_options.get("config_kwargs", {})}
+    return {"use_listings_cache": False, **user_options, "config_kwargs": config}
 
 
 class S3Objects(ObjectStore):
-    """Objects of S3, or of what speaks its protocol, through s3fs."""
+    """Object store of S3, or of a service with its protocol, through s3fs."""
 
     def __init__(self, fs: Any, *, retry_policy: RetryPolicy, tuning: Tuning = TUNING) -> None:
         super().__init__(fs, retry_policy=retry_policy, tuning=tuning)
-        fs.retries = 1  # of s3fs; ours are on top
+        fs.retries = 1  # s3fs's own retries, replaced by ours
         self.conditional = True
 
     def stat(self, key: str) -> ObjectStat:
-        """Return what is known of an object.
+        """Return the size and the tag of an object.
 
         Raises:
             FileNotFoundError: if there is none.
-            PermissionError: if the store takes the request for a bad one, which it does not say more of.
+            PermissionError: if the store answers 400 without a reason, as it does for expired credentials.
         """
         try:
-            found = self.call("looking at", key, "head_object")
+            head = self.call("looking at", key, "head_object")
         except OSError as error:
-            if status_of(error) != _BAD_REQUEST:
+            if http_status(error) != _BAD_REQUEST:
                 raise
             raise PermissionError(
                 errno.EACCES, f"looking at {self.url(key)}: {error}; have the credentials expired?"
             ) from error
-        return ObjectStat(int(found["ContentLength"]), str(found["ETag"]))
+        return ObjectStat(int(head["ContentLength"]), str(head["ETag"]))
 
     def put(self, key: str, content: bytes, expected: str | None) -> None:
-        """Write an object in place of the one that has the tag ``expected``, or of none, if the store can compare.
+        """Write an object if the current one has the tag ``expected`` (None: if there is none).
+
+        Atomic, unless the store has no conditional writes.
 
         Raises:
-            FileExistsError: if another one is there.
+            FileExistsError: if another object is there.
         """
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
         try:
@@ -68,24 +72,24 @@ class S3Objects(ObjectStore):
                 raise
             raise FileExistsError(f"the object at {self.url(key)} was deleted meanwhile") from None
         except OSError as error:
-            if isinstance(error, FileExistsError) or status_of(error) in _REFUSED:
+            if isinstance(error, FileExistsError) or http_status(error) in _CONDITION_FAILED:
                 raise FileExistsError(f"another object is at {self.url(key)}") from error
-            if status_of(error) != _UNKNOWN:
+            if http_status(error) != _NOT_IMPLEMENTED:
                 raise
             self.conditional = False
             super().put(key, content, expected)
 
     @contextmanager
-    def uploading(
+    def open_upload(
         self, key: str, nbytes: int | None = None, *, replace: bool = True
     ) -> Iterator[Callable[[Bytes], object]]:
-        """Write an object through a function that takes its parts, which are not kept, one after the other.
+        """Yield a function that takes the parts of an object one after the other, without keeping references to them.
 
-        A small object is sent by one request at the end, a larger one in parts, several at a time. At the end it is in
-        place of the one that was there. An error inside leaves that, and nothing of this.
+        A small object is sent with one request at the end, a larger one in parts, several at a time. At the end of the
+        context, the object replaces an older one. An error in the context leaves the older one.
 
         Raises:
-            FileExistsError: if another one is there by then that may not be replaced.
+            FileExistsError: if an object is there at the end, and ``replace`` is False.
         """
         upload = _Upload(self, key, nbytes, self._tuning)
         try:
@@ -95,31 +99,33 @@ class S3Objects(ObjectStore):
                 raise FileExistsError(f"another object is at {self.url(key)}")
             upload.complete()
         except BaseException as error:
-            upload.give_up(error)
+            upload.abort(error)
             raise
 
-    def begin(self, key: str) -> str:
-        """Return the id of a new upload. Where an answer was lost, there may be one more: not for long."""
+    def begin_upload(self, key: str) -> str:
+        """Begin a multipart upload and return its id. If an answer was lost, abort the upload that it began."""
         bucket, name = self._split(key)
-        attempts = list[None]()
+        attempts = 0
 
         def create() -> str:
-            attempts.append(None)
+            nonlocal attempts
+            attempts += 1
             return str(self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)["UploadId"])
 
-        upload = self._retried(f"beginning {self.url(key)}", create)
-        if len(attempts) > 1:
-            self.abort([(of, other) for of, other in self.unfinished(key) if of == key and other != upload])
-        return upload
+        upload_id = self._retry(f"beginning {self.url(key)}", create)
+        if attempts > 1:
+            uploads = self.unfinished_uploads(key)
+            self.abort([(other, other_id) for other, other_id in uploads if other == key and other_id != upload_id])
+        return upload_id
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are gone already are no error."""
-        wanted = list(keys)
-        for begin in range(0, len(wanted), _DELETED_AT_ONCE):
-            some = wanted[begin : begin + _DELETED_AT_ONCE]
-            names = [{"Key": self._split(key)[1]} for key in some]
-            found = self.call("deleting", some[0], "delete_objects", Delete={"Objects": names, "Quiet": True})
-            for error in found.get("Errors", ()):
+        """Delete objects; missing ones are no error."""
+        all_keys = list(keys)
+        for begin in range(0, len(all_keys), _MAX_DELETED):
+            batch = all_keys[begin : begin + _MAX_DELETED]
+            names = [{"Key": self._split(key)[1]} for key in batch]
+            answer = self.call("deleting", batch[0], "delete_objects", Delete={"Objects": names, "Quiet": True})
+            for error in answer.get("Errors", ()):
                 raise OSError(f"deleting {error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
 
     def make_folder(self, folder: str) -> None:
@@ -128,43 +134,47 @@ class S3Objects(ObjectStore):
     def drop_folder(self, folder: str) -> None:
         """Do nothing: a store has no folders."""
 
-    def unfinished(self, start: str) -> list[tuple[str, str]]:
-        """Key and id of each upload that was begun to a key that begins with ``start``."""
+    def unfinished_uploads(self, start: str) -> list[tuple[str, str]]:
+        """Return (key, id) of each unfinished upload to a key that begins with ``start``."""
         bucket, prefix = self._split(start)
-        found, after = list[tuple[str, str]](), dict[str, str]()
+        uploads, marker = list[tuple[str, str]](), dict[str, str]()
         while True:
-            page = self.call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **after)
-            found += [(f"{bucket}/{one['Key']}", one["UploadId"]) for one in page.get("Uploads") or ()]
+            page = self.call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **marker)
+            uploads += [(f"{bucket}/{item['Key']}", item["UploadId"]) for item in page.get("Uploads") or ()]
             if not page.get("IsTruncated"):
-                return [(key, upload) for key, upload in found if key.startswith(start)]
-            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+                return [(key, upload_id) for key, upload_id in uploads if key.startswith(start)]
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        """Have the store forget unfinished uploads."""
-        for key, upload in uploads:
+        """Abort unfinished uploads."""
+        for key, upload_id in uploads:
             with suppress(FileNotFoundError):
-                self.call("giving up", key, "abort_multipart_upload", UploadId=upload)
+                self.call("giving up", key, "abort_multipart_upload", UploadId=upload_id)
 
     def _split(self, key: str) -> tuple[str, str]:
         bucket, name, _ = self.fs.split_path(key)
         return bucket, name
 
-    def call(self, doing: str, key: str, method: str, **about: Any) -> dict[str, Any]:
-        """Return the answer to a request about an object; ``doing`` begins the message of an error."""
+    def call(self, action: str, key: str, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of S3 on an object, with retries, and return the answer; errors begin with ``action``."""
         bucket, name = self._split(key)
         if method not in ("delete_objects", "list_multipart_uploads"):
-            about["Key"] = name
+            parameters["Key"] = name
 
         def call() -> dict[str, Any]:
-            body = {"Body": io.BytesIO(about["Body"])} if "Body" in about else {}  # read from its start each time
-            found: dict[str, Any] = self.fs.call_s3(method, Bucket=bucket, **{**about, **body})
-            return found
+            # a new stream, since each attempt reads it from its start
+            body = {"Body": io.BytesIO(parameters["Body"])} if "Body" in parameters else {}
+            answer: dict[str, Any] = self.fs.call_s3(method, Bucket=bucket, **{**parameters, **body})
+            return answer
 
-        return self._retried(f"{doing} {self.url(key)}", call)
+        return self._retry(f"{action} {self.url(key)}", call)
 
 
 def _part_bytes(number: int, nbytes: int | None, tuning: Tuning = TUNING) -> int:
-    """The size of a part, from 1 on, of an object of ``nbytes``: all are as large as they must be; growing if unknown.
+    """Return the size of part ``number``, counted from 1, of an object of ``nbytes`` bytes.
+
+    All parts have one size, which grows with ``nbytes`` so that their number stays within S3's limit. If ``nbytes`` is
+    None, later parts are larger.
 
     >>> _part_bytes(1, 100) == _part_bytes(9000, 64 << 30) == _part_bytes(2000, None) == 8 << 20
     True
@@ -177,9 +187,9 @@ def _part_bytes(number: int, nbytes: int | None, tuning: Tuning = TUNING) -> int
 
 
 class _Upload:
-    """An object that is being written: by one request if it is small, else in parts, a few at a time, by a thread each.
+    """An upload in progress: one request for a small object, else parts, of which each in flight has its own thread.
 
-    Memory is bounded by those parts, and the one that is being filled.
+    Memory holds only the parts in flight and the part that is being filled.
     """
 
     def __init__(self, objects: S3Objects, key: str, nbytes: int | None, tuning: Tuning) -> None:
@@ -190,7 +200,7 @@ class _Upload:
         self._sending = deque[Worker]()
 
     def add(self, part: Bytes) -> None:
-        """Take a copy of what comes next. Raises what sending an earlier part failed with."""
+        """Append a copy of the bytes. Raises the error of an earlier part that failed."""
         left = memoryview(part)
         while len(left):
             part_bytes = _part_bytes(self._number, self._nbytes, self._tuning)
@@ -201,46 +211,46 @@ class _Upload:
                 self._send_rest()
 
     def wait(self) -> None:
-        """Send what is left, if there were parts, and wait for all of them. Raises what one failed with."""
+        """Send the last part, if the object has parts, and wait for all. Raises the error of a part that failed."""
         if self._id is not None and self._rest:
             self._send_rest()
         while self._sending:
             self._wait_for_first()
 
     def complete(self) -> None:
-        """Have the object appear, in place of any other one."""
+        """Make the object appear, in place of an older one."""
         self.wait()
         if self._id is None:
             self._objects.call("writing", self._key, "put_object", Body=bytes(self._rest))
             return
         listed = [{"PartNumber": number, "ETag": self._sent[number][0]} for number in sorted(self._sent)]
-        about: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": listed}}
+        parameters: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": listed}}
         try:
-            self._objects.call("completing", self._key, "complete_multipart_upload", **about)
-        except FileNotFoundError:  # no such upload: was it completed, and the answer lost?
+            self._objects.call("completing", self._key, "complete_multipart_upload", **parameters)
+        except FileNotFoundError:  # no such upload: perhaps it was completed, and the answer was lost
             if self._objects.stat(self._key).size != sum(size for _, size in self._sent.values()):
                 raise
 
-    def give_up(self, why: BaseException) -> None:
-        """Wait for what is being sent, and have the store forget it; a note is added to the error if that fails."""
+    def abort(self, cause: BaseException) -> None:
+        """Wait for parts in flight, and abort the upload; if that fails, add a note to the error ``cause``."""
         while self._sending:
             self._sending.popleft().end(lambda interrupt: None)
         try:
             self._objects.abort([] if self._id is None else [(self._key, self._id)])
         except OSError as error:
-            why.add_note(f"parts of the upload {self._id} may be left: {error}")
+            cause.add_note(f"parts of the upload {self._id} may be left: {error}")
 
     def _send_rest(self) -> None:
-        """Have a thread send the next part."""
-        upload = self._id = self._id or self._objects.begin(self._key)
+        """Send the next part in a thread."""
+        upload_id = self._id = self._id or self._objects.begin_upload(self._key)
         while len(self._sending) >= self._tuning.upload_threads:
             self._wait_for_first()
-        number, piece = self._number, bytes(self._rest)  # bytes, which BytesIO does not copy once more
+        number, piece = self._number, bytes(self._rest)  # BytesIO shares bytes without a copy
         self._number, self._rest = number + 1, bytearray()
 
         def send() -> None:
-            about = {"UploadId": upload, "PartNumber": number, "Body": piece}
-            answer = self._objects.call(f"sending part {number} of", self._key, "upload_part", **about)
+            parameters = {"UploadId": upload_id, "PartNumber": number, "Body": piece}
+            answer = self._objects.call(f"sending part {number} of", self._key, "upload_part", **parameters)
             self._sent[number] = answer["ETag"], len(piece)
 
         self._sending.append(Worker(send, name="shardckpt-upload"))

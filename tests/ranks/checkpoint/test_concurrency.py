@@ -17,7 +17,7 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
-from lightning_shardckpt.storage.local.posix import FileSystem, rename_at_once
+from lightning_shardckpt.storage.local.posix import FileSystem, rename_with_flag
 from lightning_shardckpt.storage.protocol import read_all
 from tests.support.file_systems import OF_ONE_MACHINE, WITHOUT_FLAGS
 from tests.support.pool import run_ranks
@@ -258,9 +258,9 @@ def test_the_target_is_deleted_right_before_the_exchange(path: str) -> None:
         calls.append(flag)
         if len(calls) == 1:
             LOCAL.remove(path)
-        return rename_at_once(source, target, flag)
+        return rename_with_flag(source, target, flag)
 
-    ready(path, replace(OF_ONE_MACHINE, rename_at_once=removed_before)).publish()
+    ready(path, replace(OF_ONE_MACHINE, rename_with_flag=removed_before)).publish()
     assert calls
     assert held(path) == save_id(0, 1) and os.listdir(os.path.dirname(path)) == ["x"]
 

@@ -453,9 +453,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("who", range(WORLD))
-def test_a_rank_that_leaves_says_why_to_those_that_wait(
-    who: int, store: Callable[[], Any]
-) -> None:
+def test_a_rank_that_leaves_says_why_to_those_that_wait(who: int, store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         ranks.step("x", lambda: None, lambda found: None)
         if ranks.rank == who:

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
-from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_at_once
+from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.tools.verify import verify
 from tests.support import zoo
 from tests.support.pool import run_ranks
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_to_its_end(saved: P
 
     def replace(nbytes: int) -> None:
         if not replaced:
-            assert rename_at_once(str(copy), str(other), EXCHANGE)
+            assert rename_with_flag(str(copy), str(other), EXCHANGE)
         replaced.append(nbytes)
 
     assert verify(copy, advance=replace).findings == () and len(replaced) > 4

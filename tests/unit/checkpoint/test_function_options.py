@@ -19,7 +19,7 @@ from torch import nn
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from tests.support.stores import Bucket
 
 State = dict[str, Any]
@@ -46,7 +46,7 @@ def test_as_many_saves_wait_as_were_allowed() -> None:
     watcher = threading.Thread(target=end_turn_when_waited_for)
     try:
         with turn:
-            turn.enter_context(one_per_machine())  # the first is being written, and is held there
+            turn.enter_context(machine_upload_lock())  # the first is being written, and is held there
             urls = [f"memory://pending/{n}.ckpt" for n in range(4)]
             saving = [save_async(url, state, max_pending=2, throttle_uploads=True) for url in urls[:3]]
             assert not any(one.done() for one in saving)
@@ -88,7 +88,7 @@ def test_throttled_uploads_take_turns_on_a_machine(asynchronous: bool) -> None:
     thread = threading.Thread(target=upload)
     fs = fsspec.filesystem("memory")
     try:
-        with one_per_machine():
+        with machine_upload_lock():
             save("memory://throttled/free.ckpt", state)  # without it, there are no turns
             thread.start()
             assert not done.wait(0.2)

@@ -242,7 +242,12 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
         CorruptionError,
         f"corrupted data of 'bias' in {SHARD}, written by rank 0, bytes 344 to 354. Load another",
     ),
-    ("F11", with_index("metadata/bias/block", 5 << 20), FormatError, "checksums of 5242880 bytes each, expected 1 to 4"),
+    (
+        "F11",
+        with_index("metadata/bias/block", 5 << 20),
+        FormatError,
+        "checksums of 5242880 bytes each, expected 1 to 4",
+    ),
     ("F11", with_index("metadata/bias/block", 4), FormatError, "1 checksums of 4 bytes each for 10 bytes"),
     ("F11", with_index("metadata/bias/checksums", ["XYZ"]), FormatError, "'XYZ' is not a checksum"),
     ("F13", with_root(f"{TENSOR}/0", "F31"), FormatError, "unknown dtype 'F31'"),

@@ -20,7 +20,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
-from lightning_shardckpt.storage.local.posix import locks_bind_everybody
+from lightning_shardckpt.storage.local.posix import has_global_locks
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.tuning import Tuning
@@ -79,10 +79,10 @@ def test_every_rank_derives_the_same_name_and_every_target_another(tmp_path: Pat
 
 
 def test_what_was_to_be_deleted_is_a_leftover_of_no_target(path: str) -> None:
-    doomed = leftovers.doomed_name(path)
-    os.makedirs(doomed)
+    trash = leftovers.trash_name(path)
+    os.makedirs(trash)
     (note,) = saved(path)
-    assert os.path.basename(doomed) in note and beside(path) == []
+    assert os.path.basename(trash) in note and beside(path) == []
 
 
 @pytest.mark.parametrize("target", ["step-1.ckpt", "step-0.ckpt"], ids=["same target", "another target"])
@@ -303,12 +303,12 @@ def test_only_a_file_system_of_one_machine_has_locks_that_bind_everybody(
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS, encoding="utf-8")
     monkeypatch.setattr(os.path, "realpath", lambda path: path)
-    assert locks_bind_everybody(directory, str(mounts)) == expected
+    assert has_global_locks(directory, str(mounts)) == expected
 
 
 def test_locks_of_an_unknown_file_system_do_not_bind_everybody(tmp_path: Path) -> None:
-    assert locks_bind_everybody("/dev/shm") in (True, False)  # from the mounts of this machine
-    assert not locks_bind_everybody("/dev/shm", str(tmp_path / "nothing"))
+    assert has_global_locks("/dev/shm") in (True, False)  # from the mounts of this machine
+    assert not has_global_locks("/dev/shm", str(tmp_path / "nothing"))
 
 
 def test_a_stranger_who_holds_the_lock_of_the_parent_does_not_stop_a_save(path: str) -> None:
@@ -355,9 +355,7 @@ def test_the_lock_of_the_parent_is_waited_for(path: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["exchanged", "moved aside", "removed"])
-def test_what_is_being_read_stays_whole_and_is_deleted_later(
-    how: str, path: str
-) -> None:
+def test_what_is_being_read_stays_whole_and_is_deleted_later(how: str, path: str) -> None:
     storage = LOCAL_WITHOUT_FLAGS if how == "moved aside" else LOCAL
     put(LOCAL, path, a=b"old", b=b"old")
     readers = [LOCAL.open(path) for _ in range(2)]

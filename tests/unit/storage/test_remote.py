@@ -27,10 +27,10 @@ from lightning_shardckpt.format.index import ROOT_NAME, RootIndex
 from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
 from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
-from lightning_shardckpt.storage.router import StorageRouter, is_url, storage_of
+from lightning_shardckpt.storage.router import StorageRouter, backend_of, is_url
 from lightning_shardckpt.strategy.ckpt_path import resolve_ckpt_path
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
@@ -108,7 +108,7 @@ def test_a_save_whose_files_another_one_deleted_is_not_committed(storage: Storag
     first, second = draft(storage, url, ID, a=b"1"), draft(storage, url, OTHER_ID)
     second.publish()
     storage.remove(url)
-    with pytest.raises(FileExistsError, match="since this save began, and a of it was deleted"):
+    with pytest.raises(FileExistsError, match="since this save began, and deleted a of this save"):
         first.publish()
     first.discard()
     assert s3.listed() == []
@@ -142,7 +142,7 @@ def test_a_store_that_can_not_compare_keeps_what_may_be_of_a_running_save(tmp_pa
     running.discard()
     assert save(url, 2.0) == []
     assert load(url) == 2.0
-    assert len({name[:17] for name in storage_of(url).open(url).names()} - {ROOT_NAME[:17]}) == 1
+    assert len({name[:17] for name in backend_of(url).open(url).names()} - {ROOT_NAME[:17]}) == 1
 
 
 @pytest.mark.parametrize("what", ["an object", "objects of somebody"])
@@ -207,7 +207,7 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
             reads.append(len(target) if "shard" in name else 0)
             super().read_into(name, offset, target)
 
-    storage = storage_of(url)
+    storage = backend_of(url)
     really_open = storage.open
 
     def open_counting(path: str) -> Reader:
@@ -293,9 +293,9 @@ def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
 
 UPLOAD = """
 import os, sys
-from lightning_shardckpt.storage.local.locks import one_per_machine
+from lightning_shardckpt.storage.local.locks import machine_upload_lock
 for i in range(50):
-    with one_per_machine():
+    with machine_upload_lock():
         os.mkdir("inside")
         os.rmdir("inside")
         open(f"{sys.argv[1]}-{i}", "x").close()
@@ -316,19 +316,19 @@ def test_an_upload_waits_for_its_turn(url: str) -> None:
     seen = list[str]()
 
     def parts() -> Iterator[bytes]:
-        with pytest.raises(TimeoutError), one_per_machine(wait_s=0):
+        with pytest.raises(TimeoutError), machine_upload_lock(wait_s=0):
             raise AssertionError("unreachable")
         seen.append("locked")
         yield b"1"
 
     throttled.write("a", parts())
     assert seen == ["locked"]
-    with one_per_machine(wait_s=0):
+    with machine_upload_lock(wait_s=0):
         throttled.discard()
 
 
 def test_waiting_for_a_turn_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_per_machine(), pytest.raises(TimeoutError, match="other ranks"), one_per_machine(wait_s=0.05):
+    with machine_upload_lock(), pytest.raises(TimeoutError, match="other ranks"), machine_upload_lock(wait_s=0.05):
         raise AssertionError("unreachable")
 
 
@@ -377,7 +377,7 @@ def test_whole_files_only_is_said_before_anything_is_written(url: str) -> None:
     with pytest.raises(ValueError, match=r"also='huggingface' needs a file system.*consolidate"):
         ShardCkptIO(also="huggingface").save_checkpoint({}, url)
     with pytest.raises(ValueError, match="whole objects only"):
-        storage_of(url).draft(url, ID).write_pieces("a", [])
+        backend_of(url).draft(url, ID).write_pieces("a", [])
     assert not fsspec.filesystem("memory").exists(url)
 
 
@@ -388,7 +388,7 @@ def test_a_url_that_became_a_path_is_refused() -> None:
 
 def test_a_protocol_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="nowhere"):
-        storage_of("nowhere://a/b")
+        backend_of("nowhere://a/b")
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ImportError, match=r'Install s3fs.*pip install "s3fs>=2026.1"'):
-        storage_of("s3://bucket/a")
+        backend_of("s3://bucket/a")
 
 
 def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, storage: StorageRouter) -> None:

@@ -26,7 +26,7 @@ from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_at_once
+from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_with_flag
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader, prefix_of
 from lightning_shardckpt.storage.router import StorageRouter
@@ -251,10 +251,10 @@ def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "in a").touch()
-    assert rename_at_once(str(tmp_path / "a"), str(tmp_path / "b"), EXCHANGE)
+    assert rename_with_flag(str(tmp_path / "a"), str(tmp_path / "b"), EXCHANGE)
     assert os.listdir(tmp_path / "b") == ["in a"]
     with pytest.raises(FileNotFoundError, match="exchanging"):
-        rename_at_once(str(tmp_path / "a"), str(tmp_path / "c"), EXCHANGE)
+        rename_with_flag(str(tmp_path / "a"), str(tmp_path / "c"), EXCHANGE)
 
 
 @pytest.mark.parametrize("crash_at", [1, 2])
@@ -305,7 +305,7 @@ def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
 def test_no_temporary_name_looks_like_a_checkpoint_to_lightning(path: str) -> None:
     draft = LOCAL.draft(path, ID)
     draft.begin()
-    names = [*beside(path), *map(os.path.basename, (leftovers.aside_name(path), leftovers.doomed_name(path)))]
+    names = [*beside(path), *map(os.path.basename, (leftovers.aside_name(path), leftovers.trash_name(path)))]
     assert len(names) == 3
     for name in names:
         assert name.startswith(".") and not name.startswith("last")
@@ -515,7 +515,7 @@ def test_only_regular_files_are_opened(kind: str, name: str, path: str, monkeypa
 SAVE = f"""
 import errno, os, sys
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_at_once
+from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_with_flag
 path, old, new = sys.argv[1], b"o" * 300_000, b"n" * 900_000
 def put(save_id, content):
     draft = LocalStorage().draft(path, save_id)
