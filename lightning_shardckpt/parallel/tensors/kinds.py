@@ -30,12 +30,12 @@ class Kind(Enum):
     """Draws values; what one process would draw."""
     ELEMENTWISE = auto()
     """Each element by itself, or with those at its place."""
-    REDUCTION = auto()
-    """One number of all elements."""
+    NORM = auto()
+    """The norm of all elements."""
     LISTS = auto()
     """Elementwise, on lists of tensors."""
-    LIST_REDUCTION = auto()
-    """One number of each tensor of a list."""
+    LIST_OF_NORMS = auto()
+    """The norm of each tensor of a list."""
     ADDRESS = auto()
     """The address of memory."""
     TEXT = auto()
@@ -106,11 +106,6 @@ _OPERATORS = _words(
     invert lshift rlshift ilshift rshift rrshift irshift
     """
 )
-_REDUCTIONS = _words(
-    """
-    sum mean norm vector_norm amax amin max min any all count_nonzero nansum
-    """
-)
 _ADDRESS = _words(
     """
     data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__
@@ -146,12 +141,14 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     ):
         if name in names:
             return kind
-    if name in ("_foreach_norm", "_foreach_max"):
-        return Kind.LIST_REDUCTION
+    if name == "_foreach_norm":
+        return Kind.LIST_OF_NORMS
+    if name == "_foreach_max":
+        return Kind.WHOLE
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return Kind.LISTS
-    if name in _REDUCTIONS:
-        return Kind.REDUCTION
+    if name in ("norm", "vector_norm"):
+        return Kind.NORM
     if name.removesuffix("_") in _ELEMENTWISE or (name.startswith("__") and name.strip("_") in _OPERATORS):
         return Kind.ELEMENTWISE
     return Kind.WHOLE

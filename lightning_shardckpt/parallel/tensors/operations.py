@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,10 +33,9 @@ from lightning_shardckpt.parallel.tensors.sharded import (
 )
 from lightning_shardckpt.parallel.tensors.values import (
     check_same,
-    combined,
-    differentiable_sum,
     drawn_alike,
     is_same_everywhere,
+    joined_norms,
     where_is,
     whole,
 )
@@ -46,8 +44,6 @@ from lightning_shardckpt.parallel.tensors.written_numbers import note_numbers
 
 _MOVES = ("cpu", "cuda", "to")
 _NUMBERS = (float, int, bool)
-_POWERS = {"sum": 1.0, "mean": 1.0, "nansum": 1.0, "count_nonzero": 1.0}
-_POWERS |= {"amax": math.inf, "max": math.inf, "any": math.inf, "amin": -math.inf, "min": -math.inf, "all": -math.inf}
 
 
 def _accessor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,94 +268,59 @@ def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     )
 
 
-def _extreme_or_reduction(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``max`` of two tensors is elementwise; that of one is a reduction."""
-    if name_of(func) in ("max", "min") and len(list(tensors_in(args, {**kwargs, "out": None}))) == 2:
-        return _elementwise(func, args, kwargs)
-    return _reduce(func, args, kwargs)
+# ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── numbers of all elements: sums, norms, extremes ──────────────────────────────────────────────────────────────────
-
-
-def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, name = args[0] if args else kwargs["input"], name_of(func)
+def _norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the norm of all elements from those of the shards."""
+    tensor, *rest = args or (kwargs["input"],)
+    names = ("p", "ord") if name_of(func) == "norm" else ("ord",)
+    orders = [*rest, *(kwargs[name] for name in names if name in kwargs)] or [2.0]
+    is_of_all = len(orders) == 1 and not kwargs.keys() - {*names, "dtype", "input"}
+    order = 2.0 if orders[0] in (None, "fro") else orders[0]
     with without_torch_function():
-        power = _power(name, args[1:], kwargs)
-        exact = not tensor.is_complex() and (tensor.dtype == torch.bool or tensor.is_floating_point())
-        if power is None or not is_sharded(tensor) or not exact or tensor.numel() == 0 or "out" in kwargs:
+        if not is_of_all or not is_sharded(tensor) or not _has_norm([tensor], order):
             return on_wholes(func, args, kwargs)
-        history = torch.is_grad_enabled() and tensor.requires_grad
-        if history and name not in ("sum", "mean"):
-            return on_wholes(func, args, kwargs)
-        like = func(local_tensor(tensor).new_zeros((1,) * max(1, tensor.ndim)), *args[1:], **kwargs)
-        if history:
-            total = differentiable_sum(tensor, name).to(like.dtype)
-            return total / tensor.numel() if name == "mean" else total
-        (found,) = combined([tensor], name, [power], [_number(local_tensor(tensor), name, power)])
-        found = found / tensor.numel() if name == "mean" else found
-        return torch.tensor(found, dtype=torch.float64).to(like.device, like.dtype)
+        return _norms([tensor], order, kwargs.get("dtype"))[0]
 
 
-def _power(name: str, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """The power of a norm, or what stands for another reduction (see `combined`); None if it is not of all elements."""
-    if name in _POWERS:
-        return _POWERS[name] if not rest and not kwargs.keys() - {"dtype", "input"} else None
-    orders = {"p": "fro", "ord": 2} if name == "norm" else {"ord": 2}
-    given = [*rest, *(kwargs[k] for k in orders if k in kwargs)]
-    if len(given) > 1 or kwargs.keys() - {*orders, "dtype", "input"}:
-        return None
-    order = given[0] if given else None
-    if order in (None, "fro"):
-        return 2.0
-    return float(order) if isinstance(order, int | float) and order > 0 else None
-
-
-def _number(local: Tensor, name: str, power: float) -> float:
-    """The reduction of this rank's elements, in double precision."""
-    if name in ("sum", "mean"):
-        return float(local.sum(dtype=torch.float64))
-    if name == "nansum":
-        return float(local.nansum(dtype=torch.float64))
-    if name == "count_nonzero":
-        return float(local.count_nonzero())
-    if name in ("norm", "vector_norm"):
-        if not local.numel():
-            return 0.0
-        if local.dtype in (torch.float16, torch.bfloat16):
-            local = local.float()
-        return float(torch.linalg.vector_norm(local, power))
-    if not local.numel():
-        return -power
-    return float((local.amax() if power > 0 else local.amin()) if local.dtype != torch.bool else _bool(local, power))
-
-
-def _bool(local: Tensor, power: float) -> bool:
-    return bool(local.any() if power > 0 else local.all())
-
-
-def _reduce_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _norm_of_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, *rest = args
+    order = [*rest, kwargs.get("ord", 2.0)][0]
     with without_torch_function():
-        name = name_of(func)
-        tensors, rest = args[0], args[1:]
-        order = [*rest, *(kwargs[k] for k in ("ord",) if k in kwargs)]
-        power = math.inf if name == "_foreach_max" else float(order[0]) if order else 2.0
-        history = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if history or power <= 0 or any(not t.is_floating_point() or not t.numel() for t in tensors):
+        if not _has_norm(tensors, order):
             return on_wholes(func, args, kwargs)
-        kind = "norm" if name == "_foreach_norm" else "max"
         found: list[Any] = [None if is_sharded(t) else func([t], *rest, **kwargs)[0] for t in tensors]
-        groups: dict[Any, list[int]] = {}
-        for n, t in enumerate(tensors):
+        alike: dict[int, list[int]] = {}
+        for n, tensor in enumerate(tensors):
             if found[n] is None:
-                groups.setdefault(id(where_is(t)), []).append(n)
-        for places in groups.values():
-            some = [tensors[n] for n in places]
-            values = [_number(local_tensor(t), kind, power) for t in some]
-            for n, value in zip(places, combined(some, name, [power] * len(some), values), strict=True):
-                dtype = kwargs.get("dtype") or tensors[n].dtype
-                found[n] = torch.tensor(value, dtype=torch.float64).to(tensors[n].device, dtype)
+                alike.setdefault(id(where_is(tensor)), []).append(n)
+        for places in alike.values():
+            norms = _norms([tensors[n] for n in places], order, kwargs.get("dtype"))
+            for n, norm in zip(places, norms, strict=True):
+                found[n] = norm
         return tuple(found)
+
+
+def _has_norm(tensors: Sequence[Tensor], order: Any) -> bool:
+    """Return whether norms of this order follow from those of parts, without history."""
+    if not isinstance(order, int | float) or order <= 0:
+        return False
+    if any(not tensor.is_floating_point() or not tensor.numel() for tensor in tensors):
+        return False
+    return not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
+
+
+def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each of some tensors that are laid out alike; computed in double precision from those of the rows."""
+    rows = [local_tensor(tensor) for tensor in tensors]
+    wide = [part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in rows]
+    own = [float(torch.linalg.vector_norm(part, order)) if part.numel() else 0.0 for part in wide]
+    every = joined_norms(tensors, own, order)
+    return [
+        torch.tensor(norm, dtype=torch.float64).to(part.device, dtype or part.dtype)
+        for norm, part in zip(every, rows, strict=True)
+    ]
 
 
 HANDLERS.update(
@@ -372,9 +333,9 @@ HANDLERS.update(
         Kind.LIKE: _made_like,
         Kind.RANDOM: _random,
         Kind.ELEMENTWISE: _elementwise,
-        Kind.REDUCTION: _extreme_or_reduction,
+        Kind.NORM: _norm,
         Kind.LISTS: _lists,
-        Kind.LIST_REDUCTION: _reduce_each,
+        Kind.LIST_OF_NORMS: _norm_of_each,
         Kind.ADDRESS: _address,
         Kind.TEXT: lambda func, args, kwargs: repr(args[0]),
         Kind.WHOLE: on_wholes,

@@ -6,7 +6,7 @@ were those of the tensor, loses what is assigned to ``data``. Here
 * an operation with plain tensors, and any that needs more than one element at a time, sees the whole tensor, through
   autograd; the result is a plain tensor;
 * elementwise operations on tensors that are sharded alike stay sharded, without communication;
-* numbers (sums, norms, comparisons) are those of the whole tensor, the same on every rank;
+* a norm is that of the whole tensor, made of those of the shards;
 * in-place operations, also on views, change the shards; what the ranks write must be the same on all of them;
 * what is drawn into a tensor is what one process would draw.
 

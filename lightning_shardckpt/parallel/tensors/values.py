@@ -1,18 +1,16 @@
-"""A sharded tensor as a whole: its elements, one number of all of them, and agreement of ranks about one.
+"""A sharded tensor as a whole: its elements, its norm, and agreement of ranks about values.
 
 Collective, all of it: every rank that has a shard must call, with the same tensors in the same order.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
@@ -62,52 +60,15 @@ def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True, device: tor
     return found
 
 
-def combined(tensors: Sequence[DTensor], what: str, powers: Sequence[float], values: Sequence[float]) -> list[float]:
-    """The sum, the norm, the maximum or the minimum of all elements of each tensor, from those of the shards.
-
-    Args:
-        tensors: laid out alike.
-        what: is asked for, in messages.
-        powers: of norms, 1 for a sum, infinite for a maximum, negative infinite for a minimum.
-        values: those of this rank's elements.
-    """
-    where = where_is(tensors[0])
+def joined_norms(tensors: Sequence[DTensor], own: Sequence[float], order: float) -> list[float]:
+    """Return the norm of all elements of each tensor, from the norms of this rank's; the tensors are laid out alike."""
+    where, found = where_is(tensors[0]), list(own)
     axes = [where.shard] if where.shard is not None else []
     axes += [peers for peers, is_sharded in _model_axes(where) if is_sharded]
-    found = list(values)
     for peers in axes:
-        every = peers.share(f"{what} of {describe(tensors[0])}", found)
-        found = [_joined(list(parts), power) for parts, power in zip(zip(*every, strict=True), powers, strict=True)]
+        every = torch.tensor(peers.share(f"the norm of {describe(tensors[0])}", found), dtype=torch.float64)
+        found = torch.linalg.vector_norm(every, order, dim=0).tolist()
     return found
-
-
-def _joined(parts: list[float], power: float) -> float:
-    values = torch.tensor(parts, dtype=torch.float64)
-    if power == 1:
-        return float(values.sum())
-    if power == math.inf:
-        return float(values.amax())
-    if power == -math.inf:
-        return float(values.amin())
-    return float(torch.linalg.vector_norm(values, power))
-
-
-class MeanOfGradients(torch.autograd.Function):
-    """A value that is the same on all ranks; its gradient becomes the mean of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, where: Placements) -> Tensor:
-        ctx.where = where
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        where: Placements = ctx.where
-        found = gradient.clone()
-        for peers in (where.shard, where.replicate):
-            if peers is not None:
-                dist.all_reduce(found, group=peers.group)
-        return found / where.batches, None
 
 
 class Scatter(torch.autograd.Function):
@@ -124,18 +85,6 @@ class Scatter(torch.autograd.Function):
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
         return whole(gradient, "gradients"), None
-
-
-def differentiable_sum(tensor: DTensor, what: str) -> Tensor:
-    """The sum of all elements, with history. Without a part for NaN in what other ranks have not got."""
-    where = where_is(tensor)
-    for peers in holders(where):
-        peers.announce(f"{what} of {describe(tensor)}")
-    replicated, summed = [Replicate()] * tensor.device_mesh.ndim, tensor.sum()
-    assert isinstance(summed, DTensor)
-    total = summed.redistribute(placements=replicated).to_local(grad_placements=replicated)
-    found: Tensor = MeanOfGradients.apply(total, where)  # type: ignore[no-untyped-call]  # torch's
-    return found
 
 
 def is_same_everywhere(value: Tensor, where: Placements, what: str) -> bool:
