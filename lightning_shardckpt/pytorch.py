@@ -189,7 +189,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         keep_order_of_training(trainer)
         self._checkpoints.begin_setup()
         written_numbers.forget_numbers()
-        replace_functions()  # the module may have been sharded for an earlier fit
+        if self.topology.world_size > 1:
+            replace_functions()  # the module may have been sharded for an earlier fit
         sharded = recall(self._module, self.topology) or self._shard()
         self._own_steps = TrainerSteps(
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale

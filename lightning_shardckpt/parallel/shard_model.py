@@ -172,8 +172,9 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     _refuse_lazy(root)
-    refuse_node_hooks(root)
-    replace_functions()
+    if meshes.topology.world_size > 1:
+        refuse_node_hooks(root)
+        replace_functions()
     names = parameter_names(root)
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))

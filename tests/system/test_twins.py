@@ -100,7 +100,7 @@ CROSSED = {"pp2 x fsdp2": ["GroupsByLayer", "CountsByItself"], "pp2 x replicas":
 
 NOT_RESUMED = (
     "HooksWhileItAccumulates",
-    "StepsInBackwardByTorch",  # refused everywhere
+    "StepsInBackwardByTorch",  # refused on several ranks
     *("AddsAGroup", "SparseGradients"),  # Lightning itself can't on one process; refused on two
     "GoesOnUnfrozen",  # Lightning itself goes on with frozen layers
 )

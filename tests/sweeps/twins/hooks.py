@@ -119,7 +119,7 @@ class HooksTied(Natural):
 
 
 ON_NODE = dict.fromkeys(
-    ("one", "fsdp2", "replicas", "tp2", "hsdp", "fsdp2 x tp2"), "is registered on a node of autograd's graph"
+    ("fsdp2", "replicas", "tp2", "hsdp", "fsdp2 x tp2"), "is registered on a node of autograd's graph"
 )
 
 
