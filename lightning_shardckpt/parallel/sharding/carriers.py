@@ -42,11 +42,16 @@ from lightning_shardckpt.compat.torch_tensors import (
     storage_uses,
     version_of,
     with_hooks,
-    with_torch_function,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.announced_collectives import AnnouncedGather, AnnouncedReduction
+from lightning_shardckpt.parallel.sharding.carrier_modules import (
+    AnnouncedGather,
+    AnnouncedReduction,
+    Call,
+    CarrierModule,
+    RootOfCarriers,
+)
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
@@ -138,7 +143,7 @@ class Engine:
         self.recover()
         for carrier in self._carriers:
             carrier.begin_step()
-        call = _Call(lambda _: step())
+        call = Call(lambda _: step())
         self._root(call)
         if not torch.is_grad_enabled():  # no backward frees what they keep
             for carrier in self._carriers:
@@ -166,8 +171,8 @@ class Engine:
                 for name in dict.fromkeys(name for name, _ in named):
                     self._by_unit[name].append(carrier)
             del self._plan
-            self._root = fully_shard(_Root(carrier.module for carrier in self._carriers), mesh=self.mesh)
-            self._root(_Call(lambda _: None))  # torch decides now which is the root
+            self._root = fully_shard(RootOfCarriers(carrier.module for carrier in self._carriers), mesh=self.mesh)
+            self._root(Call(lambda _: None))  # torch decides now which is the root
 
     # --- backward ---
 
@@ -252,7 +257,7 @@ class Carrier:
             )
             for leaf, item in zip(self._leaves, self._items, strict=True)
         ]
-        module: Any = _Parameters(stand_ins)
+        module: Any = CarrierModule(stand_ins)
         fully_shard(
             module,
             mesh=engine.mesh,
@@ -272,9 +277,8 @@ class Carrier:
         self._slots: dict[str, Any] = slots
         self._slots.update((str(n), leaf) for n, leaf in enumerate(self._leaves))
         self._wholes = list[Any]()
-        self._memories = list[int]()
         self._take_shards()
-        self._gathered: Any = None
+        self._gathered = self._state_of_leaves()
         self._at_step: Any = None
         self._torch_before_backward: Callable[[Tensor], Any] | None = None
         self._entered = set[str]()
@@ -287,14 +291,18 @@ class Carrier:
         """Whether it gathers parameters in the dtype of autocast."""
         return self._cast_to is not None
 
-    def takes(self, leaf: ShardedTensor) -> bool:
-        """Return whether torch's engine can gather a parameter for the forward that begins."""
-        return (
-            id(leaf) in self._numbers
-            and leaf.dtype == self._dtype
-            and (self._cast_to is None or is_autocast(self._engine.device, self._cast_to))
-            and not with_hooks([leaf])  # they get the sum of all gradients, which torch may reduce in parts
-        )
+    def takes(self, leaves: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        """Return the parameters that torch's engine can gather here for the forward that begins."""
+        if self._cast_to is not None and not is_autocast(self._engine.device, self._cast_to):
+            return []
+        hooked = with_hooks(leaves)  # hooks get the sum of all gradients, which torch may reduce in parts
+        return [
+            leaf
+            for leaf in leaves
+            if id(leaf) in self._numbers
+            and local_tensor(leaf).dtype == self._dtype
+            and not any(leaf is one for one in hooked)
+        ]
 
     # --- what torch's engine has gathered ---
 
@@ -310,14 +318,12 @@ class Carrier:
             self.module.load_state_dict({}, strict=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-        self._memories = self._pointers()
 
-    def _pointers(self) -> list[int]:
-        return [local_tensor(leaf).untyped_storage().data_ptr() for leaf in self._leaves]
-
-    def _state_of_leaves(self) -> list[tuple[int, bool]]:
+    def _state_of_leaves(self) -> list[tuple[int, int, bool]]:
+        """What tells whether memory, values or requires_grad changed."""
+        rows = [local_tensor(leaf) for leaf in self._leaves]
         with without_torch_function():
-            return [(version_of(local_tensor(leaf)), leaf.requires_grad) for leaf in self._leaves]
+            return [(a.data_ptr(), version_of(a), p.requires_grad) for a, p in zip(rows, self._leaves, strict=True)]
 
     def begin_step(self) -> None:
         """Note how the leaves are when torch's streams wait for what was done to them."""
@@ -331,14 +337,13 @@ class Carrier:
 
     def _refresh(self) -> None:
         """Take over what was done to the leaves since they were gathered."""
-        if self._pointers() != self._memories:
-            self.free()
-            self._take_shards()
         state = self._state_of_leaves()
         if self._is_gathered:
             if state == self._gathered:
                 return
             self.free()
+        if any(now[0] != then[0] for now, then in zip(state, self._gathered, strict=True)):
+            self._take_shards()
         self._gathered = state
         if torch.is_inference_mode_enabled():  # torch must not make its memory there
             with torch.inference_mode(False), torch.no_grad():
@@ -362,7 +367,7 @@ class Carrier:
             found = self._run_inside(numbers, inputs, body, self._token)  # gathered for another forward of this step
             self._gather_before_backward(numbers, found)
             return found
-        call = _Call(partial(self._run_inside, numbers, inputs, body))
+        call = Call(partial(self._run_inside, numbers, inputs, body))
         device, with_history = self._engine.device, torch.is_grad_enabled()
         try:
             with without_torch_function():  # torch's hooks look at the leaves; `call` lets the forward have it
@@ -400,7 +405,7 @@ class Carrier:
         Torch frees its memory at once, and does not gather again for the backward, which needs no parameters.
         """
         numbers = self._begin(leaves)
-        call = _Call(partial(self._copy_inside, numbers))
+        call = Call(partial(self._copy_inside, numbers))
         output = self.module(torch.empty(0, device=self._engine.device, requires_grad=torch.is_grad_enabled()), call)
         wholes: list[Tensor] = call.result()
         if output is not None and output.hook is not None:
@@ -480,8 +485,8 @@ class Carrier:
 
     def _over(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
         """A tensor of its own over the memory of torch's."""
-        memory = local_tensor(whole).detach()
-        return self._items[number].whole(memory.clone() if copies else memory)
+        memory = local_tensor(whole).data  # no view, so that it may be changed in place; with a version of its own
+        return self._items[number].wrapped(memory.clone() if copies else memory)
 
     def _count_uses(self, numbers: Sequence[int]) -> list[int]:
         return [storage_uses(local_tensor(self._wholes[n])) for n in numbers]
@@ -622,9 +627,9 @@ def _give_memory(wholes: Sequence[Tensor]) -> None:
 
 def _lay_out(leaf: ShardedTensor) -> None:
     """Give a gradient that came through no unit the layout of its parameter: torch adds to its memory."""
-    with without_torch_function(), torch.no_grad():
-        gradient = leaf.grad
-        if isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
+    gradient = leaf.grad
+    if isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
+        with without_torch_function(), torch.no_grad():
             leaf.grad = gradient.redistribute(placements=leaf.placements)
 
 
@@ -650,73 +655,3 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         given = [gradient_or_none(gradient) for gradient in gradients]
         return None, None, None, None, *ctx.carrier.complete(ctx.numbers, given, copies=ctx.copies)
-
-
-# ── modules that torch's engine sees ────────────────────────────────────────────────────────────────────────────────
-
-
-class _Call:
-    """A function that a module's forward runs; what it returns or raises, torch's hooks do not see."""
-
-    def __init__(self, body: Callable[[Any], Any]) -> None:
-        self._body: Callable[[Any], Any] | None = body
-        self._found: Any = None
-        self._error: BaseException | None = None
-
-    def run(self, argument: Any) -> None:
-        assert self._body is not None
-        try:
-            with with_torch_function():
-                self._found = self._body(argument)
-        except BaseException as error:  # raised by `result`
-            self._error = error
-        self._body = None
-
-    def result(self) -> Any:
-        """Return what the function returned, once.
-
-        Raises:
-            BaseException: what it raised.
-        """
-        found, error = self._found, self._error
-        self._found = self._error = None
-        if error is not None:
-            raise error
-        return found
-
-
-class _Root(nn.Module):
-    def __init__(self, carriers: Any) -> None:
-        super().__init__()
-        self.carriers = nn.ModuleList(carriers)
-
-    def forward(self, call: _Call) -> None:
-        call.run(None)
-
-
-class _Parameters(nn.Module):
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        for n, parameter in enumerate(parameters):
-            self.register_parameter(str(n), parameter)
-
-    def forward(self, token: Tensor, call: _Call) -> _Output | None:
-        call.run(token)
-        return _Output.on(token.device) if torch.is_grad_enabled() else None
-
-
-class _Output(Tensor):
-    """What a carrier returns in place of outputs: it keeps the hook that torch registers."""
-
-    hook: Callable[[Tensor], Any] | None
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Output:
-        made = torch.empty(0, device=device, requires_grad=True)
-        made.__class__ = cls  # `as_subclass` makes a view, of which torch warns
-        assert isinstance(made, cls)
-        made.hook = None
-        return made
-
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> None:
-        self.hook = hook

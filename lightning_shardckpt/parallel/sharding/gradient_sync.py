@@ -7,23 +7,28 @@ are those that several pipeline stages hold, each with the gradient of its own p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_shardckpt.compat.torch_modules import parameter_slots, set_frame_callback
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.new_parameters import watch_for_new_parameters
 from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     Accumulation,
     ReplicatedGradients,
@@ -32,6 +37,7 @@ from lightning_shardckpt.parallel.sharding.replicated_gradients import (
 )
 from lightning_shardckpt.parallel.tensors.derivatives import name_unused_arguments
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import where_is
 
 Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -67,7 +73,7 @@ class GradientSync:
         self._stages = meshes.topology.pipeline
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
         self._adopts = True
-        watch_for_new_parameters(root, self._adopt)
+        _watch_for_new_parameters(root, self._adopt)
         self._fsdp = list(fsdp_modules(root))
         self.has_stage_alone = meshes.topology.world_size == meshes.topology.pipeline
         self._communicates = meshes.topology.world_size > 1 or bool(self._fsdp)
@@ -229,3 +235,45 @@ def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[froz
                 if dist.get_rank() in members:
                     groups[some] = group
     return groups
+
+
+# ── parameters that a module gets after it was sharded ──────────────────────────────────────────────────────────────
+
+
+def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Parameter]], None]) -> None:
+    """Call a method with the plain parameters that modules inside ``root`` get from now on, whole on every rank.
+
+    Such as heads that are added, weights that are assigned. The watch ends with the object of the method.
+    """
+    known, told = WeakSet(root.modules()), WeakMethod(adopt)
+
+    def is_known(module: nn.Module) -> bool:
+        compiler = set_frame_callback(None)  # torch.compile cannot trace a WeakSet
+        try:
+            return module in known
+        finally:
+            set_frame_callback(compiler)
+
+    def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if type(parameter) is nn.Parameter and is_known(module) and (call := told()) is not None:
+            _refuse_whole(module, name)
+            call([parameter])
+
+    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and is_known(module) and (call := told()) is not None:
+            known.update(child.modules())
+            call([p for p in child.parameters() if type(p) is nn.Parameter])
+
+    register_module_parameter_registration_hook(on_parameter)
+    register_module_module_registration_hook(on_module)
+
+
+def _refuse_whole(module: nn.Module, name: str) -> None:
+    """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
+    present: Any = parameter_slots(module).get(name)
+    if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
+        raise UnsupportedCodeError(
+            f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
+            "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "
+            "leave the module out of the plan."
+        )

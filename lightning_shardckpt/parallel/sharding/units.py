@@ -126,12 +126,13 @@ class UnitForward:
 
     def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
         self._module, self.unit, self._wrapped = ref(module), unit, wrapped
+        self._places = list[Slot]()
+        self._is_compiled = self._has_fast_paths = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(_run, self._owner, self.unit, self.__wrapped__)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.unit.recompute and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        return run(*args, **kwargs)
+            return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        return self._run(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Forward:
@@ -152,40 +153,116 @@ class UnitForward:
         """Be pickled as the forward of the class, without the mesh."""
         return (partial, (self._wrapped,)) if self._wrapped else (getattr, (self._owner, "forward"))
 
+    # --- one forward ---
 
-# ── one forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _run(self, /, *args: Any, **kwargs: Any) -> Any:
+        compiler = set_frame_callback(None)  # it is for what the forward does
+        try:
+            slots = self._slots()
+            leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
+            _refuse_kept_views(self.unit.name, leaves)
+            forward = partial(self.__wrapped__, *args, **kwargs)
+            if leaves and KeptGathers.current is not None:
+                wholes = KeptGathers.current.take(self._owner, partial(_gather_to_keep, self.unit, leaves))
+                return self._run_with(slots, dict(zip(map(id, leaves), wholes, strict=True)), forward, compiler, {})
+            body = partial(self._run_beside, slots, leaves, forward, compiler)
+            is_compiled = compiler is not None or self._is_compiled
+            for carrier, some in _carried(self.unit, leaves, is_compiled=is_compiled):
+                body = partial(_run_carried, carrier, some, (args, kwargs), body)
+            return body({})
+        finally:
+            set_frame_callback(compiler)
 
+    def _slots(self) -> list[tuple[nn.Module, str, ShardedTensor]]:
+        """Return where the parameters of the unit are now; nowhere, if it is running already."""
+        if not self._places:
+            module = self._owner
+            self._places = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
+            self._is_compiled = has_compiled(module)
+            self._has_fast_paths = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
+        found: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
+        return [
+            (m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
+        ]
 
-def _run(module: nn.Module, unit: Unit, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    compiler = set_frame_callback(None)  # it is for what the forward does
-    try:
-        slots = _slots(module)
-        leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
-        _refuse_kept_views(unit.name, leaves)
-        is_compiled = compiler is not None or _is_compiled(module)
-        forward = partial(forward, *args, **kwargs)
-        if leaves and KeptGathers.current is not None:
-            wholes = KeptGathers.current.take(module, partial(_gather_to_keep, unit, leaves))
-            found = dict(zip(map(id, leaves), wholes, strict=True))
-            return _run_with(module, unit, slots, found, forward, compiler, {})
-        body = partial(_run_beside, module, unit, slots, leaves, forward, compiler)
-        for carrier, some in _carried(unit, leaves, is_compiled=is_compiled):
-            body = partial(_run_carried, carrier, some, (args, kwargs), body)
-        return body({})
-    finally:
-        set_frame_callback(compiler)
+    def _run_beside(
+        self,
+        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+        leaves: Sequence[ShardedTensor],
+        forward: Callable[[], Any],
+        compiler: Any,
+        carried: Carried,
+    ) -> Any:
+        """Run a forward with the parameters in ``carried``, and those of the others that must be plain, too."""
+        is_compiled = compiler is not None or self._is_compiled
+        are_plain, wholes = is_compiled or self._has_fast_paths, dict[int, Tensor]()
+        for leaf in leaves:
+            if (given := carried.get(id(leaf))) is not None:
+                wholes[id(leaf)] = as_gathered(given.whole, leaf) if given.history is None else given.whole
+            elif are_plain or where_is(leaf).model_mesh is not None:
+                wholes[id(leaf)] = _gathered(self.unit, leaf)
+        if is_compiled:
+            planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
+            if planned:
+                refuse_compiled(self._owner, self.unit.name, planned, from_outside=compiler is not None)
+            show_to_compiler(wholes.values())
+        return self._run_with(slots, wholes, forward, compiler, carried)
+
+    def _run_with(
+        self,
+        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+        gathered: dict[int, Tensor],
+        forward: Callable[[], Any],
+        compiler: Any,
+        carried: Carried,
+    ) -> Any:
+        """Run a forward with whole parameters, by the ids of the sharded ones; those in ``carried`` are torch's."""
+        name = self.unit.name
+        shown = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in gathered}
+        leaves, wholes = list(shown.values()), [gathered[number] for number in shown]
+        cast = {
+            id(leaf): CastWeight.of(leaf, given.whole, given.history)
+            for leaf in leaves
+            if (given := carried.get(id(leaf))) is not None and given.history is not None
+        }
+        slots = [slot for slot in slots if id(slot[2]) in shown and id(slot[2]) not in cast]
+        begin_forward(wholes)
+        versions = [version_of(whole) for whole in wholes]
+        saved = None
+        if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
+            again = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
+            saved = SavedParameters(name, leaves, wholes, again)
+        try:
+            noted = nullcontext() if saved is None else saved.context()
+            with sharded_as_planned(self._places), _put_in_place(slots, gathered), cast_weights(cast), noted:
+                set_frame_callback(compiler)
+                try:
+                    found = forward()
+                finally:
+                    set_frame_callback(None)
+            for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
+                if version_of(whole) != version or was_assigned(whole):
+                    _keep_change(leaf, whole, name)
+                if views := views_of(whole):
+                    views[:] = [view for view in views if view() is not None]
+                    _views[leaf] = views, version_of(local_tensor(leaf))
+            if saved is not None:
+                saved.end()
+            freed = {memory_id(local_tensor(one.whole)) for one in carried.values()}
+            return _handed_out(found, leaves, wholes, freed)
+        finally:
+            end_forward(wholes)
 
 
 def _carried(
     unit: Unit, leaves: Sequence[ShardedTensor], *, is_compiled: bool
 ) -> list[tuple[Carrier, list[ShardedTensor]]]:
     """Return which parameters torch's engine gathers for the forward that begins."""
-    if unit.engine is None or in_functional_transform():
+    if unit.engine is None or unit.inner or in_functional_transform():
         return []
-    carriers = unit.engine.carriers_of(unit.name) if not unit.inner else ()
     found = [
-        (carrier, [leaf for leaf in leaves if carrier.takes(leaf)])
-        for carrier in carriers
+        (carrier, carrier.takes(leaves))
+        for carrier in unit.engine.carriers_of(unit.name)
         if not (is_compiled and carrier.is_cast)  # the compiler sees no functions of sharded tensors
     ]
     return [(carrier, some) for carrier, some in found if some]
@@ -201,81 +278,10 @@ def _run_carried(
     return carrier.run(leaves, inputs, lambda given: body({**others, **given}))
 
 
-def _run_beside(
-    module: nn.Module,
-    unit: Unit,
-    slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
-    leaves: Sequence[ShardedTensor],
-    forward: Callable[[], Any],
-    compiler: Any,
-    carried: Carried,
-) -> Any:
-    """Run a forward with the parameters in ``carried``, and those of the others that must be plain, too."""
-    is_compiled = compiler is not None or _is_compiled(module)
-    are_plain, wholes = is_compiled or _has_fast_paths(module), dict[int, Tensor]()
-    for leaf in leaves:
-        if id(leaf) in carried:
-            whole = carried[id(leaf)].whole
-            wholes[id(leaf)] = as_gathered(whole, leaf) if carried[id(leaf)].history is None else whole
-        elif are_plain or where_is(leaf).model_mesh is not None:
-            wholes[id(leaf)] = _gathered(unit, leaf)
-    if is_compiled:
-        planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
-        if planned:
-            refuse_compiled(module, unit.name, planned, from_outside=compiler is not None)
-        show_to_compiler(wholes.values())
-    return _run_with(module, unit, slots, wholes, forward, compiler, carried)
-
-
 def _gathered(unit: Unit, leaf: ShardedTensor) -> Tensor:
     """A whole parameter that torch's engine does not gather, as a forward is to see it."""
     with without_torch_function():
         return as_gathered(whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
-
-
-def _run_with(
-    module: nn.Module,
-    unit: Unit,
-    slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
-    gathered: dict[int, Tensor],
-    forward: Callable[[], Any],
-    compiler: Any,
-    carried: Carried,
-) -> Any:
-    """Run a forward with whole parameters, by the ids of the sharded ones; those in ``carried`` are torch's."""
-    shown = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in gathered}
-    leaves, wholes = list(shown.values()), [gathered[number] for number in shown]
-    cast = {
-        id(leaf): CastWeight.of(leaf, given.whole, given.history)
-        for leaf in leaves
-        if (given := carried.get(id(leaf))) is not None and given.history is not None
-    }
-    slots = [slot for slot in slots if id(slot[2]) in shown and id(slot[2]) not in cast]
-    begin_forward(wholes)
-    versions = [version_of(whole) for whole in wholes]
-    saved = None
-    if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
-        again = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
-        saved = SavedParameters(unit.name, leaves, wholes, again)
-    try:
-        noted = nullcontext() if saved is None else saved.context()
-        with sharded_as_planned(_places[module]), _put_in_place(slots, gathered), cast_weights(cast), noted:
-            set_frame_callback(compiler)
-            try:
-                found = forward()
-            finally:
-                set_frame_callback(None)
-        for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
-            if version_of(whole) != version or was_assigned(whole):
-                _keep_change(leaf, whole, unit.name)
-            if views := views_of(whole):
-                views[:] = [view for view in views if view() is not None]
-                _views[leaf] = views, version_of(local_tensor(leaf))
-        if saved is not None:
-            saved.end()
-        return _handed_out(found, leaves, wholes, {memory_id(local_tensor(one.whole)) for one in carried.values()})
-    finally:
-        end_forward(wholes)
 
 
 def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor], freed: Collection[int]) -> Any:
@@ -320,17 +326,6 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
                 "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
                 "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
             )
-
-
-def _slots(module: nn.Module) -> list[tuple[nn.Module, str, ShardedTensor]]:
-    """Return where the parameters of a unit are now; nowhere, if the unit is running already."""
-    known = _places.get(module)
-    if known is None:
-        known = _places[module] = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
-    found: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in known]
-    return [
-        (m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
-    ]
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -384,20 +379,6 @@ def _multiplied(unit: nn.Module) -> set[int]:
     return inside - others
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether it, or a module inside it, was compiled before it ran first."""
-    if module not in _compiled:
-        _compiled[module] = has_compiled(module)
-    return _compiled[module]
-
-
-def _has_fast_paths(module: nn.Module) -> bool:
-    """Return whether a module inside it computes otherwise, in evaluation, with parameters of a class of their own."""
-    if module not in _fast_paths:
-        _fast_paths[module] = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
-    return _fast_paths[module]
-
-
 def refuse_nested_tensors(root: nn.Module) -> None:
     """Let encoders of torch inside ``root`` say that they do not leave out padding in evaluation, as they would alone.
 
@@ -422,9 +403,6 @@ def _refuse_nested_tensors(encoder: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-_compiled: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
-_fast_paths: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
-_places: MutableMapping[nn.Module, list[Slot]] = WeakIdKeyDictionary()
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
 """What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
 
