@@ -38,7 +38,7 @@ from lightning_shardckpt.state.nested_dict import NestedObjects, names_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.threads import drain_all
 
 _log = logging.getLogger(__name__)
 

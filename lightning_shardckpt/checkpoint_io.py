@@ -43,9 +43,9 @@ from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states,
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
-from lightning_shardckpt.system.pending_saves import drain_all
 from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.threads import drain_all
 
 _FIXED = {"size_per_shard", "verify", "also", "replicas", "incremental", "use_async", "max_pending"}
 _WITHOUT_STRATEGY = (

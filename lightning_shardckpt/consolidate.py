@@ -37,8 +37,8 @@ from lightning_shardckpt.sources.did_you_mean import READABLE, describe, did_you
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.protocol import Contents, Outputs
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
-from lightning_shardckpt.system.pending_saves import drain_all
 from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 from lightning_shardckpt.transfer.reader import Checkpoint

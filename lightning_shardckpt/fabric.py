@@ -54,7 +54,7 @@ from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.user_steps import FunctionStep
-from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.threads import drain_all
 
 register_strategies()
 

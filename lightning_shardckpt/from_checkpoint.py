@@ -32,8 +32,8 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import Dropped, Pickled, lost_values
 from lightning_shardckpt.state.nested_dict import objects_in
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.system.pending_saves import drain_all
 from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.threads import drain_all
 
 _LISTED = 20
 

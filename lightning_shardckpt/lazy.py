@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.format.root_index_json import COMPONENTS
+from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.detect import recognise
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
-from lightning_shardckpt.system.pending_saves import drain_all
+from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduced
 from lightning_shardckpt.compat.lightning_trainer import (
+    gather_metrics_over,
     keep_order_of_training,
     set_device,
     set_device_mesh,
     syncs_batch_norms,
     wrap_actions,
 )
-from lightning_shardckpt.compat.torchmetrics import gather_metrics_over
 from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
@@ -52,13 +52,11 @@ from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
-from lightning_shardckpt.strategy.first_look import look_at_saves
 from lightning_shardckpt.strategy.lightning_module import ModuleBuild, check_filled, recall, remember, whole_names
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.preemption import Preemption
 from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.resume import DataShare
-from lightning_shardckpt.strategy.run_checkpoints import RunCheckpoints, TrainerRun
+from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, look_at_saves
 from lightning_shardckpt.strategy.steps import (
     StepContext,
     TrainerSteps,
@@ -68,7 +66,7 @@ from lightning_shardckpt.strategy.steps import (
     unscale_shards,
     with_mean_loss,
 )
-from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.memory import gc_paused
 
 register_strategies()
 

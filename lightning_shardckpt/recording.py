@@ -33,8 +33,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_attributes import SET_LATER
 from lightning_shardckpt.compat.lightning_loops import logged_values, train_loaders
-from lightning_shardckpt.compat.lightning_trainer import set_default_root_dir
-from lightning_shardckpt.compat.trainer_fit import intercept_fit, is_tuning
+from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tuning, set_default_root_dir
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn

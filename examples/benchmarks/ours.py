@@ -18,7 +18,7 @@ from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
-from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.memory import gc_paused
 
 OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
 ASYNC, SYNC = "ours, use_async=True", "ours, blocking"

@@ -19,9 +19,9 @@ from lightning_shardckpt.format import plan as plan_module
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import choose_replicas, plan_load, plan_save, table_digest
-from lightning_shardckpt.format.root_index_json import root_to_json
 
 WORLDS = (64, 1024, 16384)
 _SHAPES = [(4096, 4096), (16384, 4096), (4096,), (32000, 4096)]

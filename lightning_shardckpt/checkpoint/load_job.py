@@ -16,12 +16,12 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
 from lightning_shardckpt.sources.source_view import read_converted
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.module_io import ForCode
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
 from lightning_shardckpt.system.text import count_text

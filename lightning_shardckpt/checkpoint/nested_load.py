@@ -38,7 +38,7 @@ from lightning_shardckpt.state.nested_dict import (
 )
 from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, key_of
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.memory import gc_paused
 
 _UNCHANGED = KeyMapping()
 

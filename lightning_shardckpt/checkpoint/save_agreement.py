@@ -13,8 +13,8 @@ from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, find_unheld_shards, join_holders
-from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_values import references, union
 from lightning_shardckpt.state.snapshot import Snapshot

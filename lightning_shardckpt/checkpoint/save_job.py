@@ -40,9 +40,9 @@ from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest
-from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at

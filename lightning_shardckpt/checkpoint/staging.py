@@ -13,7 +13,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_autograd import copy_each
 from lightning_shardckpt.state.tensor_bytes import host_bytes
-from lightning_shardckpt.system.page_memory import allocate_pages
+from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _ALIGN = 64  # a cache line; also a multiple of every item size

@@ -1,10 +1,12 @@
-"""Private names of Lightning's Trainer: how it restores, hears signals, knows metrics and names directories.
+"""Private names of Lightning's Trainer: how it begins, restores, hears signals, and knows metrics and directories.
 
-Checked with Lightning 2.5.6 and 2.6.6.
+Checked with Lightning 2.5.6 and 2.6.6, and torchmetrics 1.x.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import signal
@@ -14,15 +16,19 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 
@@ -250,3 +256,68 @@ def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextMan
         profiler.__dict__.pop("profile", None)
 
     return undo
+
+
+# ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BeforeFit = Callable[[pl.Trainer, dict[str, Any]], None]
+
+
+def intercept_fit(before: BeforeFit) -> Callable[[], None]:
+    """Call a function before each fit of any Trainer. Returns the undo.
+
+    Replaces the public method ``Trainer.fit``: Lightning has no hook that may still choose ``ckpt_path``.
+
+    Args:
+        before: gets the Trainer and the arguments of the call by name, which it may change.
+    """
+    original = pl.Trainer.fit
+
+    @functools.wraps(original)
+    def fit(self: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(original).bind(self, *args, **kwargs)
+        before(self, call.arguments)
+        return original(*call.args, **call.kwargs)
+
+    pl.Trainer.fit = fit  # type: ignore[method-assign]  # undone by what is returned
+
+    def undo() -> None:
+        pl.Trainer.fit = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def is_tuning(trainer: pl.Trainer) -> bool:
+    """Return whether a fit that begins is one of ``Tuner``, which looks for a learning rate or batch size and ends.
+
+    Relies on the flag ``_early_exit`` of the callback that it adds.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+    return any(c._early_exit for c in callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder))
+
+
+# ── torchmetrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _GatherOver:
+    """torchmetrics' gather over one group; metrics are deep-copied, a process group cannot be."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: Any | None = None) -> list[Tensor]:
+        return gather_all_tensors(result, group or self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
+        return self
+
+
+def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> None:
+    """Make the metrics in a module gather over a group, unless the user said how they do.
+
+    Lightning syncs metrics over the whole world, so the ranks of a tensor group would count several times.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = _GatherOver(group)

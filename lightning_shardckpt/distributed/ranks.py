@@ -23,8 +23,7 @@ import torch.distributed as dist
 from lightning_shardckpt.compat.torch_distributed import Store, default_store, get_if_there, own_view, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.heartbeat import heartbeat, raise_if_lost
-from lightning_shardckpt.distributed.host_ranks import HostRanks
-from lightning_shardckpt.distributed.many_keys import Arrivals, absent_keys
+from lightning_shardckpt.distributed.host_ranks import Arrivals, HostRanks, absent_keys
 from lightning_shardckpt.errors import MismatchError, RankError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_shardckpt.compat.torch_serialization import rebuilding
+from lightning_shardckpt.compat.torch_tensors import rebuilding
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.layout import Holders, Layout
-from lightning_shardckpt.format.safetensors_header import HeaderTensor
-from lightning_shardckpt.format.shard_header import to_header_type
+from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_header_type
 
 ROOT_NAME = "checkpoint.index.json"
 MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum

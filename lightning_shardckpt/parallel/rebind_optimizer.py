@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_optimizers import changed_parameters
+from lightning_shardckpt.compat.torch_autograd import changed_parameters
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule

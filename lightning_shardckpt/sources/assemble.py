@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.documents import FROZEN, document_of
+from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
 from lightning_shardckpt.state.module_versions import with_versions
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors
 

@@ -30,7 +30,7 @@ from lightning_shardckpt.state.json_tree import decode
 from lightning_shardckpt.state.json_values import Pickled, lost_values
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
-from lightning_shardckpt.system.page_memory import allocate_pages
+from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint

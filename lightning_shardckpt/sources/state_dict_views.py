@@ -16,13 +16,13 @@ import torch
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import Place, SourceView, place_of
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import is_extra_state, model_leaves
 from lightning_shardckpt.state.nested_dict import remove_at, value_at
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves, specs_of
 from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, insert, is_optimizer_state, key_of
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 _EMPTY = Component({})

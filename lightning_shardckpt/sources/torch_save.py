@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lightning_shardckpt.compat.torch_serialization import byte_order
+from lightning_shardckpt.compat.torch_tensors import byte_order
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component

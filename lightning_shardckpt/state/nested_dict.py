@@ -26,7 +26,7 @@ from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tens
 from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, own_entries, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, join_states, key_of, prefixes_of
-from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.memory import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a module that only runs another one: that one."""

@@ -17,13 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_optimizers import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
+from lightning_shardckpt.compat.torch_autograd import has_load_hooks, loads_in_its_own_way, saves_in_its_own_way
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
+from lightning_shardckpt.state.documents import add_value
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.stored_optimizer import add_value
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
 
 _OF_TORCH = ("state", "param_groups")

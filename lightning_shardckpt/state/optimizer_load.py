@@ -20,10 +20,10 @@ from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer import NOT_HYPER, load_own
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]

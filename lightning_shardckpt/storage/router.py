@@ -14,10 +14,9 @@ from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
-from lightning_shardckpt.storage.remote.objects import ObjectStore
+from lightning_shardckpt.storage.remote.objects import ObjectStore, RetryPolicy
 from lightning_shardckpt.storage.remote.remote_reader import CachedReader
 from lightning_shardckpt.storage.remote.remote_storage import RemoteOutputs, RemoteStorage
-from lightning_shardckpt.storage.remote.retry import RetryPolicy
 from lightning_shardckpt.storage.remote.s3 import S3Objects, s3_options
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 

@@ -61,7 +61,7 @@ from lightning_shardckpt.state.stateful_loader import (
     restore,
     resume,
 )
-from lightning_shardckpt.strategy.lightning_callbacks import schedule_accumulation, thaw, trained_names
+from lightning_shardckpt.strategy.lightning_module import schedule_accumulation, thaw, trained_names
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (

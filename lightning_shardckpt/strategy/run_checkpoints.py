@@ -2,38 +2,129 @@
 
 ``restore`` loads the checkpoint of a fit, ``start`` puts every rank where it was, ``save`` notes where that is, also
 when the run ends early. What is sharded, and how it is loaded, is not known here.
+
+Lightning's own handler of SIGTERM communicates inside the signal handler and looks at rank 0 alone (2.6.6): a signal to
+another rank, or in the middle of a collective, hangs. Here the handler only remembers; before the next batch all ranks
+agree, and after it all of them leave with Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
+``ModelCheckpoint(save_on_exception=True)`` save there. After an exception that only some ranks got they can't, and
+must neither wait for the others nor hide what happened.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful
-from lightning_shardckpt.compat.lightning_trainer import assigned_path, restore_modules_and_callbacks
+from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful, skip_sigterm_broadcast
+from lightning_shardckpt.compat.lightning_trainer import (
+    assigned_path,
+    receive_sigterm,
+    restore_modules_and_callbacks,
+    sigterm_handler_before,
+    upload_note,
+)
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watch_state
+from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
-from lightning_shardckpt.strategy.lightning_callbacks import keep_groups
-from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled
-from lightning_shardckpt.strategy.preemption import Ending, save_after_exception
+from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled, keep_groups
 from lightning_shardckpt.strategy.resume import Continuation, DataShare, Stopping
 from lightning_shardckpt.strategy.trainer_checkpoint import LoadedModule, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
+
+
+class Preemption:
+    """The signal that tells this run to end. Replaces Lightning's handler; Lightning restores what was before it."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self._undo: Callable[[], None] = lambda: None
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Call when training starts, after Lightning has registered its handlers; undone by ``unwatch``."""
+        self._told = False
+        self._undo = skip_sigterm_broadcast(trainer)
+        before = sigterm_handler_before(trainer)
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self._told = True
+            if before is not None:
+                before(number, frame)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+    def unwatch(self) -> None:
+        """Leave Lightning's loop as it was."""
+        self._undo()
+
+    def agree(self, trainer: pl.Trainer, anybody: Callable[[bool], bool]) -> None:
+        """Call before every batch, with a collective "or": makes Lightning stop after this batch, on all ranks alike.
+
+        Collective: every rank of the world must call it.
+        """
+        if anybody(self._told):
+            self._told = False
+            receive_sigterm(trainer)
+
+
+class Ending(Enum):
+    """Progress of a rank after an exception: nothing known; no save with all others; all save; its hooks are done."""
+
+    NONE = auto()
+    ALONE = auto()
+    TOGETHER = auto()
+    LEFT = auto()
+
+
+def save_after_exception(
+    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, meeting_s: float
+) -> Ending:
+    """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
+
+    Collective for the ranks that got an exception.
+
+    Args:
+        ranks: all that save together.
+        save: writes the checkpoint.
+        wait: for what is saved asynchronously; called before and after, since the process may be about to end.
+        agreed: whether it is known that all ranks got it, as for a signal; else that is found out.
+        meeting_s: ranks that got the same exception come within this time of each other.
+    """
+    try:
+        if not agreed:
+            ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=meeting_s)
+        try:
+            wait()
+        except Exception as error:  # on all ranks alike; it must not cost the last checkpoint, too
+            warnings.warn(f"before the exception, a save had failed: {error}", stacklevel=2)
+        save()
+        wait()
+    except Exception as error:
+        warnings.warn(f"no checkpoint was saved after the exception: {error}", stacklevel=2)
+        return Ending.ALONE
+    return Ending.TOGETHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +338,61 @@ class RunCheckpoints:
     def leave(self) -> None:
         """Call when all hooks after an exception are done."""
         self._ending = Ending.LEFT
+
+
+# ── the first look ────────────────────────────────────────────────────────────────────────────────────────────────────
+# Before the first save, hours later: the state that a save would take is looked at when training begins, but for
+# ``state_dict`` and loops, which are ours and Lightning's, and what ``on_save_checkpoint`` hooks add.
+
+
+def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) -> None:
+    """Warn of what will be missing in checkpoints, and refuse what can't be saved, if a callback is going to save.
+
+    Collective: every rank of ``ranks`` must call it, when training starts.
+
+    Args:
+        trainer: whose training begins.
+        ranks: who saves together.
+        pickle_objects: as ``ShardCkptIO`` was told.
+
+    Raises:
+        StateError: on every rank, naming what cannot be stored on any, and the rank.
+    """
+    saving = list(_list_savers(trainer))
+    if not saving:
+        return
+    weights_only = all(getattr(callback, "save_weights_only", False) for callback in saving)
+
+    def look() -> list[str]:
+        with isolate_rng():
+            checkpoint = dict(_state_of(trainer, weights_only=weights_only))
+        return list(snapshot(checkpoint, trainer.lightning_module, pickle_objects=pickle_objects).notes)
+
+    notes = ranks.step("looking at what checkpoints of this run would hold", look, lambda found: found[0])
+    for note in [*notes, upload_note(trainer)]:
+        if note is not None:
+            rank_zero_warn(note)
+
+
+def _list_savers(trainer: pl.Trainer) -> Iterator[Callback]:
+    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # type: ignore[attr-defined]  # set later
+        never = isinstance(callback, ModelCheckpoint) and callback.save_top_k == 0 and not callback.save_last
+        if isinstance(callback, Checkpoint) and not never:
+            yield callback
+
+
+def _state_of(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what Lightning's ``dump_checkpoint`` takes of what users bring, by its keys."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    for owner in (module, data):
+        if owner is not None and owner.hparams:
+            hyper = owner.hparams
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(hyper) if isinstance(hyper, dict) else hyper
+    if data is not None and (state := data.state_dict()):
+        yield type(data).__qualname__, state
+    if weights_only:
+        return
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set later
+    yield "callbacks", {one.state_key: state for one in callbacks if (state := one.state_dict())}
+    yield "lr_schedulers", [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    yield "optimizer_states", [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]

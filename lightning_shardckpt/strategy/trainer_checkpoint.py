@@ -30,10 +30,9 @@ from lightning_shardckpt.sources.state_dict_views import with_objects
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loaded, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
-from lightning_shardckpt.strategy.lightning_callbacks import regroup
-from lightning_shardckpt.strategy.lightning_module import filling
+from lightning_shardckpt.strategy.lightning_module import filling, regroup
 from lightning_shardckpt.strategy.resume import DataShare, Position
-from lightning_shardckpt.system.gc_pause import gc_paused
+from lightning_shardckpt.system.memory import gc_paused
 
 _OF_A_CLI = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""

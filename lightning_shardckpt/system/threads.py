@@ -1,4 +1,4 @@
-"""Start threads and wait for them, safely interruptible by Ctrl-C at any point.
+"""Start threads and wait for them, safely interruptible by Ctrl-C at any point; list the saves that they still write.
 
 ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which uses an Event, take a lock
 in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and the next taker waits forever
@@ -7,10 +7,13 @@ in several steps of Python code. Ctrl-C between two of them leaves the lock take
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -78,3 +81,33 @@ def start(*threads: threading.Thread) -> None:
 def _raise_all(signals: list[int]) -> None:
     for number in signals:
         signal.raise_signal(number)
+
+
+# ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PendingWriter(Protocol):
+    """A background writer."""
+
+    def drain(self) -> None:
+        """Wait until all queued work is done; raises nothing. Not collective."""
+
+    def forget(self) -> None:
+        """Drop the queue in a forked child: the parent process does the work."""
+
+
+WRITERS: WeakSet[PendingWriter] = WeakSet()
+
+
+def drain_all() -> None:
+    """Wait for all saves of this process, since a load may read any of them. Not collective; raises nothing."""
+    for writer in list(WRITERS):
+        writer.drain()
+
+
+def _forget_all() -> None:
+    for writer in list(WRITERS):
+        writer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

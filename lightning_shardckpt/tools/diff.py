@@ -23,8 +23,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text
-from lightning_shardckpt.tools.listing import is_selected, long_table
-from lightning_shardckpt.tools.ownership import boxes_of
+from lightning_shardckpt.tools.listing import boxes_of, is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows

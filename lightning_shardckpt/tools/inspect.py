@@ -13,8 +13,15 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
-from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
-from lightning_shardckpt.tools.ownership import Owned, coordinates, sum_held, sum_written
+from lightning_shardckpt.tools.listing import (
+    Owned,
+    aliases_by_key,
+    coordinates,
+    is_selected,
+    long_table,
+    sum_held,
+    sum_written,
+)
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20

@@ -1,13 +1,128 @@
-"""Select tensors by name, and list them in tables of which only the first rows are shown. Pure."""
+"""Lists of tensors by name, and the ownership of boxes, in memory and in files, by rank, as the root index implies.
+
+A box is *held* by every rank whose shard it belongs to, and *written* by one of them. No file is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TypeVar
 
-from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.layout import Part, parts_of_shard, replicas, shards_meeting
+from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.system.text import count_text, table
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The share of a rank: tensors of which it has elements, their boxes, and the bytes of these."""
+
+    tensors: int = 0
+    boxes: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: Owned) -> Owned:
+        return Owned(self.tensors + other.tensors, self.boxes + other.boxes, self.nbytes + other.nbytes)
+
+    def times(self, count: int) -> Owned:
+        """Return the sum over so many tensors that are alike."""
+        return Owned(self.tensors * count, self.boxes * count, self.nbytes * count)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBox:
+    """A box as it is stored: the rank that wrote it, and all that hold it, ascending."""
+
+    box: Box
+    writer: int
+    holders: Sequence[int]
+
+    def as_overlap(self) -> Overlap:
+        """Return the whole box as the overlap of a load."""
+        return Overlap(self.writer, self.box, self.box, self.box)
+
+
+def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
+    """Yield the stored boxes of a tensor.
+
+    Args:
+        spec: the tensor.
+        replica: which replica wrote it, as ``plan.choose_replicas`` chose.
+    """
+    for part, holders in held_parts(spec):
+        for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
+            yield OwnedBox(overlap.stored, overlap.writer, holders)
+
+
+def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
+    """Yield the parts of every shard that has elements, each with its holders."""
+    if not prod(spec.shape):
+        return
+    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
+        holders = replicas(spec.layout, spec.holders, shard)
+        for part in parts_of_shard(spec.layout, spec.shape, shard):
+            yield part, holders
+
+
+def sum_held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
+    """Return the share of the tensors that every rank holds, by rank; every replica counts."""
+    total: dict[int, Owned] = {}
+    for spec, count in Counter(tensors.values()).items():
+        by_rank: dict[int, Owned] = {}
+        for part, holders in held_parts(spec):
+            for rank in holders:
+                _add(by_rank, rank, part.box, spec)
+        _merge(total, by_rank, count)
+    return total
+
+
+def sum_written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
+    """Return the share of the tensors that every rank wrote, by rank.
+
+    Args:
+        tensors: of one component.
+        chosen: the replica that wrote each, from ``plan.choose_replicas``.
+    """
+    total: dict[int, Owned] = {}
+    for (spec, replica), count in Counter((spec, chosen[key]) for key, spec in tensors.items()).items():
+        by_rank: dict[int, Owned] = {}
+        for one in boxes_of(spec, replica):
+            _add(by_rank, one.writer, one.box, spec)
+        _merge(total, by_rank, count)
+    return total
+
+
+def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
+    """Return where a rank is in the mesh, by axis, outermost first; nothing if the topology is not that of the world.
+
+    >>> coordinates(RootIndex("", 4, {}, {}, topology={"shard": 2, "tensor": 2}), 1)
+    {'shard': 0, 'tensor': 1}
+    """
+    sizes = list(root.topology.values())
+    if prod(sizes) != root.world_size:
+        return {}
+    return {axis: rank // prod(sizes[i + 1 :]) % size for i, (axis, size) in enumerate(root.topology.items())}
+
+
+def _add(by_rank: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
+    known = by_rank.get(rank, Owned(tensors=1))
+    by_rank[rank] = known + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
+
+
+def _merge(total: dict[int, Owned], by_rank: Mapping[int, Owned], count: int) -> None:
+    for rank, one in by_rank.items():
+        total[rank] = total.get(rank, Owned()) + one.times(count)
+
+
+# ── lists ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 _Item = TypeVar("_Item")
 

@@ -22,13 +22,12 @@ from typing import Any, TypeVar
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
+from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.layout import Layout, as_holders
-from lightning_shardckpt.format.root_index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.tools.explain import explain, topology_text
-from lightning_shardckpt.tools.listing import aliases_by_key
-from lightning_shardckpt.tools.ownership import boxes_of, held_parts
+from lightning_shardckpt.tools.listing import aliases_by_key, boxes_of, held_parts
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _T = TypeVar("_T")

@@ -31,8 +31,8 @@ from lightning_shardckpt.format.safetensors_header import (
     HeaderTensor,
     parse_header,
     read_header,
+    save_id_of,
 )
-from lightning_shardckpt.format.shard_header import save_id_of
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint

@@ -9,11 +9,15 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo
 from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
-from lightning_shardckpt.format.rank_index_json import rank_index_from_json
-from lightning_shardckpt.format.root_index_json import root_from_json
-from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header
-from lightning_shardckpt.format.shard_header import plan_header, save_id_of
+from lightning_shardckpt.format.safetensors_header import (
+    HeaderLengthError,
+    parse_header,
+    plan_header,
+    read_header,
+    save_id_of,
+)
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader

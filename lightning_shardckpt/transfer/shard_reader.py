@@ -19,7 +19,7 @@ from lightning_shardckpt.format.checksum import SEPARATOR, checksum_blocks, coun
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.system.page_memory import allocate_pages
+from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import ReadPlan, Request, Rows, Slice, Span, Task

@@ -10,9 +10,9 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import SEPARATOR, checksum, checksum_blocks
 from lightning_shardckpt.format.file_names import FileInfo, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import RankIndex, ShardEntry
+from lightning_shardckpt.format.index_json import rank_index_to_json
 from lightning_shardckpt.format.plan import Piece, split_into_files
-from lightning_shardckpt.format.rank_index_json import rank_index_to_json
-from lightning_shardckpt.format.shard_header import HeaderEntry, ShardHeader, plan_header
+from lightning_shardckpt.format.safetensors_header import HeaderEntry, ShardHeader, plan_header
 from lightning_shardckpt.storage.protocol import Draft
 
 MB = 1 << 20

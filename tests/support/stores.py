@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.remote.retry import RetryPolicy
+from lightning_shardckpt.storage.remote.objects import RetryPolicy
 
 IMPATIENT = RetryPolicy(attempts=4, first_pause_s=0.01, longest_pause_s=0.05, total_s=20.0)
 

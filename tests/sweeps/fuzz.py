@@ -28,9 +28,8 @@ from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index_json import MANY_RANKS, rank_index_from_json, root_from_json, root_to_json
 from lightning_shardckpt.format.plan import check_cover, check_plausible, choose_replicas
-from lightning_shardckpt.format.rank_index_json import rank_index_from_json
-from lightning_shardckpt.format.root_index_json import MANY_RANKS, root_from_json, root_to_json
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.state import json_tree
 from lightning_shardckpt.state.documents import checked

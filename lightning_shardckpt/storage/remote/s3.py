@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.retry import RetryPolicy, http_status
+from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore, RetryPolicy, http_status
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 

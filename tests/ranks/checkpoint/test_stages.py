@@ -25,11 +25,11 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.state.documents import StoredOptimizer, merge_optimizers
 from lightning_shardckpt.state.json_tree import decode_equal
 from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.module_io import ForCode, load_rest, parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_state
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer, merge_optimizers
 from lightning_shardckpt.strategy.resume import DataShare
 from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny

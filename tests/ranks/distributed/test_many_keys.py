@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import own_view
-from lightning_shardckpt.distributed.many_keys import Arrivals, absent_keys, get_present
+from lightning_shardckpt.distributed.host_ranks import Arrivals, absent_keys, get_present
 
 COUNT = 1100  # more than two requests ask for
 

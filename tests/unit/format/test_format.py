@@ -21,15 +21,15 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, rank_index_name
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
-from lightning_shardckpt.format.plan import plan_save, split_into_files
-from lightning_shardckpt.format.root_index_json import (
+from lightning_shardckpt.format.index_json import (
     from_packed_columns,
     root_from_json,
     root_to_json,
     to_packed_columns,
 )
-from lightning_shardckpt.format.shard_header import plan_header
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.plan import plan_save, split_into_files
+from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import checked
 from lightning_shardckpt.state.json_tree import decode

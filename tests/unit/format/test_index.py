@@ -21,9 +21,8 @@ from lightning_shardckpt.format.index import (
     ShardEntry,
     TensorSpec,
 )
+from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Layout
-from lightning_shardckpt.format.rank_index_json import rank_index_from_json, rank_index_to_json
-from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from tests.support.worlds import mesh
 

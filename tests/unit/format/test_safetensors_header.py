@@ -12,8 +12,13 @@ import torch
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.safetensors_header import MAX_HEADER_BYTES, parse_header
-from lightning_shardckpt.format.shard_header import HeaderEntry, plan_header, save_id_of
+from lightning_shardckpt.format.safetensors_header import (
+    MAX_HEADER_BYTES,
+    HeaderEntry,
+    parse_header,
+    plan_header,
+    save_id_of,
+)
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 

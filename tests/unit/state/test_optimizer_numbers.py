@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.snapshot import specs_of
-from lightning_shardckpt.state.stored_optimizer import StoredOptimizer
 
 WHOLE = ("a", "b", "c", "d", "e")
 GROUPS = (("a", "c", "d"), ("b", "e"))

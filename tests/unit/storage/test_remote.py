@@ -24,7 +24,7 @@ from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, RootIndex
-from lightning_shardckpt.format.root_index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.locks import machine_upload_lock

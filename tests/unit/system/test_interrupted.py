@@ -18,7 +18,7 @@ from torch import nn
 from lightning_shardckpt import load, load_keys, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.system.pending_saves import WRITERS
+from lightning_shardckpt.system.threads import WRITERS
 from lightning_shardckpt.tools.verify import verify
 from tests.support.pool import ROOT
 

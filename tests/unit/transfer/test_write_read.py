@@ -15,12 +15,10 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum, checksum_blocks
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
-from lightning_shardckpt.format.rank_index_json import rank_index_from_json
-from lightning_shardckpt.format.root_index_json import root_from_json
-from lightning_shardckpt.format.safetensors_header import parse_header
-from lightning_shardckpt.format.shard_header import save_id_of
+from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.transfer.reader import Checkpoint

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.tuner import Tuner
 
-from lightning_shardckpt.compat.trainer_fit import intercept_fit, is_tuning
+from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tuning
 from tests.unit.compat.test_lightning_loops import batches
 from tests.unit.compat.test_lightning_trainer import trainer
 

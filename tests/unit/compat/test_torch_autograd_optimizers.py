@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_shardckpt.compat.torch_optimizers import (
+from lightning_shardckpt.compat.torch_autograd import (
     changed_parameters,
     has_load_hooks,
     loads_in_its_own_way,

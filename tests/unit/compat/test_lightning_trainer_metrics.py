@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchmetrics import SumMetric
 
-from lightning_shardckpt.compat.torchmetrics import gather_metrics_over
+from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over
 from tests.support.pool import run_ranks
 
 

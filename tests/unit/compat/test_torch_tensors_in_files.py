@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shardckpt.compat.torch_serialization import byte_order, rebuilding
+from lightning_shardckpt.compat.torch_tensors import byte_order, rebuilding
 
 
 def test_an_archive_tells_its_byte_order_even_if_zipfile_would_not_read_it(tmp_path: Path) -> None:
