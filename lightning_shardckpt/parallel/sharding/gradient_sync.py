@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.torch_modules import parameter_slots, set_frame_callback
+from lightning_shardckpt.compat.torch_modules import is_loading, parameter_slots, set_frame_callback
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
@@ -272,8 +272,21 @@ def _refuse_whole(module: nn.Module, name: str) -> None:
     """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
     present: Any = parameter_slots(module).get(name)
     if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
-        raise UnsupportedCodeError(
+        error = UnsupportedCodeError(
             f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
             "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "
             "leave the module out of the plan."
         )
+        if is_loading():
+            _raise_after_load(module, error)
+        raise error
+
+
+def _raise_after_load(module: nn.Module, error: UnsupportedCodeError) -> None:
+    """Raise an error once more when the module is loaded: torch makes a RuntimeError of what is raised before."""
+
+    def raise_it(*_: Any) -> None:
+        hook.remove()
+        raise error
+
+    hook = module.register_load_state_dict_post_hook(raise_it)  # type: ignore[no-untyped-call]  # torch's
