@@ -23,8 +23,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     with_hooks,
     without_torch_function,
 )
+from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.agree import gathered
 from lightning_shardckpt.parallel.sharding.user_hooks import is_of_user
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
@@ -52,7 +52,8 @@ class AbsentParameters:
 
         Collective: every rank of the pipeline must call it.
         """
-        self.note_gradients(gathered(self.own_gradients(has_gradient), self._group))
+        words = torch.tensor(self.own_gradients(has_gradient), dtype=torch.int64)
+        self.note_gradients(gather_numbers(words, self._group).tolist())
 
     def own_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
         """Return which parameters of this rank have a gradient now, as numbers; as many on every rank."""

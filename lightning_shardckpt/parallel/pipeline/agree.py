@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.compat.torch_distributed import pickled, unpickled
-from lightning_shardckpt.distributed.host_numbers import wait_for
+from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
@@ -55,8 +55,6 @@ def agree_on_numbers(
     work: Callable[[], Sequence[int]],
     count: int,
     group: dist.ProcessGroup,
-    *,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Do ``work``, which gives ``count`` numbers; if it worked on every rank of ``group``, return those of each.
 
@@ -67,7 +65,6 @@ def agree_on_numbers(
         work: gives the numbers of this rank.
         count: of them, the same on all ranks.
         group: whose ranks take part.
-        meanwhile: runs on each rank while the numbers are on their way; it must neither fail nor communicate.
 
     Returns:
         The numbers of each rank, by its place in the group.
@@ -76,8 +73,8 @@ def agree_on_numbers(
         Exception: the rank's own error, or the first failing rank's: in its class if that is TopologyError or
             UnsupportedCodeError, else RankError.
     """
-    every = _met(what, work, lambda result: result, count, group, meanwhile)[1]
-    return [row.tolist() for row in every]
+    every: list[list[int]] = _met(what, work, lambda result: result, count, group)[1].tolist()
+    return every
 
 
 def agree_on_report(
@@ -86,7 +83,7 @@ def agree_on_report(
     """Do ``work``, and return the object that it packed on the rank ``source``, and each rank's number; as
     `agree_on_numbers`."""
     (own, _), every = _met(what, work, _inline, 2 + _INLINE, group)
-    numbers, row = [int(row[0]) for row in every], every[source][1:]
+    numbers, row = every[:, 0].tolist(), every[source, 1:]
     count = int(row[0])
     content = row[1:].view(torch.uint8)
     if count > content.numel():
@@ -101,8 +98,7 @@ def _met(
     numbers: Callable[[T], Sequence[int] | Tensor],
     count: int,
     group: dist.ProcessGroup,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> tuple[T, list[Tensor]]:
+) -> tuple[T, Tensor]:
     """Return the result of ``work``, and ``count`` numbers that each rank made of its own."""
     failure: Exception | None = None
     result: list[T] = []
@@ -114,10 +110,10 @@ def _met(
     except Exception as error:
         failure = error
         own[0] = _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
-    table = _gathered(own, group, meanwhile)
-    every = [int(row[0]) for row in table]
+    table = gather_numbers(own, group)
+    every = table[:, 0].tolist()
     if not any(every):
-        return result[0], [row[1:] for row in table]
+        return result[0], table[:, 1:]
     first = next((rank for rank, one in enumerate(every) if one == _FAILED), None)
     box = [f"{type(failure).__name__}: {failure}", isinstance(failure, UnsupportedCodeError)]
     source = dist.get_global_rank(group, first or 0)
@@ -160,16 +156,3 @@ def _inline(result: tuple[Packed | None, int]) -> Tensor:
     words = torch.zeros(_INLINE, dtype=torch.int64)
     words.view(torch.uint8)[: content.numel()] = content
     return torch.cat([first, count, words])
-
-
-def gathered(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The numbers of every rank of ``group``. Collective: every rank of ``group`` must call it."""
-    return [one.tolist() for one in _gathered(torch.tensor(list(numbers), dtype=torch.int64), group)]
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], None] = lambda: None) -> list[Tensor]:
-    found = [torch.zeros_like(own) for _ in range(group.size())]
-    sent = dist.all_gather(found, own, group=group, async_op=True)
-    meanwhile()
-    wait_for(sent)
-    return found

@@ -21,6 +21,7 @@ from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatt
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
+from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
@@ -51,13 +52,15 @@ class StageRun:
         whole: a run that does not leave after its last layer, but runs the rest of the step.
         carry: positions among the arguments (flattened) of the tensors that cross the boundary at ``stop``; if the run
             left after the last layer, of all tensors among that layer's arguments.
-        incoming: for a run, what the stage before sent, by position among the arguments of layer ``start``.
+        receive: for a run, waits for the message of the stage before, whose tensors are by position among the arguments
+            of layer ``start``; it is called there, so that what comes before runs meanwhile.
         results: for "finish", gives the unknown inputs of the last layer their values, by position, and makes its
             outputs of what the weightless copy gave.
         seed: for "finish", that with which it began.
-        random: if that matters, the state of the random generators in which the stage before left its run.
-        random_left: their state when this run left.
-        entered: where the received tensors entered; None: without gradient.
+        draws: whether the step draws random numbers before its layers, so that stages compare them.
+        facts: the state of the random generators when this run left, if that matters.
+        entered: where the received tensors entered, by position; None: without gradient.
+        peer_failed: whether the stage before failed, so that this run left, too.
         outputs: the tensors at ``carry``, then those that the last layer returned if the run left after it.
         returned: what the step returned, if it was not left.
         early: modules of the last stage that were called before the first layer.
@@ -71,12 +74,13 @@ class StageRun:
     stop: int
     whole: bool = False
     carry: tuple[int, ...] = ()
-    incoming: Mapping[int, tuple[Tensor, bool]] = field(default_factory=dict)
+    receive: Callable[[], Message] = lambda: Message({})
     results: Callable[[dict[int, Placeholder], Any], Any] | None = None
     seed: int = 0
-    random: tuple[int, ...] = ()
-    random_left: int = 0
-    entered: list[GraphEntry | None] = field(default_factory=list)
+    draws: bool = False
+    facts: tuple[int, ...] = ()
+    entered: dict[int, GraphEntry | None] = field(default_factory=dict)
+    peer_failed: bool = False
     outputs: list[Tensor] = field(default_factory=list)
     returned: Any = None
     next: int = 0
@@ -106,6 +110,8 @@ class Gates:
             with guarded_step(), in_stage_run():
                 run.returned = step()
         except StageExit:
+            if run.peer_failed:
+                raise PeerFailed from None
             return tuple(run.outputs)
         finally:
             self.running = None
@@ -255,7 +261,8 @@ class Gate:
         if index == run.stop or leaves_after:
             run.outputs = [self._checked(leaves[position]) for position in run.carry]
         if index == run.stop:
-            run.random_left = rng_checksum()
+            if run.draws:
+                run.facts = (rng_checksum(),)
             raise StageExit
         out = self._real(module, forward, args, kwargs)
         if leaves_after:
@@ -285,22 +292,28 @@ class Gate:
             if found:
                 raise leaked(f"the input of the first layer {self._fqn}", leaves[found[0]])
             return
-        unknown = next((position for position in found if position not in run.incoming), None)
+        try:
+            message = run.receive()
+        except PeerFailed:  # which user code must not catch
+            run.peer_failed = True
+            raise StageExit from None
+        incoming = message.tensors
+        unknown = next((position for position in found if position not in incoming), None)
         if unknown is not None:
             raise leaked(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
-        if len(found) != len(run.incoming):
+        if len(found) != len(incoming):
             raise UnsupportedCodeError(
                 f"the arguments of layer {self._fqn} (flattened) that come from the stage before are at positions "
-                f"{sorted(run.incoming)} there, but at {sorted(found)} here: the step runs differently on the stages"
+                f"{sorted(incoming)} there, but at {sorted(found)} here: the step runs differently on the stages"
             )
-        if run.random and run.random != (rng_checksum(),):
+        if message.facts and message.facts != (rng_checksum(),):
             raise UnsupportedCodeError(
                 f"before layer {self._fqn}, the step has drawn other random numbers than on the stage before it: "
                 "functions such as torch.nn.functional.dropout draw only where there is a value. Use modules such as "
                 "torch.nn.Dropout, or draw before anything that a module computes."
             )
         for position in found:
-            value, requires_grad = run.incoming[position]
+            value, requires_grad = incoming[position]
             leaf = leaves[position]
             if leaf.shape != value.shape:
                 raise UnsupportedCodeError(
@@ -308,7 +321,7 @@ class Gate:
                     f"but {tuple(leaf.shape)} was expected here: the stages got different batches, or shapes depend on "
                     "values"
                 )
-            run.entered.append(leaf.become(value, requires_grad=requires_grad))
+            run.entered[position] = leaf.become(value, requires_grad=requires_grad)
 
     def _checked(self, leaf: Tensor) -> Tensor:
         if isinstance(leaf, Placeholder):

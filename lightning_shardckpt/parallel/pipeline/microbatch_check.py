@@ -99,7 +99,7 @@ class MicrobatchCheck:
         Collective: every rank of the pipeline must call it.
 
         Args:
-            state: of the step, with what crosses the boundaries of stages.
+            state: of the step, with what crosses the boundaries of stages; random generators are left anywhere.
             failure: of this rank, of which the others are told.
 
         Raises:
@@ -111,7 +111,7 @@ class MicrobatchCheck:
         applied: list[list[list[Tensor | None]]] = [[] for _ in range(_PARTS)]
         trial.watched = lambda stage, part: self._as_it_was(applied[part])
         precision, places = _Precision(), (0, 0, 0)
-        with preserve_rng(), torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
+        with torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
             try:
                 trial.batches, places = some_and_middle(state.step.batch, len(state.batches))
             except Exception as error:

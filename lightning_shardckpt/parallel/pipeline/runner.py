@@ -123,11 +123,7 @@ class Pipeline:
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
-        notes = self._checks.notes()
-        with preserve_rng(), guarded_hooks():
-            failure = _failure_of(self._look, state)
-        if self._microbatch_check.is_due(state):
-            self._check_microbatches(state, failure)
+        notes, failure = self._checks.notes(), None
         early = step.train and self.backward_early
 
         def work() -> tuple[Packed | None, int]:
@@ -149,6 +145,9 @@ class Pipeline:
 
         source = self._schedule.rank_of(self._last)
         with preserve_rng(), guarded_hooks():  # each run starts from a seed of its own
+            failure = _failure_of(self._look, state)
+            if self._microbatch_check.is_due(state):
+                self._check_microbatches(state, failure)
             report, digests = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
         if len(set(digests)) > 1:
@@ -235,10 +234,10 @@ class Pipeline:
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
             known, digest[0] = marks_of(step.batch)
+            self._checks.mark_parameters()
             return wanted, known, draw_seed()
 
-        mark = self._checks.mark_parameters
-        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group, meanwhile=mark)
+        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
         count, _, seed = every[0]
         if any(one[:2] != every[0][:2] for one in every):
             count = 0  # so that other pipelines hear of it, too
@@ -270,8 +269,7 @@ class Pipeline:
             return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
 
         try:
-            with guarded_hooks():
-                every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
+            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
             differs = torch.tensor(int(self._microbatch_check.differs(every)))
         except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
             differs = torch.tensor(0)

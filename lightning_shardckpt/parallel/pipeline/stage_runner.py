@@ -7,7 +7,7 @@ of the failure in place of each result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import copied
-from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.p2p import Message, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
@@ -78,7 +78,7 @@ class StageRunner:
                     self._run_one(state, item)
                 except Exception as error:
                     failure = error
-                    self._send(item, None)
+                    self._discard(item)
         if failure is not None:
             self._transport.flush()
             raise failure
@@ -94,8 +94,7 @@ class StageRunner:
 
     def _discard(self, op: Op) -> None:
         if (message := needed_by(op, self._schedule.stages)) is not None:
-            with suppress(PeerFailed):
-                self._transport.receive(message.direction, message.boundary, message.microbatch)
+            self._transport.discard(message)
         self._send(op, None)
 
     def _send(self, op: Op, message: Message | None) -> None:
@@ -105,11 +104,10 @@ class StageRunner:
     def _forward_one(self, state: StepState, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch
         start, stop = self._plan.ranges[stage]
-        received = self._transport.receive("forward", stage - 1, microbatch) if stage > 0 else Message({})
-        incoming = received.tensors
         whole = stage == self._last and state.whole_steps
         carry = state.carries.get(stage, ())
-        run = StageRun("run", start, stop, whole=whole, carry=carry, incoming=incoming, random=received.facts)
+        receive = partial(self._transport.receive, "forward", stage - 1, microbatch)
+        run = StageRun("run", start, stop, whole=whole, carry=carry, receive=receive, draws=state.draws)
         share = state.shares[microbatch]
         seed_rng(state.seed + microbatch)
         with for_samples(state.samples[microbatch]), state.watched(stage, microbatch):
@@ -124,11 +122,9 @@ class StageRunner:
             state.outputs.append((run.returned, share))
             outputs = [loss]
         if state.step.train or stage == self._last:
-            entered = dict(zip(sorted(incoming), run.entered, strict=True))
-            state.stored[stage, microbatch] = StashedForward(entered, outputs, run.carry)
+            state.stored[stage, microbatch] = StashedForward(run.entered, outputs, run.carry)
         tensors = zip(carry, outputs, strict=False)
-        facts = (run.random_left,) if state.draws else ()
-        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, facts))
+        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, run.facts))
 
     def _backward_one(self, state: StepState, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch

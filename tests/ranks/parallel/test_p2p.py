@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers, gathered
+from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers
 from lightning_shardckpt.parallel.pipeline.checks import without_world_collectives
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, resolve_schedule
@@ -284,7 +284,7 @@ def agree_on_all() -> list[Any]:
         except Exception as raised:
             found.append((type(raised), str(raised), raised is error, type(raised.__cause__)))
     # the group still works
-    found.append(gathered([dist.get_rank(), 7], group))
+    found.append(agree_on_numbers("testing", lambda: [dist.get_rank(), 7], 2, group))
     return [found, guard(group), part_of_the_world()]
 
 
