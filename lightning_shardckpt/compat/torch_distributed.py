@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them under a condition only
-from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
+from torch.distributed.distributed_c10d import PrefixStore, Store, _object_to_tensor, _tensor_to_object
 
 # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 # ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -200,17 +199,19 @@ def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
 
 def any_global_hook() -> bool:
     """Return whether there is a hook of all modules, as ``register_module_forward_hook`` makes."""
-    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
+    return any(_global_hooks())
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """Return the dicts of ``torch.nn.modules.module`` that have the hooks of all modules."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
 
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Inside, hooks of all modules don't run.
-
-    Relies on the dicts of ``torch.nn.modules.module`` that have them.
-    """
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    hooks = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
+    """Inside, hooks of all modules don't run."""
+    hooks = _global_hooks()
     before = [dict(of) for of in hooks]
     for of in hooks:
         of.clear()
@@ -267,10 +268,10 @@ def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
 # ── what is registered ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BatchNorm = _BatchNorm
+BatchNorm: Any = nn.BatchNorm1d.__base__
 """What every batch norm derives from, synchronized and lazy ones included."""
 
-NormWithStatistics = _NormBase
+NormWithStatistics: Any = BatchNorm.__base__
 """What every norm with running statistics derives from: batch and instance norms."""
 
 

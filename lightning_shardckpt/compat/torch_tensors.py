@@ -161,7 +161,7 @@ def storage_uses(tensor: Tensor) -> int:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Overload: TypeAlias = torch._ops.OpOverload[..., Any]
+Overload: TypeAlias = Any
 """One operator as a dispatch mode gets it, such as ``torch.ops.aten.add.Tensor``."""
 
 
@@ -200,7 +200,7 @@ def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, 
 
 def is_in_place(func: Overload) -> bool:
     """Return whether an operator changes its first argument and returns it."""
-    return func._schema.name.endswith("_")
+    return bool(func._schema.name.endswith("_"))
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -231,8 +231,8 @@ def rebuilding(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the function and the arguments by which a pickle of ``torch.save`` makes a tensor of a storage.
 
-    Relies on ``torch._utils._rebuild_tensor_v2``, and ``…_v3`` for an untyped storage, which ``Tensor.__reduce_ex__``
-    returns; their names are in every file.
+    The function is that of ``Tensor.__reduce_ex__``, by whose name every file has it; that of dtypes which came later
+    takes an untyped storage.
 
     Args:
         storage: stands for the storage.
@@ -240,7 +240,5 @@ def rebuilding(
         stride: of the tensor, which begins with the storage.
         dtype: of an untyped storage; None for a typed one.
     """
-    arguments: tuple[Any, ...] = (storage, 0, shape, stride, False, OrderedDict())
-    if dtype is None:
-        return torch._utils._rebuild_tensor_v2, arguments
-    return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
+    function: Any = torch.empty(0, dtype=dtype or torch.float32).__reduce_ex__(2)[0]  # type: ignore[no-untyped-call]
+    return function, (storage, 0, shape, stride, False, OrderedDict(), *(() if dtype is None else (dtype,)))

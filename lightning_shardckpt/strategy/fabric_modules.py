@@ -13,10 +13,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_forward
-from lightning_shardckpt.compat.lightning_fabric import BackwardSyncControl
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
@@ -97,11 +95,11 @@ def sharded_of(module: nn.Module | None) -> ShardedModule | None:
     return sharded if isinstance(sharded, ShardedModule) else None
 
 
-class HeldBackward(BackwardSyncControl):
+class HeldBackward:
     """Lets ``fabric.no_backward_sync`` keep gradients of replicated parameters apart on every rank."""
 
-    @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Return the context; Fabric calls it, and asks no more of the object."""
         sharded = sharded_of(module)
         if sharded is None:
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
