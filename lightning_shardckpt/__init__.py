@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.lightning_cli import ShardedCLI
     from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
-    from lightning_shardckpt.parallel.tensors.full import full_state_dict
+    from lightning_shardckpt.parallel.tensors.values import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
 
 __all__ = [
@@ -55,7 +55,7 @@ _HOMES = {
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
-    "full_state_dict": "parallel.tensors.full",
+    "full_state_dict": "parallel.tensors.values",
     "export_adapters": "export.peft_export",
     "unify_lightning": "compat.pytorch_lightning",
 }

@@ -42,12 +42,17 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
     reshard,
     units_around,
 )
-from lightning_shardckpt.parallel.sharding.given_weights import note_planned_shards
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
-from lightning_shardckpt.parallel.sharding.tensor_parallel import Plan, TensorPlan, apply_plan, resolve_plan
+from lightning_shardckpt.parallel.sharding.tensor_parallel import (
+    Plan,
+    TensorPlan,
+    apply_plan,
+    note_planned_shards,
+    resolve_plan,
+)
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
 from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hooks
 from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters

@@ -8,7 +8,8 @@ are partial sums: the plan names them, ``gradient_sync`` sums them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -18,21 +19,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
     change_hooks,
+    child_slots,
     compiled_from,
     is_compiled,
     parameter_slots,
     result_hooks,
 )
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, nearest
-from lightning_shardckpt.parallel.sharding.lora import has_adapters, styles_inside_adapters
+from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.values import Scatter, where_is
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -91,7 +98,7 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         if style not in (PARTIAL, "replicate")
     }
     partial = frozenset(fqn for fqn, style in named.items() if style == PARTIAL)
-    resolved = TensorPlan(styles_inside_adapters(modules, styles), partial)
+    resolved = TensorPlan(_styles_inside_adapters(modules, styles), partial)
     _check_sizes(modules, resolved.styles, size)
     return resolved
 
@@ -268,7 +275,7 @@ def _matched(
 ) -> dict[str, Style]:
     """Module FQN → style; the last pattern that matches a module decides."""
     named: dict[str, Style] = {}
-    problems, adapted = [], has_adapters(modules)
+    problems, adapted = [], _has_adapters(modules)
     for pattern, style in plan.items():
         found = matching_fqns(modules, pattern)
         if adapted:
@@ -322,3 +329,135 @@ def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelSty
         raise TopologyError(
             f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(wrong)
         )
+
+
+# ── adapters of PEFT ────────────────────────────────────────────────────────────────────────────────────────────────
+
+# A plan speaks of the modules that adapters wrap. A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its
+# base layer. A column-wise base layer has its whole input on every rank: ``lora_A`` is kept whole and ``lora_B`` is
+# sharded like the base layer, so that the outputs fit. A row-wise one has a part of the input: ``lora_A`` is sharded
+# like the base layer, its sum over the ranks is as small as the rank of the adapter, and ``lora_B`` is kept whole. PEFT
+# is not imported: its layers are known by what they have.
+
+_LISTED = 5
+
+
+def _has_adapters(modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether PEFT wrapped one of these modules."""
+    return any(hasattr(module, "peft_config") for module in modules.values())
+
+
+def _styles_inside_adapters(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
+) -> dict[str, ParallelStyle]:
+    """The styles of what wrappers of PEFT wrap and add, in place of those of the wrappers.
+
+    Args:
+        modules: every module by clean FQN.
+        styles: by clean FQN, of wrappers and of others; what is named itself keeps its own style.
+
+    Raises:
+        TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
+    """
+    found: dict[str, ParallelStyle] = {}
+    problems = []
+    for fqn, style in styles.items():
+        module = modules[fqn]
+        parts = child_slots(module)
+        if not {"base_layer", "original_module"} & parts.keys():
+            found[fqn] = style
+        elif (why := _why_not(module, style)) is not None:
+            problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {why}")
+        elif "base_layer" in parts:
+            found |= {f"{fqn}.{name}": part_style for name, part_style in _parts(module, style).items()}
+    if problems:
+        more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        raise TopologyError(
+            "tensor_parallel_plan cannot shard these modules with adapters:\n"
+            + "\n".join(problems[:_LISTED] + more)
+            + "\nUse plain LoRA, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
+        )
+    return found | {fqn: style for fqn, style in styles.items() if fqn in found}
+
+
+def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
+    """Return why a wrapper cannot be sharded; None if it can."""
+    inside = child_slots(module)
+    if "original_module" in inside:  # what it wraps has the style, too: the plan matched it
+        return None if "modules_to_save" in inside else "only modules_to_save can be sharded"
+    if "lora_A" not in inside:
+        return "only LoRA can be sharded"
+    if variants := getattr(module, "lora_variant", None):
+        names = sorted({type(variant).__name__ for variant in variants.values()})
+        return f"only plain LoRA can be sharded, not {', '.join(names)}"
+    base = module.base_layer
+    if not isinstance(base, nn.Linear | nn.Embedding):
+        return f"only LoRA over Linear or Embedding can be sharded, not over {type(base).__name__}"
+    if isinstance(style, ColwiseParallel) and style.input_layouts[0] == Replicate():
+        return None
+    if isinstance(style, RowwiseParallel) and style.output_layouts[0] == Replicate():
+        return None
+    return (
+        "LoRA can be sharded by ColwiseParallel with a replicated input or RowwiseParallel with a replicated output, "
+        f"not by {type(style).__name__} with other layouts"
+    )
+
+
+def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """Styles of the modules in a LoRA layer, by name. LoRA of an embedding is kept whole: it is made of parameters."""
+    parts: dict[str, ParallelStyle] = {"base_layer": style}
+    sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+    parts |= {f"{sharded}.{adapter}": style for adapter in _by_adapter(module, sharded)}
+    if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
+        dropouts = _by_adapter(module, "lora_dropout").items()
+        parts |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
+    return parts
+
+
+def _by_adapter(layer: nn.Module, name: str) -> dict[str, nn.Module]:
+    found = layer.get_submodule(name)
+    assert isinstance(found, nn.ModuleDict)
+    return dict(found.items())
+
+
+# ── whole weights in the place of sharded ones ──────────────────────────────────────────────────────────────────────
+
+# As ``torch.func.functional_call`` puts them there for a call. A module that a plan shards expects its part, so they
+# are sharded when it is called, through autograd; those that are sharded already need nothing of this.
+
+_planned: MutableMapping[nn.Module, dict[str, DTensorSpec]] = WeakIdKeyDictionary()
+"""How a plan has sharded the parameters of modules."""
+
+
+def note_planned_shards(root: nn.Module) -> None:
+    """Remember how tensor parallelism has sharded the parameters of modules inside ``root``."""
+    for module in root.modules():
+        parameters: dict[str, Any] = dict(parameter_slots(module))
+        for name, parameter in parameters.items():
+            if isinstance(parameter, ShardedTensor) and (where := where_is(parameter)).model_mesh is not None:
+                spec = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec_of(parameter).tensor_meta)
+                _planned.setdefault(module, {})[name] = spec
+
+
+@contextmanager
+def sharded_as_planned(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Inside, whole weights in these places are sharded as the plan has sharded those that belong there."""
+    before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for module, name in places if _planned else ():
+        slots, spec = parameter_slots(module), _planned.get(module, {}).get(name)
+        value = slots.get(name)
+        if spec is not None and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            before.append((slots, name, value))
+            slots[name] = _part(value, spec)  # type: ignore[assignment]  # torch takes it for a parameter
+    try:
+        yield
+    finally:
+        for slots, name, value in before:
+            slots[name] = value
+
+
+def _part(value: Tensor, spec: DTensorSpec) -> Tensor:
+    with without_torch_function():
+        like = new_dtensor(local_tensor(value).new_empty(0), spec)
+        found: Tensor = Scatter.apply(value, like)  # type: ignore[no-untyped-call]  # torch's
+        return found

@@ -60,8 +60,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     views_of,
     was_assigned,
 )
-from lightning_shardckpt.parallel.sharding.given_weights import sharded_as_planned
-from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
+from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
 from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -57,6 +57,36 @@ def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True, device: tor
             peers.announce(what)
         replicated = [Replicate()] * found.device_mesh.ndim
         found = found.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    return found
+
+
+@torch.no_grad()
+def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
+    """The state dict of a module, or of a part of one, with whole tensors in memory of their own.
+
+    Collective: every rank that has shards of the module must call it, also those that throw the result away. In a
+    pipeline it has what this rank's stages have.
+
+    >>> import torch
+    >>> from lightning_shardckpt import full_state_dict
+    >>> sorted(full_state_dict(torch.nn.Linear(2, 1)))
+    ['bias', 'weight']
+
+    Args:
+        module: sharded or not.
+        cpu: whether to move each tensor to the CPU before the next one is gathered.
+
+    Returns:
+        Names to tensors, and to whatever else the state dict holds, on every rank.
+    """
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            whole = value.detach()
+            value = whole.cpu().clone() if cpu else whole.clone()
+        found[name] = value
     return found
 
 
