@@ -172,23 +172,20 @@ def _as_example(found: Any, args: tuple[Any, ...], example: DTensor) -> Any:
 
 
 def _moved(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return what ``cpu``, ``cuda`` and ``to`` give on another device: the whole tensor there, since it is read."""
-    tensor = args[0]
-    examples = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
-    if not is_sharded(tensor) or any(map(is_sharded, examples)):
-        replaced = mapped(args[1:], lambda t: _stand_in(t) if is_sharded(t) else t)
-        keywords = mapped(kwargs, lambda t: _stand_in(t) if is_sharded(t) else t)
-        if not is_sharded(tensor):
-            return func(tensor, *replaced, **keywords)  # type: ignore[no-any-return]  # a Tensor
-        return _elementwise(func, (tensor, *replaced), keywords) if examples else None
+    """Return what ``cpu``, ``cuda`` and ``to`` give on another device: the whole tensor there, since it is read.
+
+    None to change the dtype of rows, if a dtype was given, or nothing.
+    """
+    tensor, given = args[0], (args[1:], kwargs)
+    has_examples = any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values()))
+    rest, keywords = mapped(given, lambda t: _stand_in(t) if is_sharded(t) else t)
+    if not is_sharded(tensor):
+        return func(tensor, *rest, **keywords)  # type: ignore[no-any-return]  # a Tensor
     empty = local_tensor(tensor).new_empty(0)
-    device = func(empty, *args[1:], **kwargs).device
-    if device == empty.device:
-        if examples:
-            kind = func(empty, *args[1:], **kwargs).dtype
-            return _elementwise(Tensor.to, (tensor, kind), {})  # type: ignore[no-any-return]
-        return None
-    return func(whole(tensor, name_of(func)), *args[1:], **kwargs)  # type: ignore[no-any-return]
+    moved = func(empty, *rest, **keywords)
+    if moved.device != empty.device:
+        return func(whole(tensor, name_of(func)), *rest, **keywords)  # type: ignore[no-any-return]  # a Tensor
+    return _elementwise(Tensor.to, (tensor, moved.dtype), {}) if has_examples else None
 
 
 def _written(

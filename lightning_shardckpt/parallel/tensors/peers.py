@@ -130,9 +130,9 @@ class Peers:
         own = torch.tensor(values, dtype=torch.float64)
         return [part.tolist() for part in self.gather_read(own, what).view(self.size, -1)]
 
-    def announce(self, what: str, *facts: float) -> list[list[float]]:
+    def announce(self, what: str) -> None:
         """Say to the others what is read here, and hear what they read; raises as `share` does."""
-        return self._announce(what, facts)
+        self._announce(what, ())
 
     def gather_read(self, flat: Tensor, what: str) -> Tensor:
         """The flat tensors of all ranks after each other, after an `announce`. Collective."""
