@@ -1,7 +1,7 @@
 """``ShardCkptIO``: the CheckpointIO of Lightning and Fabric for sharded checkpoints.
 
-It translates: Lightning's calls and dicts into those of ``checkpoint/``. Who saves together, with which module, it is
-told by ``attach``; without that it is the CheckpointIO of one of Lightning's own strategies, on rank 0 alone.
+Translates Lightning's calls and dicts into those of ``checkpoint/``. ``attach`` sets the ranks and the module; without
+it, this is the CheckpointIO of one of Lightning's own strategies, which call it on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
+from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     AsyncOptions,
     ExtraFormat,
@@ -29,7 +29,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
-from lightning_shardckpt.checkpoint.hf_mirror import check_place
+from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
 from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
@@ -57,60 +57,64 @@ _WITHOUT_STRATEGY = (
 class ShardCkptIO(PickleByArguments, CheckpointIO):
     """Writes a checkpoint as a directory of per-rank shard files with indexes, and reads it on any topology.
 
-    With ``ShardedStrategy`` every rank writes its own slices. With those strategies of Lightning and Fabric that call a
-    CheckpointIO on rank 0 alone, that rank writes everything, and each rank loads whole tensors; a checkpoint from
-    any topology can be loaded there. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy don't belong to them:
-    they write shards in their own format, and can't load the directory of a whole model that a CheckpointIO saves. With
-    Fabric's own strategies, use ``lightning_shardckpt.fabric.ShardCkptIO``.
+    With ``ShardedStrategy`` every rank writes its own slices. With the strategies of Lightning and Fabric that call a
+    CheckpointIO on rank 0 alone, rank 0 writes everything and each rank loads whole tensors, from a checkpoint of any
+    topology. FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy are not among them: they write shards in their
+    own format, and can't load the directory of a whole model that a CheckpointIO saves. With Fabric's own strategies,
+    use ``lightning_shardckpt.fabric.ShardCkptIO``.
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         verify: compare all loaded bytes with their checksums. Under ``ShardedStrategy`` each tensor is filled as it is
-            verified; if something is corrupted the run ends, and the module can't be used before it has loaded another
-            checkpoint. With "first", and always in Fabric, nothing in memory changes before all is verified, for which
-            live tensors are read twice.
-        use_async: return from a save when all is copied to host memory; a thread of every rank writes and commits it
-            while training goes on. An error there is raised on all ranks at the next save, in ``wait`` or at the end of
-            the run. Loads wait, removals queue up after the saves before them, and the process ends when all is done.
-        max_pending: how many asynchronous saves may wait while another one is being written; one more waits until
-            there is room. Host memory for so many copies and one is kept until the end of the run.
+            verified; if the checkpoint is corrupted, the run ends, and the module can't be used until it has loaded
+            another checkpoint. With "first", and always in Fabric, no live tensor changes until all bytes are verified,
+            and the bytes of live tensors are read twice.
+        use_async: return from a save when its state is copied to host memory; a thread of every rank writes and commits
+            it while training goes on. Its error is raised on all ranks by the next save, by ``wait`` or at the end of
+            the run. Loads wait for pending saves, removals run after the saves before them, and the process exits when
+            all are done.
+        max_pending: the number of asynchronous saves that may wait while another one is being written; a further save
+            blocks until there is room. Host memory for ``max_pending + 1`` copies is kept until the end of the run.
         cast: read floating tensors into a model of another floating dtype, with a note, so that a run in ``bf16-true``
-            can go on from one in float32; moments that have their parameter's dtype keep to it. False refuses that.
-        sync_files: make a save durable before it returns. With False it is faster, and still survives a death of the
-            process at any moment, old or new; after a crash of the machine or a loss of power neither may be left.
-        replicas: whether tensors that several ranks hold must be the ``"same"``, or the ``"first"`` rank's are stored.
-            Those that differ (training without a reduction of gradients, a bug) would be mixed: an error names them.
-        adapters_only: save only what training changes: adapters of PEFT, other parameters that are trained, buffers,
-            optimizers and the rest of the trainer. Frozen parameters of the base model are left out, and a load leaves
-            them as they are, so the module must have them from elsewhere. For ``ShardedStrategy``.
-        incremental: hard-link shard files whose content an earlier checkpoint of this run in the same directory has,
-            instead of writing them again, such as those of a frozen base model. That they are equal is
-            found by checksums of what is in memory. Links share their bytes on the disk, so damage of one is damage of
-            all; deleting one checkpoint leaves the others whole. Where the place has no links, as
-            object stores, everything is written, with a note.
-        also: with "huggingface", every rank writes its slices of the model a second time, where they belong in the
-            files that ``from_pretrained`` reads, into the same directory: the checkpoint can be loaded by transformers
-            when it is committed. For a LightningModule that has a Hugging Face model; not on object stores.
+            can continue one in float32; optimizer moments with their parameter's dtype keep that dtype. False raises an
+            error instead.
+        sync_files: make a save durable before it returns. False is faster; if the process dies at any moment, the old
+            or the new checkpoint is still complete, but a machine crash or power loss may destroy both.
+        replicas: ``"same"`` requires that ranks holding the same tensor hold equal values, and names the tensors that
+            differ (because of training without gradient reduction, or a bug) in an error instead of storing a mix;
+            ``"first"`` stores the first rank's.
+        adapters_only: save only the state that training changes: adapters of PEFT, other trained parameters, buffers,
+            optimizers and the rest of the trainer's state. Frozen parameters of the base model are left out, and a load
+            does not change them, so the module must have their values from another source. For ``ShardedStrategy``.
+        incremental: hard-link shard files whose content is in an earlier checkpoint of this run in the same directory
+            (a frozen base model, for example) instead of writing them again. Equality is determined by checksums of the
+            tensors in memory. Linked files share their bytes on disk, so damage to one is damage to all; deleting one
+            checkpoint leaves the others complete. Where there are no hard links, as on object stores, every save writes
+            all files, with a note.
+        also: with "huggingface", every rank writes its slices of the model a second time, into the files that
+            ``from_pretrained`` reads, in the same directory: transformers can load the checkpoint once it is committed.
+            For a LightningModule that has a Hugging Face model; not on object stores.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
-            Lightning's ModelCheckpoint also looks at its ``dirpath``, and has no such options: give it what it needs by
+            Lightning's ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by
             environment variables, such as ``AWS_ENDPOINT_URL``.
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
-            once per node, and where they are found again; by the id of the save, so nothing stale is read.
-        resume: what ``fit`` takes from its ``ckpt_path``, by default all: "model", "optimizer" (the state of
+            once per node. Later loads reuse them; the save id in their names excludes stale files.
+        resume: the parts of ``ckpt_path`` that ``fit`` restores, by default all: "model", "optimizer" (the state of
             parameters), "param_groups" (learning rates and other hyper-parameters of optimizers), "schedulers",
             "loops" (epochs and steps), "data" (the position in it, and the state of a LightningDataModule),
-            "callbacks" and "random" (states of random number generators). What is not named stays as the Trainer made
-            it. For ``ShardedStrategy``; ``validate``, ``test`` and ``predict`` take the model whatever it says.
-        resume_skip: patterns of names of tensors that ``fit`` leaves as they are, such as ``"head.*"``, with the state
-            that optimizers have of them; names as ``metadata`` lists them, so that ``"optimizer/0/param_groups/*/lr"``
-            leaves learning rates. For ``ShardedStrategy``. It is an error if a pattern is the name of nothing.
-        pickle_objects: pickle objects that are no plain values (encoders, scalers, classes) in hyper-parameters, the
-            state of callbacks and schedulers, and what ``on_save_checkpoint`` adds. Without it they are refused, or of
-            hyper-parameters left out. They are read with ``weights_only=False`` alone, which executes what is in them.
+            "callbacks" and "random" (states of random number generators). Other parts stay as the Trainer made them.
+            For ``ShardedStrategy``; ``validate``, ``test`` and ``predict`` always load the model.
+        resume_skip: patterns of tensor names that ``fit`` does not restore, such as ``"head.*"``, along with their
+            optimizer state; names as ``metadata`` lists them, so ``"optimizer/0/param_groups/*/lr"`` keeps the new
+            learning rates. A pattern that matches nothing is an error. For ``ShardedStrategy``.
+        pickle_objects: pickle objects that are not plain values (encoders, scalers, classes) in hyper-parameters, the
+            state of callbacks and schedulers, and the entries that ``on_save_checkpoint`` adds. Without it, such
+            objects are refused, except in hyper-parameters, where they are left out. They are read only with
+            ``weights_only=False``, which executes code in them.
     """
 
-    _of_fabric = False
+    _is_fabric = False
 
     def __init__(
         self,
@@ -153,26 +157,30 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
     @property
     def names(self) -> WholeNames:
-        """Names of the whole model, also on a pipeline stage that has a part of it."""
+        """Names of the whole model, also on ranks of a pipeline stage, which have a part of it."""
         return self._attached.names
 
     @property
     def resumes_partly(self) -> bool:
-        """True if ``fit`` leaves something of its checkpoint."""
+        """True if ``fit`` restores only a part of its checkpoint."""
         return bool(self.resume_skip) or self.resume != frozenset(PARTS)
 
     @property
     def finished_saves(self) -> tuple[FinishedSave, ...]:
-        """The latest saves that are complete, at most 100, in the order in which they ended.
+        """The latest complete saves, at most 100, in the order of completion.
 
-        On every rank that saves: under ``ShardedStrategy`` all, with Lightning's own strategies rank 0.
+        Available on every rank that saves: all under ``ShardedStrategy``, rank 0 with Lightning's own strategies.
         """
         return self._saves.finished.latest()
 
-    # --- who saves ---
+    # --- ranks and module ---
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that is no option: nothing would look at one that is set later."""
+        """Set an attribute, except an option: a change after construction would have no effect.
+
+        Raises:
+            AttributeError: for an option.
+        """
         if name in _FIXED:
             raise AttributeError(f"{name} is an option of ShardCkptIO({name}=…); make another ShardCkptIO to change it")
         super().__setattr__(name, value)
@@ -180,18 +188,18 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def attach(
         self, ranks: Ranks, module: nn.Module, topology: Mapping[str, int], *, names: WholeNames | None = None
     ) -> None:
-        """Let all of ``ranks`` call this object together, from now on, to save and load ``module``.
+        """Set the ranks that save and load together, and the module.
 
         Args:
-            ranks: who saves and loads together.
-            module: of this rank; of a pipeline, its stages' part.
+            ranks: all of them call this object together from now on.
+            module: of this rank; in a pipeline, the part of its stages.
             topology: the sizes of mesh axes by name, for the root index.
-            names: of the whole model, where ``module`` is a part of it.
+            names: of the whole model, if ``module`` is a part of it.
         """
         self._attached = Attached(ranks, module, topology, names or WholeNames())
 
     def teardown(self) -> None:
-        """Wait for asynchronous saves, as ``wait`` does, free their memory, and forget the ranks of ``attach``.
+        """Wait for asynchronous saves, as ``wait`` does, free their memory, and undo ``attach``.
 
         Collective under ``ShardedStrategy``, as ``wait`` is.
         """
@@ -202,9 +210,12 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             self._attached = Attached()
 
     def leave(self, error: BaseException) -> None:
-        """Finish what is queued on a rank that got an exception, which others may not have; ``error`` gets notes.
+        """Finish queued saves on a rank that got an exception, which other ranks may not have got.
 
-        Not collective. After it a save is complete on return.
+        Not collective. Later saves are complete on return.
+
+        Args:
+            error: the exception; failures of the queued saves are added to it as notes.
         """
         self._warn(self.async_saves.leave(error))
 
@@ -213,42 +224,44 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save Lightning's checkpoint dict at ``path``; complete, and durable with ``sync_files``, if not asynchronous.
+        """Save Lightning's checkpoint dict at ``path``.
+
+        Without ``use_async`` it is complete when this returns, and durable with ``sync_files``.
 
         Collective under ``ShardedStrategy``: every rank must call it.
 
         Args:
             checkpoint: Lightning's dict.
-            path: where to.
+            path: of the new checkpoint, or a URL.
             storage_options: for this URL, in place of those of ``ShardCkptIO``.
 
         Raises:
-            Exception: what an asynchronous save before this one failed with; this one is not begun then.
-            ValueError: for ``also`` and a URL, and for ``storage_options`` and a path of the file system.
-            StateError: listing state that cannot be stored, by path; for ``adapters_only`` under another strategy.
+            Exception: the failure of an earlier asynchronous save; then this save does not begin.
+            ValueError: for ``also`` with a URL, and for ``storage_options`` with a path of the file system.
+            StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
-        where, attached = os.fspath(path), self._attached
-        storage = self._storage_for(where, storage_options)
-        saving = LightningSave(
+        path, attached = os.fspath(path), self._attached
+        storage = self._storage_for(path, storage_options)
+        lightning_save = LightningSave(
             checkpoint,
             attached,
             self._hugging_face,
             adapters_only=self.adapters_only,
             pickle_objects=self.pickle_objects,
-            of_fabric=self._of_fabric,
+            is_fabric=self._is_fabric,
         )
-        check_place(where, self.save_options.also)
-        if self.async_saves.background is None and attached.module is None:  # else the strategy has said when
+        check_path(path, self.save_options.also)
+        if self.async_saves.background is None and attached.module is None:  # otherwise the strategy enables it
             self.async_saves.enable(Ranks.alone())
         notes = self._saves.save(
-            where,
-            saving.describe,
+            path,
+            lightning_save.describe,
             ranks=attached.ranks,
-            about=saving.about,
+            run=lightning_save.run,
             options=self.save_options,
             storage=storage,
         )
-        self._warn([*saving.notes, *notes])
+        self._warn([*lightning_save.notes, *notes])
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:
@@ -260,13 +273,12 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     # --- asynchronous saves ---
 
     def wait(self) -> None:
-        """Wait until every asynchronous save is complete, durable with ``sync_files``, and what was to be removed is.
+        """Wait until all asynchronous saves are complete (durable with ``sync_files``) and all removals are done.
 
-        Collective under ``ShardedStrategy``: every rank must call it. With Lightning's own strategies rank 0 alone has
-        something to wait for.
+        Collective under ``ShardedStrategy``: every rank must call it. With other strategies only rank 0 waits.
 
         Raises:
-            Exception: what a save failed with, on every rank; each failure is raised once.
+            Exception: the failure of a save, on every rank; each failure is raised once.
         """
         try:
             self.async_saves.wait(self._attached.ranks)
@@ -285,7 +297,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     ) -> dict[str, Any]:
         """Return the whole checkpoint as Lightning's dict, for strategies that hold whole tensors. Not collective.
 
-        Also reads plain files of ``torch.save``, and weights of other formats whose names are the module's. Waits for
+        Also reads files of ``torch.save``, and weights of other formats under the module's names. Waits for
         asynchronous saves of this process.
 
         Args:
@@ -294,7 +306,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
 
         Raises:
-            TypeError: for a ``map_location`` that is none of these.
+            TypeError: for a ``map_location`` of another type.
             StateError: with ``resume`` or ``resume_skip``.
         """
         if self.resumes_partly:
@@ -302,15 +314,17 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
                 "ShardCkptIO(resume=…, resume_skip=…) must know whether it is fit that loads, which Lightning's own "
                 "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
             )
-        found = self.load_whole(path, map_location, weights_only)
-        if self._of_fabric:
-            return states_of_checkpoint(found)
+        checkpoint = self.load_whole(path, map_location, weights_only)
+        if self._is_fabric:
+            return states_of_checkpoint(checkpoint)
         if is_torch_file(path := file_path(path)):
-            of_objects = None if is_lightnings(found) else checkpoint_of_states(found, nested=True, only="model")
-            if of_objects is None:
-                return found
-            found = of_objects
-        return as_of_a_trainer(found, path)
+            if is_lightnings(checkpoint):
+                return checkpoint
+            of_states = checkpoint_of_states(checkpoint, nested=True, only="model")
+            if of_states is None:
+                return checkpoint
+            checkpoint = of_states
+        return as_trainer_checkpoint(checkpoint, path)
 
     def load_whole(
         self,
@@ -318,18 +332,23 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         map_location: MAP_LOCATION = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the whole checkpoint as it is: of a Trainer, of Fabric, or of other programs. Not collective.
+        """Return the whole checkpoint unchanged: of a Trainer, of Fabric, or of another program. Not collective.
 
         Arguments and errors are those of ``load_checkpoint``.
         """
         drain_all()
-        path, safe = file_path(path), weights_only is not False
-        verify, storage = self.load_options.verify, self.storage
-        found = load_whole(path, map_location, verify=verify, weights_only=safe, storage=storage)
-        self._saves.loaded(path)
-        if not is_torch_file(path) and (frozen := found.pop(FROZEN, None)):
+        path = file_path(path)
+        checkpoint = load_whole(
+            path,
+            map_location,
+            verify=self.load_options.verify,
+            weights_only=weights_only is not False,
+            storage=self.storage,
+        )
+        self._saves.add_loaded(path)
+        if not is_torch_file(path) and (frozen := checkpoint.pop(FROZEN, None)):
             self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
-        return found
+        return checkpoint
 
     def load_into(
         self,
@@ -341,19 +360,22 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         pick_rank: Callable[[Any], int] | None = None,
         partly: bool = False,
         filling: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Loaded:
-        """Load straight into live tensors: a sharded checkpoint of any topology, or one of another format.
+    ) -> LoadResult:
+        """Load a checkpoint of any topology, or of another format, straight into live tensors.
 
         Collective: every rank must call it.
 
         Args:
             path: the checkpoint.
-            targets: what is filled.
+            targets: the live objects to fill.
             strict: raise one MismatchError for all differences instead of loading the rest.
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
-            partly: leave out what ``resume`` and ``resume_skip`` say.
+            partly: apply ``resume`` and ``resume_skip``.
             filling: see ``checkpoint.load``.
+
+        Returns:
+            The rest of the checkpoint; see ``checkpoint.load``.
         """
         drain_all()
         targets = replace(targets, cast=self.cast)
@@ -362,7 +384,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         options = replace(
             self.load_options, strict=strict, weights_only=weights_only is not False, verify_first=self._verify_first
         )
-        loaded = load(
+        result = load(
             os.fspath(path),
             targets,
             ranks=self._attached.ranks,
@@ -371,17 +393,18 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
-        self._saves.loaded(os.fspath(path))
-        self._warn(loaded.notes)
-        return loaded
+        self._saves.add_loaded(os.fspath(path))
+        self._warn(result.notes)
+        return result
 
     # --- remove ---
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete the checkpoint, the link or the plain file at ``path``; does nothing where there is nothing.
+        """Delete the checkpoint, the link or the plain file at ``path``, if there is one.
 
-        What can't be deleted, or is no checkpoint, stays, with a warning: training must not end for that. After an
-        asynchronous save it is removed when that is complete; if that failed, it stays, with a warning.
+        Anything that can't be deleted, or is not a checkpoint, stays, with a warning, so that training goes on. After
+        an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
+        ``path`` stays, with a warning.
         """
         remove = partial(remove_any, file_path(path), self.storage)
         if self.async_saves.background is None:
@@ -391,13 +414,13 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             self._warn(self.async_saves.notes())
 
 
-def as_of_a_trainer(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict, also where the checkpoint is not a Trainer's: it begins at step 0 then.
+def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:
+    """Return a checkpoint dict of a Trainer; one that another program saved begins at step 0.
 
     Args:
         checkpoint: the dict that was read; it is not changed.
         path: of the checkpoint, for the warning.
-        fitting: whether training is about to begin, of which the warning tells.
+        fitting: warn that training begins at step 0.
     """
     if VERSION not in checkpoint:
         checkpoint = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **checkpoint, VERSION: lightning.__version__}

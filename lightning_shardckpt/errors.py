@@ -7,7 +7,7 @@
     ├── MismatchError            (RuntimeError)       checkpoint and model (or ranks) differ
     ├── StateError               (TypeError)          state that this format cannot hold
     ├── TopologyError            (ValueError)         sizes, a mesh or a plan that do not fit
-    ├── UnsupportedCodeError     (ValueError)         user code that would train something else than on one process
+    ├── UnsupportedCodeError     (ValueError)         user code whose results would differ from those on one process
     └── RankError                (RuntimeError)       another rank failed, or did not answer in time
 
 A message says what failed, where (path, FQN, rank), what was expected and found, and what to do.
@@ -15,19 +15,19 @@ A message says what failed, where (path, FQN, rank), what was expected and found
 
 
 class ShardCkptError(Exception):
-    """The root of the errors about checkpoints, models, topologies and ranks; wrong arguments are plain builtins."""
+    """Base class of errors about checkpoints, models, topologies and ranks. Wrong arguments raise builtin errors."""
 
 
 class CheckpointNotFoundError(ShardCkptError, FileNotFoundError):
-    """No complete checkpoint is at this path."""
+    """There is no complete checkpoint at this path."""
 
 
 class FormatError(ShardCkptError, ValueError):
-    """An index or a header breaks a rule of FORMAT.md, or is of a newer version."""
+    """An index or a header breaks a rule of FORMAT.md, or has a newer format version."""
 
 
 class CorruptionError(ShardCkptError, OSError):
-    """Stored bytes differ from the bytes that were saved: a checksum, a size or a save id disagrees."""
+    """Stored bytes differ from the bytes that were saved: a checksum, a size or a save id does not match."""
 
 
 class MismatchError(ShardCkptError, RuntimeError):
@@ -35,16 +35,16 @@ class MismatchError(ShardCkptError, RuntimeError):
 
 
 class StateError(ShardCkptError, TypeError):
-    """State that cannot be stored without pickle, or that no layout describes."""
+    """A state can't be stored without pickle, or no layout describes it."""
 
 
 class TopologyError(ShardCkptError, ValueError):
-    """Sizes, a mesh, a plan or options that don't fit the world or the model."""
+    """Sizes, a mesh, a plan or options don't fit the world or the model."""
 
 
 class UnsupportedCodeError(ShardCkptError, ValueError):
-    """A step, hook, layer, loader or optimizer that would compute something else here than on one process."""
+    """A step, hook, layer, loader or optimizer would compute another result here than on one process."""
 
 
 class RankError(ShardCkptError, RuntimeError):
-    """Failure of another rank, or no answer in time; the message names it."""
+    """Another rank failed, or did not answer in time; the message names it."""

@@ -1,6 +1,6 @@
-"""``ShardedStrategy`` of Fabric: its hooks in the order in which a script calls them.
+"""``ShardedStrategy`` and ``ShardCkptIO`` of Fabric, with hooks in the order in which a script calls them.
 
-How modules are sharded and steps run is in ``parallel/``, what both strategies do around hooks in ``strategy/``.
+``parallel/`` shards modules and runs steps; ``strategy/`` has the code that both strategies share.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ __all__ = ["ShardCkptIO", "ShardedStrategy"]
 
 
 class ShardCkptIO(TrainerCkptIO):
-    """The ``ShardCkptIO`` of Fabric: takes and gives states of Fabric, with state dicts of objects in their places.
+    """The ``ShardCkptIO`` of Fabric, for states of Fabric with state dicts in the places of objects.
 
-    Its arguments are those of ``lightning_shardckpt.ShardCkptIO``.
+    Takes the arguments of ``lightning_shardckpt.ShardCkptIO``.
     """
 
-    _of_fabric = True
+    _is_fabric = True
 
     @override
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the state that was saved, as Fabric's own strategies distribute it.
+        """Return the saved state, as Fabric's own strategies distribute it.
 
-        Collective with ``use_async``, since rank 0 alone may have to wait for its saves: every rank must call it.
+        Collective with ``use_async``, since only rank 0 may have pending saves: every rank must call it.
         Arguments and errors are those of ``lightning_shardckpt.ShardCkptIO``.
         """
         if self.async_saves.is_async and dist.is_available() and dist.is_initialized():
@@ -85,17 +85,18 @@ class ShardCkptIO(TrainerCkptIO):
 
 
 class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
-    """Trains what Fabric sets up under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
+    """Trains Fabric's modules under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
-    ``fabric.setup`` shards a module that was built like any other. An optimizer that was built before gets the
-    parameters that the module has afterwards. Initial weights are the same on every topology.
+    ``fabric.setup`` shards an ordinary module. The parameters of an optimizer that was built before are replaced by the
+    sharded ones. Initial weights are the same on every topology.
 
-    Sharded parameters act as whole tensors, as the Trainer's ``ShardedStrategy`` describes it.
+    Sharded parameters act as whole tensors; see the Trainer's ``ShardedStrategy``.
 
     Each rank saves its slices with ``fabric.save``, in the format of the Trainer's ``ShardedStrategy`` and of
-    ``lightning_shardckpt.save``: each loads the other's model and optimizers. Keys belong together as there.
+    ``lightning_shardckpt.save``: each loads the other's model and optimizers. Keys are matched as in
+    ``lightning_shardckpt.load``.
 
-    ``__init__`` describes the arguments, which are those of the Trainer's ``ShardedStrategy``.
+    Takes the arguments of the Trainer's ``ShardedStrategy``; see ``__init__``.
     """
 
     @override
@@ -103,13 +104,13 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._num_nodes = 1  # Fabric's connector overwrites it
         self._sharded = SetUpModules()
         self._running: ShardedModule | None = None
-        self._stepped: PipelinedSteps | None = None  # the one whose loss has not gone through a backward yet
+        self._stepped: PipelinedSteps | None = None  # whose backward has not run yet
         self._deferred: DeferredInit | None = None
         self._agreement = BatchAgreement()
         self._joint_updates = JointUpdates()
         self._backward_sync_control = HeldBackward()  # type: ignore[assignment]  # Fabric calls one method of it
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     @override
@@ -150,9 +151,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the CPU, alike on all ranks; with ``empty_init`` without memory until they are set up.
+        """Build modules on the CPU, with equal values on all ranks; with ``empty_init``, without memory until setup.
 
-        Until then their parameters act as on the CPU, so that scripts may initialise them in place.
+        Until setup, their parameters act as on the CPU, so scripts may initialise them in place.
         """
         with ExitStack() as stack:
             stack.enter_context(same_rng())
@@ -164,15 +165,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Parameters and buffers are placed when the module is sharded."""
+        """Do nothing: sharding the module places parameters and buffers."""
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Collective: every rank of the world must call it."""
-        wanted, self._pretrained = self._pretrained, None
+        """Shard a module. Collective: every rank of the world must call it."""
+        pretrained, self._pretrained = self._pretrained, None
         if (values := self._deferred) is not None:
-            self._ranks.step("comparing random numbers", lambda: values.random_digest, _check_drawn_alike)
-        sharded = self._shard_module(module, values, wanted, precision=self.precision, is_called=True)
+            self._ranks.step("comparing random numbers", lambda: values.random_digest, _check_equal_draws)
+        sharded = self._shard_module(module, values, pretrained, precision=self.precision, is_called=True)
         self._sharded.add(sharded)
         if self._agreement.values is not None:
             self._agreement.values.add(sharded.root)
@@ -187,21 +188,21 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """Workers are seeded by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        """Seed workers by data-parallel rank: ranks of one tensor group must draw the same batches."""
         refuse_batches_of_batches(dataloader)
-        seeding = dataloader.worker_init_fn
-        if isinstance(seeding, partial) and seeding.func is pl_worker_init_function:
+        init_fn = dataloader.worker_init_fn
+        if isinstance(init_fn, partial) and init_fn.func is pl_worker_init_function:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)
         return dataloader
 
     # --- steps ---
 
     @override
-    @wraps(ParallelStrategy.backward)  # Fabric forbids derivatives outside of a backward of our own; see ShardedForward
-    def backward(  # type: ignore[override]  # mypy takes what wraps returns for no method
+    @wraps(ParallelStrategy.backward)  # hides the override: for one, Fabric forbids derivatives outside of it
+    def backward(  # type: ignore[override]  # mypy doesn't regard the result of wraps as a method
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Gradients are final when this returns. Collective: every rank of the world must call it."""
+        """Run backward; gradients are final on return. Collective: every rank of the world must call it."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         stepped, self._stepped = self._stepped, None
@@ -218,12 +219,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for sharded in self._sharded:
             if not sharded.gradients.is_blocked:
                 broadcast_statistics(sharded.root, self.meshes.data_parallel_group)
-        raise_if_lost()  # what came out of an aborted collective is nothing to go on with
+        raise_if_lost()  # the outputs of an aborted collective are invalid
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """In a pipeline without a closure collective: every rank of the world must call it."""
-        if self.topology.pipeline > 1 and not kwargs:  # gradients are there
+        """Run an optimizer step. Collective in a pipeline without a closure: every rank of the world must call it."""
+        if self.topology.pipeline > 1 and not kwargs:  # without a closure, which would compute the gradients
             self._joint_updates.check(optimizer, None, self.root_device)
         closure, group = kwargs.get("closure"), None if self._apart else self.meshes.data_parallel_group
         with same_noise(optimizer, closure or (lambda: None), group) as gradients:
@@ -232,20 +233,20 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, module: nn.Module | None = None, *, scale: float = 1.0
     ) -> Any:
-        """Return what a step function returns for a batch.
-
-        In a pipeline all stages run it, and every rank gets what the last stage returns; without one this is
-        ``step(batch)``.
+        """Run a step function on a batch, in a pipeline on all of its stages.
 
         Collective: every rank of the world must call it, with the same batch on all ranks of a pipeline. With gradients
-        enabled it must return a loss tensor or a dict with one as "loss", for ``fabric.backward``.
+        enabled, ``step`` must return a loss tensor or a dict with a "loss", for ``fabric.backward``.
 
         Args:
-            step: calls the module, and computes the loss. It runs several times.
-            batch: its argument, which is split into microbatches along the first dim of its tensors.
-            module: what ``fabric.setup`` returned, if several modules were set up.
-            scale: what the loss is going to be multiplied with before the backward, for schedules that run backward
-                passes at once.
+            step: calls the module and computes the loss. In a pipeline it runs several times.
+            batch: its argument, which a pipeline splits into microbatches along the first dim of its tensors.
+            module: the result of ``fabric.setup``, if several modules were set up.
+            scale: the factor by which the loss is multiplied before backward, for schedules that run backward passes
+                at once.
+
+        Returns:
+            The result of ``step``; in a pipeline that of the last stage, on every rank.
 
         Raises:
             UnsupportedCodeError: for steps that can't be pipelined, on every rank; see "Pipelines" in the docs.
@@ -278,7 +279,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return output
 
     def reshard(self) -> None:
-        """Free what FSDP2 has gathered, where a module has applied it by itself. No communication."""
+        """Free gathered parameters of modules that apply FSDP2 themselves. No communication."""
         for sharded in self._sharded:
             reshard(sharded.root)
 
@@ -291,7 +292,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip over all ranks, however parameters are sharded. Collective: every rank of the world must call it."""
+        """Clip by the norm over all ranks and shards. Collective: every rank of the world must call it."""
         self.precision.unscale_gradients(optimizer)
         holders = self._sharded.holders
         return clip_by_norm(
@@ -312,7 +313,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel group by default."""
+        """Reduce a tensor, over the data-parallel group by default."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not isinstance(tensor, Tensor):
@@ -322,9 +323,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     # --- checkpoints ---
 
     def wait(self) -> None:
-        """Wait for asynchronous saves, and raise what they failed with.
+        """Wait for asynchronous saves, and raise their errors.
 
-        Collective: every rank must call it. Without it, errors are raised by the next save, or shown at the end.
+        Collective: every rank must call it. Otherwise the next save raises the errors, or Python prints them at exit.
         """
         self.checkpoint_io.wait()
 
@@ -336,24 +337,24 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Collective: every rank writes its own slices, at the path of rank 0."""
+        """Save this rank's slices, at the path of rank 0. Collective: every rank must call it."""
         self.reshard()
-        found: list[tuple[NestedObjects, WholeNames, dict[str, Any]]] = []
+        described: list[tuple[NestedObjects, WholeNames, dict[str, Any]]] = []
         order = order_of_state(state, self._ranks, "describing what to save")
 
         def describe() -> str:
             objects = objects_in(state).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
             checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
-            found.append((objects, whole, checkpoint))
+            described.append((objects, whole, checkpoint))
             return os.fspath(path)
 
-        chosen: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
-        ((objects, whole, checkpoint),) = found
+        common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
+        ((objects, whole, checkpoint),) = described
         if not self._apart:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
-        self.checkpoint_io.save_checkpoint(checkpoint, chosen, storage_options)
+        self.checkpoint_io.save_checkpoint(checkpoint, common_path, storage_options)
         for note in objects.notes:
             rank_zero_warn(note)
 
@@ -365,7 +366,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Collective: fills live objects in place, from any topology; without a state, each rank gets everything."""
+        """Fill live objects in place from a checkpoint of any topology; without a state, return the whole checkpoint.
+
+        Collective: every rank must call it.
+        """
         path, io = self.broadcast(path), self.checkpoint_io
         if io.resume != frozenset(PARTS):
             raise ValueError("ShardCkptIO(resume=…) is for a Trainer; leave parts out of the state that is loaded")
@@ -373,31 +377,33 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if not state and not isinstance(state, nn.Module | Optimizer):
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
-        one = state if isinstance(state, dict) else {"state": state}
-        order = order_of_state(one, self._ranks, "looking at the state")
+        states = state if isinstance(state, dict) else {"state": state}
+        order = order_of_state(states, self._ranks, "looking at the state")
 
         def make() -> NestedLoad:
-            objects = objects_in(one).in_order(order)
+            objects = objects_in(states).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
             skip, cast = io.resume_skip, io.cast
-            return NestedLoad(one, objects, named_by=named_by, whole=whole, skip=skip, cast=cast, keep_parameters=True)
+            return NestedLoad(
+                states, objects, named_by=named_by, whole=whole, skip=skip, cast=cast, keep_parameters=True
+            )
 
-        restore = NestedLoad.prepared(self._ranks, make)
-        remainder, loaded = restore.run(
+        nested = NestedLoad.prepare(self._ranks, make)
+        remainder, result = nested.run(
             os.fspath(path),
             self._ranks,
             options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
             storage=io.storage,
         )
-        for note in loaded.notes:
+        for note in result.notes:
             rank_zero_warn(note)
-        for note in loaded.skipped:
+        for note in result.skipped:
             rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}
 
 
-def _check_drawn_alike(digests: list[int]) -> None:
-    """Raise if ranks initialised, after ``init_module``, with different random numbers."""
+def _check_equal_draws(digests: list[int]) -> None:
+    """Raise an UnsupportedCodeError if ranks drew different random numbers for parameters after ``init_module``."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise UnsupportedCodeError(

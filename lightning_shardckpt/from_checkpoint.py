@@ -1,6 +1,6 @@
 """``load_from_checkpoint``: construct a LightningModule or LightningDataModule from a sharded checkpoint.
 
-Lightning's own method of that name asks no CheckpointIO, so it cannot read these.
+Lightning's own method of that name calls no CheckpointIO, so it can't read sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.serialization import MAP_LOCATION
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.whole_load import device_of, is_torch_file, load_whole
-from lightning_shardckpt.checkpoint_io import as_of_a_trainer
+from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
 from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
@@ -49,40 +49,40 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Loadable:
-    """Return a module with the hyper-parameters and weights of a checkpoint, on one device, in this process alone.
+    """Return a module with the hyper-parameters and weights of a checkpoint, on one device. Not collective.
 
-    What ``LightningModule.load_from_checkpoint`` does for a file, for a sharded checkpoint of any topology. Waits for
-    asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out stay as the module
-    was constructed, in ``__init__`` or ``configure_model``.
+    Does for a sharded checkpoint of any topology what ``LightningModule.load_from_checkpoint`` does for a file. Waits
+    for asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out keep the values
+    that ``__init__`` or ``configure_model`` gave them.
 
     Args:
         cls: the class to construct.
         checkpoint_path: the checkpoint.
         map_location: the device for the module, or a dict or function as in ``torch.load``; the CPU by default.
-        strict: whether all names must match; by default as the module's ``strict_loading`` says.
+        strict: require that all names match; the module's ``strict_loading`` by default.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
         weights_only: as in ``torch.load``, for a plain file and for objects that were pickled with
-            ``ShardCkptIO(pickle_objects=True)``; True by default. False executes what is in them.
+            ``ShardCkptIO(pickle_objects=True)``; True by default. False executes code in them.
         kwargs: hyper-parameters that replace the stored ones.
 
     Raises:
         StateError: if a hyper-parameter could not be stored and is not given.
-        MismatchError: listing what is missing although the checkpoint does not leave it out, for one of adapters.
+        MismatchError: for a checkpoint of adapters, listing missing tensors other than those it leaves out.
     """
     drain_all()
     path, device = os.fspath(checkpoint_path), device_of(map_location)
     if is_torch_file(path):
-        where: Any = path
+        file: Any = path
         if weights_only is not None:
             kwargs["weights_only"] = weights_only
-        place: Any = device if map_location is None else map_location
-        return cls.load_from_checkpoint(where, map_location=place, strict=strict, **kwargs)  # type: ignore[return-value]
+        location: Any = device if map_location is None else map_location
+        return cls.load_from_checkpoint(file, map_location=location, strict=strict, **kwargs)  # type: ignore[return-value]
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if issubclass(cls, pl.LightningModule) and _has_weights_alone(path, storage):
-        return _with_weights(cls, path, device, storage, strict, kwargs)
+        return _load_weights(cls, path, device, storage, strict, kwargs)
     checkpoint = load_whole(path, device, optimizers=False, weights_only=weights_only is not False, storage=storage)
-    checkpoint = as_of_a_trainer(checkpoint, path, fitting=False)
+    checkpoint = as_trainer_checkpoint(checkpoint, path, fitting=False)
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not isinstance(hyper, dict):  # of OmegaConf
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hyper)
@@ -90,27 +90,27 @@ def load_from_checkpoint(
     _check_complete(cls, checkpoint, path)
     if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
         return constructed(cls, checkpoint, strict=strict, **kwargs)
-    left_out = checkpoint.pop(FROZEN)
-    module = _constructed_in_part(cls, checkpoint, kwargs)
-    _check_adapters(module, checkpoint, left_out, path, strict)
+    frozen = checkpoint.pop(FROZEN)
+    module = _construct_partly(cls, checkpoint, kwargs)
+    _check_adapters(module, checkpoint, frozen, path, strict)
     return module
 
 
-def _constructed_in_part(cls: type[Loadable], checkpoint: dict[str, Any], hyper: dict[str, Any]) -> Loadable:
-    """Return a module with what a checkpoint dict has, of which it may lack something."""
+def _construct_partly(cls: type[Loadable], checkpoint: dict[str, Any], hyper: dict[str, Any]) -> Loadable:
+    """Return a module constructed from a checkpoint dict whose names need not be all of the module's."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found keys that are (in the model state dict but not|not in the model)")
         return constructed(cls, checkpoint, strict=False, **hyper)
 
 
 def _has_weights_alone(path: str, storage: StorageRouter) -> bool:
-    """Return whether there is no model under Lightning's names: weights of another program, or a state dict."""
+    """Return True if the checkpoint holds weights of another program or a state dict, not a LightningModule's names."""
     source, _ = open_source(path, storage)
     with closing(source):
         return is_weights_alone(source) or "model" not in source.components()
 
 
-def _with_weights(
+def _load_weights(
     cls: type[Loadable],
     path: str,
     device: torch.device,
@@ -118,29 +118,29 @@ def _with_weights(
     strict: bool | None,
     hyper: dict[str, Any],
 ) -> Loadable:
-    """Return a module with weights of another program, under the names and as the tensors that it has."""
-    checkpoint = as_of_a_trainer({"state_dict": {}}, path, fitting=False)
+    """Return a module with weights of another program, converted to its names and tensors."""
+    checkpoint = as_trainer_checkpoint({"state_dict": {}}, path, fitting=False)
     checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = dict(hyper)
-    module = _constructed_in_part(cls, checkpoint, hyper)
+    module = _construct_partly(cls, checkpoint, hyper)
     assert isinstance(module, pl.LightningModule)
     state = {"module": module.to(device)}
     options = LoadOptions(strict=module.strict_loading if strict is None else strict)
-    _, loaded = NestedLoad(state, objects_in(state)).run(path, Ranks.alone(), options=options, storage=storage)
-    for note in loaded.notes:
+    _, result = NestedLoad(state, objects_in(state)).run(path, Ranks.alone(), options=options, storage=storage)
+    for note in result.notes:
         rank_zero_warn(note)
     return module
 
 
 def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: str) -> None:
-    """Refuse to construct from hyper-parameters that were not stored, of those that ``__init__`` takes."""
-    taken = inspect.signature(cls.__init__).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-    takes_all = takes_all or checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in taken  # as one mapping
+    """Raise a StateError if hyper-parameters that ``__init__`` takes were not stored."""
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_all = takes_all or checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in parameters  # as one mapping
     lost = lost_values(checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY])
-    lost = {place: value for place, value in lost.items() if takes_all or _first(place) in taken}
+    lost = {key: value for key, value in lost.items() if takes_all or _hyper_name(key) in parameters}
     if lost:
-        listed = "\n  ".join(f"{place}  {value.type_name}, {value.text}" for place, value in lost.items())
-        given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_first, lost)))
+        listed = "\n  ".join(f"{key}  {value.type_name}, {value.text}" for key, value in lost.items())
+        given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_hyper_name, lost)))
         pickled = any(isinstance(value, Pickled) for value in lost.values())
         other = "; or, if you trust whoever wrote it, weights_only=False for those that are pickled" if pickled else ""
         raise StateError(
@@ -149,15 +149,15 @@ def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: st
         )
 
 
-def _first(place: str) -> str:
-    return place.partition("/")[0]
+def _hyper_name(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def stored_hyper_parameters(path: str, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return the hyper-parameters of a LightningModule that a checkpoint has, for LightningCLI; no tensor is read.
+    """Return the stored hyper-parameters of a LightningModule, for LightningCLI. Reads no tensors.
 
-    Those that the checkpoint lacks are left out, with a warning; as are all, if it can't be read, which is what a run
-    that loads it will be told.
+    Missing hyper-parameters are left out, with a warning. If the checkpoint can't be read, warns and returns none: the
+    run that loads it raises the error.
 
     Args:
         path: the checkpoint, or a URL.
@@ -172,7 +172,7 @@ def stored_hyper_parameters(path: str, *, weights_only: bool = True) -> dict[str
         rank_zero_warn(f"LightningCLI takes no hyper-parameters from {path!r}, which cannot be read as it is: {error}")
         return {}
     hyper = dict(trainer.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {})
-    lost = sorted(set(map(_first, lost_values(hyper))))
+    lost = sorted(set(map(_hyper_name, lost_values(hyper))))
     if lost:
         rank_zero_warn(
             f"{path!r} does not hold the hyper-parameters {lost}, which are taken from the command line and the config"
@@ -183,15 +183,15 @@ def stored_hyper_parameters(path: str, *, weights_only: bool = True) -> dict[str
 def _check_adapters(
     module: pl.LightningModule,
     checkpoint: Mapping[str, Any],
-    left_out: Mapping[str, object],
+    frozen: Mapping[str, object],
     path: str,
     strict: bool | None,
 ) -> None:
-    """Compare names with a checkpoint that has no frozen parameters: those that it left out may be missing."""
+    """Raise a MismatchError if names differ from a checkpoint of adapters, except for the frozen ones it left out."""
     live = {clean_fqn(name) for name in module.state_dict()}
     stored = {clean_fqn(name) for name in checkpoint["state_dict"]}
-    problems = [f"{name}  in model only" for name in sorted(live - stored - left_out.keys())]
-    problems += [f"{name}  in checkpoint only" for name in sorted((stored | left_out.keys()) - live)]
+    problems = [f"{name}  in model only" for name in sorted(live - stored - frozen.keys())]
+    problems += [f"{name}  in checkpoint only" for name in sorted((stored | frozen.keys()) - live)]
     if problems and (module.strict_loading if strict is None else strict):
         listed = "\n  ".join(problems[:_LISTED])
         name = type(module).__name__

@@ -1,5 +1,5 @@
-"""Save and load live state, in call order: `checkpoint.py` is the page that everybody reads.
+"""Save and load live state; `checkpoint.py` shows both in call order.
 
-In come live objects, or the dict that Lightning makes of them, and a place to keep them. Nothing here imports
-Lightning, or knows how a model came to be sharded.
+Takes live objects, or Lightning's checkpoint dict of them, and a storage. Nothing here imports Lightning, or knows how
+a model was sharded.
 """

@@ -1,8 +1,8 @@
 """Save and load, in call order.
 
-``save``: prepare → agree → (table → join →) write → commit. ``save_async`` copies before it writes, and leaves that to
-a thread. ``load``: open → compare → judge → plan → verify → fill → apply. Each line of them is a
-``Ranks.step``: a failure on one rank reaches all of them before the next step begins.
+``save``: prepare → agree → (group_table → join_tables →) write → commit. ``save_async`` copies first, and lets a thread
+write and commit. ``load``: open → compare → decide → plan → verify → fill → apply. Each is a ``Ranks.step``: a failure
+on one rank reaches all ranks before the next step begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
-from lightning_shardckpt.checkpoint.finished_saves import Completed
+from lightning_shardckpt.checkpoint.finished_saves import SavedBytes
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadJob
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
@@ -47,38 +47,38 @@ def save(
     describe: Callable[[], Snapshot],
     *,
     ranks: Ranks,
-    about: RunInfo,
+    run: RunInfo,
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
-    on_complete: Callable[[Completed], None] | None = None,
+    on_complete: Callable[[SavedBytes], None] | None = None,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
-    Collective: every rank of ``ranks`` must call it, with the same path. A checkpoint that is at the path already
-    stays loadable until the new one replaces it.
+    Collective: every rank of ``ranks`` must call it, with the same path. An existing checkpoint at the path stays
+    loadable until the new one replaces it.
 
     Args:
         path: a directory that does not exist yet, is empty, or is a checkpoint.
-        describe: gives this rank's state; called once, its errors reach all ranks.
-        ranks: who saves together.
-        about: for the root index.
-        options: what the caller chose.
-        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
-        plans: of earlier saves by the same caller; what still holds of them is not planned again.
-        history: of earlier saves and loads by the same caller, whose files may be linked; used after ``agree``.
+        describe: returns this rank's state; called once, its errors reach all ranks.
+        ranks: the ranks that save together.
+        run: step, epoch and topology, for the root index.
+        options: the options of the save.
+        storage: of ``path``; by default the file system, or an object store for a URL.
+        plans: cached plans of earlier saves by the same caller.
+        history: earlier saves and loads by the same caller, whose files may be linked; used after ``agree``.
         on_complete: called on every rank when the checkpoint is complete.
 
     Returns:
-        On rank 0, sentences for the user about what earlier saves left there; see ``Draft.notes``.
+        On rank 0, sentences for the user about leftovers of earlier saves; see ``Draft.notes``.
 
     Raises:
-        FileExistsError: if another process is saving to the path, or what is there is no checkpoint.
+        FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         MismatchError: if replicas differ, naming tensors and ranks.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
+    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), job:
         agreed = _agree(job, describe, ranks)
         return _write_and_commit(job, agreed, on_complete, ranks)
@@ -89,47 +89,47 @@ def save_async(
     describe: Callable[[], Snapshot],
     *,
     ranks: Ranks,
-    about: RunInfo,
+    run: RunInfo,
     options: SaveOptions = _SAVE_DEFAULTS,
     background: Background,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
-    on_complete: Callable[[Completed], None] | None = None,
+    on_complete: Callable[[SavedBytes], None] | None = None,
 ) -> Future[list[str]]:
-    """Save as ``save`` does, but return when everything is copied to host memory; ``background`` writes and commits it.
+    """Save like ``save``, but return when the state is copied to host memory; ``background`` writes and commits it.
 
-    Collective: every rank of ``ranks`` must call it, with the same path. What is saved are the values at the call.
-    Waits while ``background`` has no room, or still writes to this path.
+    Collective: every rank of ``ranks`` must call it, with the same path. Saves the values at the time of the call.
+    Waits while ``background`` has no room, or is still writing to this path.
 
     Args:
-        path: as in ``save``, as are the others.
+        path: see ``save``.
         describe: see ``save``.
-        ranks: of the thread that calls; ``background`` has its own.
-        about: see ``save``.
+        ranks: the ranks of the calling thread; ``background`` has its own.
+        run: see ``save``.
         options: see ``save``.
-        background: of this rank; it writes what it was given earlier first.
+        background: of this rank; it writes saves in order.
         storage: see ``save``.
         plans: see ``save``.
-        history: see ``save``; used by the thread that writes.
-        on_complete: see ``save``; called in the thread that writes.
+        history: see ``save``; used by the writing thread.
+        on_complete: see ``save``; called in the writing thread.
 
     Returns:
-        What ``save`` would return, when the checkpoint is complete and durable on all ranks. Who doesn't look gets its
-        error from the next ``save_async`` or ``Background.settle``.
+        A future of the result of ``save``, done when the checkpoint is complete and durable on all ranks. If it is not
+        awaited, the next ``save_async`` or ``Background.settle`` raises its error.
 
     Raises:
-        Exception: what a save in the background failed with, on every rank, each failure once; this one is not begun
-            then. Else as ``save`` does.
+        Exception: the failure of an earlier background save, on every rank, each failure once; then this save does not
+            begin. Otherwise as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = SaveJob(path, ranks, about, options, storage, plans or PlanCache(), history or SaveHistory())
+    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache(), history or SaveHistory())
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agree(job, describe, ranks)
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
-        with signals_deferred():  # so that either the background has the draft, or this thread
+        with signals_deferred():  # so that exactly one thread owns the draft
             saved = background.save(path, partial(_finish, job, agreed, on_complete), memory)
             unfinished.pop_all()
         return saved
@@ -138,36 +138,41 @@ def save_async(
 def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
     if agreed is None:
-        ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.blame)
-        raise AssertionError("unreachable: blame raises")
-    if len(agreed["groups"]) > 1:  # pipeline stages: one rank of each kind tells what it holds
-        agreed["tables"] = ranks.step(f"planning to save {job.path!r}", lambda: job.table(agreed), job.join)
+        ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.refuse_differing_replicas)
+        raise AssertionError("unreachable: refuse_differing_replicas raises")
+    if len(agreed["groups"]) > 1:  # pipeline stages: the first rank of each reports its tables
+        phase = f"planning to save {job.path!r}"
+        agreed["tables"] = ranks.step(phase, lambda: job.group_table(agreed), job.join_tables)
     return agreed
 
 
 def _write_and_commit(
-    job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
+    job: SaveJob, agreed: Agreement, on_complete: Callable[[SavedBytes], None] | None, ranks: Ranks
 ) -> list[str]:
     nbytes, linked = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
-    job.completed()
+    job.remember_files()
     if on_complete is not None:
-        on_complete(Completed(nbytes, linked))
+        on_complete(SavedBytes(nbytes, linked))
     return job.notes
 
 
 def _finish(
-    job: SaveJob, agreed: Agreement, on_complete: Callable[[Completed], None] | None, ranks: Ranks
+    job: SaveJob, agreed: Agreement, on_complete: Callable[[SavedBytes], None] | None, ranks: Ranks
 ) -> list[str]:
     with job:
         return _write_and_commit(job, agreed, on_complete, ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of a load besides the tensors: the trainer's state dict, non-tensor module state, and notes.
+class LoadResult:
+    """The results of a load besides the tensors that it fills.
 
-    ``notes`` are of what nobody asked for; ``skipped`` are of what was to be skipped. ``for_code`` is of the model's
-    tensors, too: what its modules' own code is to load.
+    Attributes:
+        trainer: the trainer's state dict.
+        extra_state: non-tensor state of modules, by name.
+        notes: sentences for the user about differences and conversions.
+        skipped: sentences for the user about state that was skipped on request.
+        for_code: state, tensors included, that the modules' own code loads.
     """
 
     trainer: dict[str, Any]
@@ -186,39 +191,42 @@ def load(
     filling: Callable[[], AbstractContextManager[None]] = nullcontext,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _STORAGE,
-) -> Loaded:
-    """Bring live tensors and optimizers to the state at ``path``: a checkpoint, or a file of another program.
+) -> LoadResult:
+    """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
 
-    Collective: every rank of ``ranks`` must call it. Each rank reads what it holds of each tensor, into the tensor's
-    own memory. All differences are found before anything changes. With ``options.verify_first``, all bytes are checked
-    on all ranks before that, too: so live tensors are read twice, the second time from the page cache where that is
-    large enough; optimizer state that is allocated for the load, since there was none, and small tensors once.
+    Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
+    memory. All differences are collected before any live object changes. With ``options.verify_first``, all bytes are
+    verified on all ranks before that, too. Then live tensors are read twice, the second time from the page cache if it
+    is large enough; small tensors, and optimizer state that the load allocates, are read once.
 
     Args:
-        path: what to load.
-        live: what to load into.
-        ranks: who loads together.
-        options: what the caller chose.
-        filling: is entered before anything in memory changes, and left when the load is done; it sees the error of one
-            that leaves a mix behind.
-        pick_rank: from the stored state of rank 0, whose rank state this rank takes; its own by default.
-        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
+        path: the checkpoint or file, or a URL.
+        live: the live objects to fill.
+        ranks: the ranks that load together.
+        options: the options of the load.
+        filling: entered before any live tensor changes, and left when the load is done, with the error if it fails and
+            leaves a mix of old and new values.
+        pick_rank: returns the rank whose stored rank state this rank takes, given that of rank 0.
+        storage: of ``path``; by default the file system, or an object store for a URL.
+
+    Returns:
+        The rest of the state, and notes for the user.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: listing all differences.
-        CorruptionError: naming file, tensor and rank; with ``options.verify_first`` nothing has changed then.
+        CorruptionError: naming file, tensor and rank; with ``options.verify_first`` no live object has changed.
     """
-    where = f"checkpoint {path!r}"
+    name = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
-    source_of = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
-    with gc_paused(), source_of as source:
+    opening = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
+    with gc_paused(), opening as source:
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
-        judged = ranks.step(f"comparing {where} with the model", job.compare, job.judge)
+        decision = ranks.step(f"comparing {name} with the model", job.compare, job.decide)
         targets, fill = list[ReadTarget](), list[Callable[[], None]]()
 
         def plan() -> None:
-            targets.extend(job.plan(judged, keep_live=options.verify_first))
+            targets.extend(job.plan(decision, keep_live=options.verify_first))
 
         def read() -> None:
             fill.append(job.read(targets))
@@ -229,12 +237,12 @@ def load(
             fill[0]()
             job.apply()
 
-        ranks.step(f"planning to load {where}", plan, _nothing)
+        ranks.step(f"planning to load {name}", plan, _nothing)
         if options.verify_first:
-            ranks.step(f"verifying {where}", read, _nothing)
+            ranks.step(f"verifying {name}", read, _nothing)
         with filling():
-            ranks.step(f"reading {where}", apply, _nothing)
-        return Loaded(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
+            ranks.step(f"reading {name}", apply, _nothing)
+        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
 
 
 def load_full(
@@ -248,11 +256,11 @@ def load_full(
     """Return Lightning's checkpoint dict with whole tensors on the CPU, read by this process alone.
 
     Args:
-        path: of a checkpoint of this package or of another program, or a URL.
-        optimizers: whether optimizer state is in the dict.
-        verify: whether to compare checksums, where the format has some.
+        path: a checkpoint of this package or of another program, or a URL.
+        optimizers: include optimizer state.
+        verify: compare checksums, if the format has them.
         weights_only: for a file of ``torch.save``, as in ``torch.load``.
-        storage: what opens checkpoints of this package.
+        storage: opens checkpoints of this package.
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
@@ -272,4 +280,4 @@ def load_full(
 
 
 def _nothing(reports: list[None]) -> None:
-    """Rank 0 has nothing to add."""
+    """Return nothing: rank 0 adds nothing to this step."""

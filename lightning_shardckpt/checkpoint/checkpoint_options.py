@@ -1,7 +1,4 @@
-"""Options of a save or a load, as frozen values that check themselves.
-
-Knows neither what is saved nor where. Pure.
-"""
+"""Options of saves and loads, as frozen values that validate themselves. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ ExtraFormat = Literal["huggingface"]
 """Formats in which a save can write the model a second time."""
 
 Replicas = Literal["same", "first"]
-"""What of tensors that several ranks hold is stored: they must be the same, or the lowest rank's counts."""
+"""How replicas of a tensor are stored: they must be equal, or the lowest rank's is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +21,11 @@ class SaveOptions:
     Attributes:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
-        replicas: whether tensors that several ranks hold must be the same, or the first rank's are stored.
-        incremental: link shard files that an earlier checkpoint in the same directory has already.
+        replicas: "same" requires equal replicas of each tensor; "first" stores the first rank's.
+        incremental: link shard files of an earlier checkpoint in the same directory.
 
     Raises:
-        ValueError: for a value that cannot be, naming the option.
+        ValueError: for an invalid value, naming the option.
     """
 
     size_per_shard: float = 1024
@@ -47,10 +44,10 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
-    """Options of saves that go on after they have returned.
+    """Options of asynchronous saves.
 
     Attributes:
-        max_pending: how many saves may wait while another one is being written; each needs host memory.
+        max_pending: the number of saves that may wait while another one is being written; each needs host memory.
 
     Raises:
         ValueError: for a negative number.
@@ -68,12 +65,12 @@ class LoadOptions:
     """Options of reading a checkpoint.
 
     Attributes:
-        strict: whether a difference between checkpoint and live objects is an error; else the rest is loaded.
-        verify: whether to compare checksums.
-        verify_first: read all that is to be verified before anything in memory changes, and then once more to fill
-            live tensors. Else each is filled as it is verified, and a load that fails leaves a mix behind.
+        strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
+        verify: compare checksums.
+        verify_first: read and verify all bytes before any live tensor changes, then read them again to fill live
+            tensors. Otherwise each tensor is filled as it is verified, and a failed load leaves a mix of values.
         weights_only: passed to ``torch.load`` for a file of ``torch.save``.
-        tuning: sizes of what is read and held; a checkpoint of another program is read with the defaults.
+        tuning: sizes of reads and buffers; checkpoints of other programs are read with the defaults.
     """
 
     strict: bool = True

@@ -1,7 +1,6 @@
-"""Remember what complete saves took: seconds, bytes, and what waited after them.
+"""Record the duration and size of complete saves, and the number of saves that waited.
 
-Knows neither what is saved nor who asks. A save is recorded once it is complete and the call that began it has
-returned, which may be in either order: a thread completes what is asynchronous.
+A save is recorded once it is complete and its call has returned, in either order: a thread completes asynchronous ones.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """The end of a save, as who wrote it tells it.
+class SavedBytes:
+    """The size of a complete save.
 
     Attributes:
-        nbytes: of all files that all ranks wrote.
-        linked_nbytes: of those of the files that were linked, and not written.
+        nbytes: of all files of all ranks.
+        linked_nbytes: of the files that were linked instead of written.
     """
 
     nbytes: int
@@ -31,17 +30,17 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSave:
-    """A save that is complete, with times of this rank.
+    """A complete save, with times measured on this rank.
 
     Attributes:
         path: of the checkpoint.
-        step: of training, if what was saved has one.
+        step: of training, if the saved state has one.
         duration_s: seconds from the call until the checkpoint was complete on all ranks.
-        blocked_s: seconds for which training could not go on: those of the call, also where it waited for room.
-            Without ``use_async`` the whole save.
-        nbytes: of the files of the checkpoint, over all ranks.
-        pending: asynchronous saves that waited to be written when this one was done.
-        linked_nbytes: of those bytes, the ones in files that were linked, and not written; see ``incremental``.
+        blocked_s: seconds for which the call blocked training, including waits for room. Without ``use_async`` the
+            whole save.
+        nbytes: of all files of the checkpoint, over all ranks.
+        pending: the number of asynchronous saves that waited to be written when this one was complete.
+        linked_nbytes: the part of ``nbytes`` in files that were linked instead of written; see ``incremental``.
     """
 
     path: str
@@ -54,40 +53,43 @@ class FinishedSave:
 
 
 class FinishedSaves:
-    """The latest saves of one caller that are complete."""
+    """The latest complete saves of one caller."""
 
     def __init__(self) -> None:
         self._latest: deque[FinishedSave] = deque(maxlen=_KEPT)
 
     def latest(self) -> tuple[FinishedSave, ...]:
-        """Return at most 100 of them, in the order in which they ended."""
+        """Return at most 100 saves, in the order of completion."""
         return tuple(self._latest)
 
     @contextmanager
-    def measured(
+    def measure(
         self, path: str, step: int | None, waiting: Callable[[], int]
-    ) -> Iterator[Callable[[Completed], None]]:
-        """Measure the call that saves, in this context; call what it gives when the save is complete, in any thread.
+    ) -> Iterator[Callable[[SavedBytes], None]]:
+        """Measure a save that is called in this context.
 
         Args:
             path: of the checkpoint.
             step: of training.
-            waiting: tells how many saves wait to be written.
+            waiting: returns the number of saves that wait to be written.
+
+        Yields:
+            The function to call when the save is complete, in any thread.
         """
-        began, lock = time.monotonic(), threading.RLock()  # a signal handler may save, too
+        began, lock = time.monotonic(), threading.RLock()  # reentrant: a signal handler may save
         returned_s: float | None = None
-        ended: tuple[float, Completed, int] | None = None
+        completion: tuple[float, SavedBytes, int] | None = None
 
         def record() -> None:
-            if returned_s is not None and ended is not None:
-                duration_s, completed, pending = ended
-                nbytes, linked = completed.nbytes, completed.linked_nbytes
+            if returned_s is not None and completion is not None:
+                duration_s, size, pending = completion
+                nbytes, linked = size.nbytes, size.linked_nbytes
                 self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending, linked))
 
-        def complete(completed: Completed) -> None:
-            nonlocal ended
+        def complete(size: SavedBytes) -> None:
+            nonlocal completion
             with lock:
-                ended = time.monotonic() - began, completed, waiting()
+                completion = time.monotonic() - began, size, waiting()
                 record()
 
         try:

@@ -1,8 +1,8 @@
-"""Write the model a second time, in safetensors files that transformers loads from the checkpoint as it is.
+"""Write the model a second time, in safetensors files that transformers loads directly from the checkpoint.
 
-Where each tensor lies in such a mirror follows from what all ranks know, so nobody gathers anything: each rank writes
-its slices to their places in files that all of them fill, and rank 0 adds headers, index and configuration. The files
-are durable before the root index lists them, and ``verify`` compares them with the shards.
+All ranks compute the same offset of each tensor in this mirror, so no tensor is gathered: each rank writes its slices
+into the common files, and rank 0 adds headers, index and configuration. The files are durable before the root index
+lists them, and ``verify`` compares them with the shards.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lightning_shardckpt.transfer.writer import Stage
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def check_place(path: str, also: ExtraFormat | None) -> None:
-    """Refuse an extra format where ranks can't write parts of one file.
+def check_path(path: str, also: ExtraFormat | None) -> None:
+    """Check that ranks can write parts of one file, if an extra format needs it.
 
     Args:
         path: of the checkpoint.
-        also: the format.
+        also: the extra format.
 
     Raises:
-        ValueError: for a URL.
+        ValueError: for an extra format and a URL.
     """
     if also is not None and is_url(path):
         raise ValueError(
@@ -50,11 +50,11 @@ def check_place(path: str, also: ExtraFormat | None) -> None:
         )
 
 
-def only_model(document: Mapping[str, Any] | None) -> Model:
-    """The one model of transformers that the saved module has.
+def single_model(document: Mapping[str, Any] | None) -> Model:
+    """Return the single transformers model of the saved module.
 
     Raises:
-        StateError: if there is none, or several.
+        StateError: if there is none, or more than one.
     """
     try:
         model = pick(document, "")
@@ -69,10 +69,10 @@ def only_model(document: Mapping[str, Any] | None) -> Model:
 
 
 def plan_mirror(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[OutputFile]:
-    """The files for tensors, of at most ``limit_bytes`` of data each. A larger tensor gets a file of its own.
+    """Return files of at most ``limit_bytes`` of data each; a larger tensor gets a file of its own.
 
     Raises:
-        FormatError: naming a tensor that safetensors cannot hold.
+        FormatError: naming a tensor that safetensors can't hold.
     """
     groups = group_by_size(tensors, limit_bytes)
     names = name_chunks("model", len(groups))
@@ -80,7 +80,7 @@ def plan_mirror(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[Outpu
 
 
 class MirrorRun(NamedTuple):
-    """Bytes ``[begin, begin + nbytes)`` of a piece, and where in the file they belong."""
+    """Bytes ``[begin, begin + nbytes)`` of a piece, and their offset in the file."""
 
     offset: int
     piece: Piece
@@ -89,26 +89,26 @@ class MirrorRun(NamedTuple):
 
 
 def runs_by_file(files: Iterable[OutputFile], pieces: Iterable[Piece]) -> dict[str, Iterator[MirrorRun]]:
-    """Return what of each file is in a rank's pieces, in runs contiguous in both; one tensor after the other."""
-    of_key: dict[str, list[Piece]] = {}
+    """Return the runs of a rank's pieces by file, each contiguous in the piece and in the file, tensor by tensor."""
+    by_key: dict[str, list[Piece]] = {}
     for piece in pieces:
-        of_key.setdefault(piece.key, []).append(piece)
-    found = {}
+        by_key.setdefault(piece.key, []).append(piece)
+    runs = {}
     for file in files:
-        mine = [one for one in zip(file.tensors, file.begins, strict=True) if one[0].source[1] in of_key]
-        if mine:
-            found[file.name] = _runs(mine, of_key)
-    return found
+        tensors = [item for item in zip(file.tensors, file.begins, strict=True) if item[0].source[1] in by_key]
+        if tensors:
+            runs[file.name] = _runs(tensors, by_key)
+    return runs
 
 
 def _runs(tensors: list[tuple[OutputTensor, int]], pieces: Mapping[str, list[Piece]]) -> Iterator[MirrorRun]:
     for tensor, offset in tensors:
         for piece in pieces[tensor.source[1]]:
-            wanted = tensor.box or Box.whole(piece.spec.shape)
-            common = piece.part.box.intersect(wanted) if wanted.numel else None
+            box = tensor.box or Box.whole(piece.spec.shape)
+            common = piece.part.box.intersect(box) if box.numel else None
             if common is not None:
-                overlap = Overlap(piece.writer, piece.part.box, common, common.within(wanted))
-                for begin, at, nbytes in byte_runs(overlap, wanted.shape, DTYPE_BYTES[tensor.dtype]):
+                overlap = Overlap(piece.writer, piece.part.box, common, common.within(box))
+                for begin, at, nbytes in byte_runs(overlap, box.shape, DTYPE_BYTES[tensor.dtype]):
                     yield MirrorRun(offset + at, piece, begin, nbytes)
 
 
@@ -116,30 +116,30 @@ class HFMirror:
     """The mirror of one save, on one rank.
 
     Args:
-        files: what goes where.
-        texts: further files, which rank 0 writes, by name.
+        files: the safetensors files and the tensors in them.
+        texts: the content of further files, which rank 0 writes, by name.
     """
 
     def __init__(self, files: list[OutputFile], texts: Mapping[str, bytes]) -> None:
         self._files, self._texts = files, texts
 
     def write(self, draft: Draft, pieces: Iterable[Piece], stage: Stage) -> None:
-        """Write this rank's pieces, durable on return as all that a draft writes. Runs on every rank."""
+        """Write this rank's pieces; durable on return like every write of a draft. Runs on every rank."""
         for name, runs in runs_by_file(self._files, pieces).items():
             draft.write_pieces(name, _bytes(runs, stage))
 
     def finish(self, draft: Draft) -> dict[str, FileInfo]:
-        """Write what makes the files whole, and return all of them. Runs on rank 0, when all ranks have written."""
-        found = []
+        """Write headers, index and texts, and return all files by name. Runs on rank 0, when all ranks have written."""
+        infos = []
         for file in self._files:
             draft.write_pieces(file.name, [(0, file.header)])
             nbytes = len(file.header) + sum(tensor.nbytes for tensor in file.tensors)
-            found.append(FileInfo(file.name, nbytes, checksum(file.header)))
+            infos.append(FileInfo(file.name, nbytes, checksum(file.header)))
         index = {INDEX_NAME: build_index(self._files)} if len(self._files) > 1 else {}
         for name, content in {**self._texts, **index}.items():
             draft.write(name, [content])
-            found.append(FileInfo(name, len(content), checksum(content)))
-        return {info.name: info for info in found}
+            infos.append(FileInfo(name, len(content), checksum(content)))
+        return {info.name: info for info in infos}
 
 
 def _bytes(runs: Iterator[MirrorRun], stage: Stage) -> Iterator[tuple[int, memoryview]]:

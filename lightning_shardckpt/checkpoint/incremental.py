@@ -1,8 +1,8 @@
-"""Link the shard files of a save that an earlier checkpoint has already, and write the rest.
+"""Link the shard files of a save that exist in an earlier checkpoint, the base, and write the others.
 
-Each rank decides for itself, in the thread that writes, so ranks exchange nothing. The base is the last complete
-checkpoint that was saved or loaded here in the same directory, or the one that is about to be replaced. It is held open
-like by any reader, and may be gone: then everything is written.
+Each rank decides alone, in the writing thread, without communication. The base is the last complete checkpoint that
+this process saved or loaded in the same directory, or the checkpoint that the save replaces. It is held open like by
+any reader. If it is gone, all files are written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from lightning_shardckpt.transfer.writer import (
 )
 
 # ── all files of a rank ───────────────────────────────────────────────────────────────────────────────────────────────
-# Write the shard files and indexes of one rank: all of them, or those that no earlier checkpoint has.
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class RankFiles:
     Attributes:
         indexes: by component.
         nbytes: of all shard files.
-        linked_nbytes: of those that were linked, and not written.
+        linked_nbytes: of the shard files that were linked instead of written.
     """
 
     indexes: dict[str, FileInfo] = field(default_factory=dict)
@@ -59,19 +58,19 @@ class RankFiles:
 
 
 class RankWriter:
-    """Writes what one rank has to save at ``path``.
+    """Writes the shard files and indexes of one rank.
 
     Args:
         path: of the checkpoint.
-        rank: this one.
-        options: what the caller of the save chose.
-        storage: where ``path`` is.
-        history: of earlier saves and loads by the same caller, whose files may be linked.
+        rank: of this process.
+        options: the options of the save.
+        storage: of ``path``.
+        history: earlier saves and loads by the same caller, whose files may be linked.
     """
 
     def __init__(self, path: str, rank: int, options: SaveOptions, storage: Storage, history: SaveHistory) -> None:
         self._path, self._rank, self._options = path, rank, options
-        self._storage, self._history, self._indexes = storage, history, Indexes()
+        self._storage, self._history, self._indexes = storage, history, RankIndexes()
 
     def write(
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
@@ -81,8 +80,8 @@ class RankWriter:
         Args:
             draft: of the checkpoint.
             plan: of this rank.
-            frozen: keys of parameters for which no gradient is computed, by component.
-            stage: gives the bytes of a piece.
+            frozen: keys of parameters that need no gradient, by component.
+            stage: returns the bytes of a piece.
             save_id: of this save.
         """
         if self._options.incremental:
@@ -98,16 +97,16 @@ class RankWriter:
     def _write_changed(
         self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
     ) -> RankFiles:
-        """Do the same, but link the files that an earlier checkpoint has."""
+        """Write the files of a plan, but link those that the base has."""
         written = RankFiles()
-        with self._history.base(self._path, draft, self._storage, self._rank) as base:
+        with self._history.open_base(self._path, draft, self._storage, self._rank) as base:
             for name, planned in plan.files.items():
                 pieces = [piece for file in planned for piece in file.pieces]
                 if not pieces:
                     continue
-                files, left = self._linked(draft, name, pieces, stage, base)
+                files, remaining = self._link_files(draft, name, pieces, stage, base)
                 written.linked_nbytes += sum(file.info.nbytes for file in files)
-                for group in divide(left, frozen.get(name, frozenset())):
+                for group in divide(remaining, frozen.get(name, frozenset())):
                     first, limit = len(files) + 1, self._options.size_per_shard
                     planned_files = plan_files(name, self._rank, group, limit, first=first)
                     files += [write_file(draft, planned, save_id, stage) for planned in planned_files]
@@ -116,66 +115,64 @@ class RankWriter:
                 written.nbytes += sum(file.nbytes for file in index.files.values())
         return written
 
-    def _linked(
+    def _link_files(
         self, draft: Draft, component: str, pieces: Sequence[Piece], stage: Stage, base: Base | None
     ) -> tuple[list[WrittenFile], list[Piece]]:
-        """Link the files of the base that have what is to be saved; returns them, and the pieces that are left."""
-        left = {(piece.key, piece.part.box): piece for piece in pieces}
+        """Link the files of the base that hold exactly pieces of the plan; return them, and the remaining pieces."""
+        remaining = {(piece.key, piece.part.box): piece for piece in pieces}
         files: list[WrittenFile] = []
         index = base.indexes.get(component) if base is not None else None
         for file in base_files(index) if base is not None and index is not None else ():
-            inside = file.pieces(left)
-            if base is None or base.error is not None or inside is None:
+            held = file.pieces(remaining)
+            if base is None or base.error is not None or held is None:
                 continue
-            if not file.is_intact(base.reader) or not is_unchanged(file, inside, stage):
+            if not file.is_intact(base.reader) or not is_unchanged(file, held, stage):
                 continue
             name = shard_file_name(component, self._rank, len(files) + 1)
             if (error := draft.link(name, base.reader, file.info.name)) is None:
-                files.append(file.linked_as(name, inside))
-                for piece in inside:
-                    del left[piece.key, piece.part.box]
-            elif error.errno not in _OF_ONE_FILE:
+                files.append(file.describe_link(name, held))
+                for piece in held:
+                    del remaining[piece.key, piece.part.box]
+            elif error.errno not in _ONE_FILE_ERRORS:
                 base.error = error
-        return files, [*left.values()]
+        return files, [*remaining.values()]
 
-    def completed(self) -> None:
-        """Let later saves link the files of this one: it is complete on all ranks."""
+    def remember_files(self) -> None:
+        """Let later saves link the files of this one. Called once the save is complete on all ranks."""
         if self._options.incremental:
-            self._history.saved(self._path, self._indexes)
+            self._history.add_saved(self._path, self._indexes)
 
 
 # ── files of the base ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Link shard files of an earlier checkpoint, the base, in place of writing the same bytes again. No torch.
-#
-# A file is linked if the base's index says that it has the pieces that are to be saved, and checksums of them in memory
-# are those of the index; never by name or time. A file can only be linked as a whole, so frozen parameters get files of
-# their own.
+# A file is linked if the base's index lists exactly pieces of the plan in it, and the checksums of these pieces in
+# memory equal those of the index; names and times don't count. A file can only be linked as a whole, so frozen
+# parameters get files of their own. No torch.
 
 
-_MOST_FILES = 64  # a smaller share of a component's bytes gets no file of its own
+_FROZEN_DIVISOR = 64  # frozen parameters get own files if they are at least 1/64 of a component's bytes
 
 PieceKey = tuple[str, Box]
-"""A piece by its tensor and box."""
+"""The key of a piece: the name of its tensor, and its box."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A shard file of the base: its pieces in order. ``info`` has the save that wrote it."""
+    """A shard file of the base, with its entries in order; ``info`` names the save that wrote it."""
 
     info: FileInfo
     entries: tuple[tuple[str, ShardEntry], ...]
 
     def pieces(self, planned: Mapping[PieceKey, Piece]) -> tuple[Piece, ...] | None:
-        """The pieces to save that are the ones in the file, in order; None if one is not to be saved like this."""
-        found = tuple(planned.get((key, entry.box)) for key, entry in self.entries)
+        """Return the planned pieces that the file holds, in order; None if it holds any other."""
+        pieces = tuple(planned.get((key, entry.box)) for key, entry in self.entries)
         is_same = all(
             piece is not None and piece.spec.dtype == entry.dtype and entry.block == block_bytes(piece.nbytes)
-            for piece, (_, entry) in zip(found, self.entries, strict=True)
+            for piece, (_, entry) in zip(pieces, self.entries, strict=True)
         )
-        return found if is_same else None  # type: ignore[return-value]  # none of them is None
+        return pieces if is_same else None  # type: ignore[return-value]  # none of them is None
 
     def is_intact(self, reader: Reader) -> bool:
-        """Return whether size and header in the base are those that its index has."""
+        """Return True if the file's size and header match the base's index."""
         name = self.info.name
         try:
             if reader.size(name) != self.info.nbytes:
@@ -185,8 +182,8 @@ class BaseFile:
             return False
         return checksum(header) == self.info.checksum
 
-    def linked_as(self, name: str, pieces: Sequence[Piece]) -> WrittenFile:
-        """How the index of the new save describes it."""
+    def describe_link(self, name: str, pieces: Sequence[Piece]) -> WrittenFile:
+        """Return the file's description for the index of the new save."""
         entries = [
             (key, entry._replace(file=name, global_shape=piece.spec.shape))
             for (key, entry), piece in zip(self.entries, pieces, strict=True)
@@ -195,19 +192,19 @@ class BaseFile:
 
 
 def base_files(index: RankIndex) -> Iterator[BaseFile]:
-    """The files of a rank's index."""
-    inside: dict[str, list[tuple[str, ShardEntry]]] = {name: [] for name in index.files}
+    """Yield the files of a rank's index that hold tensors."""
+    by_file: dict[str, list[tuple[str, ShardEntry]]] = {name: [] for name in index.files}
     for key, entries in index.shards.items():
         for entry in entries:
-            inside[entry.file].append((key, entry))
+            by_file[entry.file].append((key, entry))
     for name, info in index.files.items():
-        written_by = FileInfo(name, info.nbytes, info.checksum, info.save_id or index.save_id)
-        if inside[name]:
-            yield BaseFile(written_by, tuple(sorted(inside[name], key=lambda item: item[1].begin)))
+        with_save_id = FileInfo(name, info.nbytes, info.checksum, info.save_id or index.save_id)
+        if by_file[name]:
+            yield BaseFile(with_save_id, tuple(sorted(by_file[name], key=lambda item: item[1].begin)))
 
 
 def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
-    """Return whether the bytes of the pieces in memory are those that the file was written with."""
+    """Return True if the checksums of the pieces in memory equal those of the file."""
     for piece, (_, entry) in zip(pieces, file.entries, strict=True):
         data, step = stage(piece), hash_step(entry.block)
         if len(data) != entry.nbytes:
@@ -220,60 +217,63 @@ def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
 
 
 def divide(pieces: Iterable[Piece], frozen: frozenset[str]) -> list[list[Piece]]:
-    """Return pieces in groups that share no file: those of frozen parameters, and the others.
+    """Return the pieces of frozen parameters and the others as separate groups, each of which gets its own files.
 
-    A small share of frozen ones is not worth a file.
+    A single group if frozen parameters are only a small share of the bytes.
     """
     groups: tuple[list[Piece], list[Piece]] = [], []
     for piece in pieces:
         groups[piece.key not in frozen].append(piece)
     nbytes = [sum(piece.nbytes for piece in group) for group in groups]
-    if nbytes[0] * _MOST_FILES < sum(nbytes):
+    if nbytes[0] * _FROZEN_DIVISOR < sum(nbytes):
         return [[*groups[0], *groups[1]]]
     return [group for group in groups if group]
 
 
-_MOST_DIRECTORIES = 4  # in which bases are remembered, with the checksums of their blocks
-_OF_ONE_FILE = (errno.EMLINK, errno.ENOENT, errno.ESTALE)
-"""Errors that say nothing of other files: too many links, or the base is gone."""
+_MAX_DIRECTORIES = 4  # for each, a base with its block checksums is kept
+_ONE_FILE_ERRORS = (errno.EMLINK, errno.ENOENT, errno.ESTALE)
+"""Errors that don't affect other files: too many links, or the base is gone."""
 
-Indexes: TypeAlias = dict[str, RankIndex]
-"""What a rank wrote of each component."""
+RankIndexes: TypeAlias = dict[str, RankIndex]
+"""The indexes that a rank wrote, by component."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """A complete checkpoint, and what this rank wrote of it if it was saved here."""
+class _KnownCheckpoint:
+    """A complete checkpoint; with this rank's indexes if this process saved it."""
 
     path: str
-    indexes: Indexes | None = None
+    indexes: RankIndexes | None = None
 
 
 class SaveHistory:
-    """The checkpoints whose files the next save may link, by directory. Its users are one after the other."""
+    """The checkpoints whose files the next save may link, by directory. Not for concurrent use."""
 
     def __init__(self) -> None:
-        self._last: dict[str, _Saved] = {}
+        self._last: dict[str, _KnownCheckpoint] = {}
         self._cannot_link: set[str] = set()
 
-    def loaded(self, path: str) -> None:
-        """Take a checkpoint that was loaded as a base."""
-        self._remember(_Saved(_absolute(path)))
+    def add_loaded(self, path: str) -> None:
+        """Add a checkpoint that was loaded."""
+        self._add(_KnownCheckpoint(_absolute(path)))
 
-    def saved(self, path: str, indexes: Indexes) -> None:
-        """Take a checkpoint that is complete as a base."""
-        self._remember(_Saved(_absolute(path), indexes))
+    def add_saved(self, path: str, indexes: RankIndexes) -> None:
+        """Add a complete checkpoint that was saved, with this rank's indexes."""
+        self._add(_KnownCheckpoint(_absolute(path), indexes))
 
-    def _remember(self, saved: _Saved) -> None:
-        directory = _directory(saved.path)
+    def _add(self, checkpoint: _KnownCheckpoint) -> None:
+        directory = _directory(checkpoint.path)
         self._last.pop(directory, None)
-        self._last[directory] = saved
-        while len(self._last) > _MOST_DIRECTORIES:
+        self._last[directory] = checkpoint
+        while len(self._last) > _MAX_DIRECTORIES:
             del self._last[next(iter(self._last))]
 
     @contextmanager
-    def base(self, path: str, draft: Draft, storage: Storage, rank: int) -> Iterator[Base | None]:
-        """Open what a save to ``path`` may link files of; nobody deletes it inside the context."""
+    def open_base(self, path: str, draft: Draft, storage: Storage, rank: int) -> Iterator[Base | None]:
+        """Open the base of a save to ``path``, which is not deleted while it is open; None if there is none.
+
+        Adds notes to ``draft`` if files can't be linked.
+        """
         directory = _directory(path)
         if directory in self._cannot_link:
             yield None
@@ -283,43 +283,43 @@ class SaveHistory:
             draft.notes.append(f"incremental=True: files can't be linked at {path!r}, so every save writes all of them")
             yield None
             return
-        found = None
-        for saved in filter(None, (self._last.get(directory), _Saved(_absolute(path)))):
+        base = None
+        for checkpoint in filter(None, (self._last.get(directory), _KnownCheckpoint(_absolute(path)))):
             try:
-                found = _open_base(saved, storage, rank)
+                base = _open_checkpoint(checkpoint, storage, rank)
                 break
             except CheckpointNotFoundError:
                 continue
             except (ShardCkptError, OSError) as error:
-                draft.notes.append(f"no file of {saved.path!r} is linked in {path!r}: {error}")
-        if found is None:
+                draft.notes.append(f"no file of {checkpoint.path!r} is linked in {path!r}: {error}")
+        if base is None:
             yield None
             return
         try:
-            yield found
+            yield base
         finally:
-            found.reader.close()
-            if found.error is not None:
+            base.reader.close()
+            if base.error is not None:
                 self._cannot_link.add(directory)
                 draft.notes.append(
                     f"incremental=True: files can't be linked in {directory!r}, so every save writes all of them: "
-                    f"{found.error}"
+                    f"{base.error}"
                 )
 
 
 @dataclass(slots=True)
 class Base:
-    """A checkpoint, open for reading, whose files may be linked; ``error`` is why the place can't."""
+    """An open checkpoint whose files may be linked; ``error`` is set if the file system refuses links."""
 
     reader: Reader
     indexes: Mapping[str, RankIndex]
     error: OSError | None = None
 
 
-def _open_base(saved: _Saved, storage: Storage, rank: int) -> Base | None:
-    if saved.indexes is not None:
-        return Base(storage.open(saved.path), saved.indexes)  # each file that is linked says of which save it is
-    checkpoint = Checkpoint(storage, saved.path)
+def _open_checkpoint(known: _KnownCheckpoint, storage: Storage, rank: int) -> Base | None:
+    if known.indexes is not None:
+        return Base(storage.open(known.path), known.indexes)  # each linked file names the save that wrote it
+    checkpoint = Checkpoint(storage, known.path)
     try:
         names = [name for name, component in checkpoint.root.components.items() if rank in component.indexes]
         indexes = {name: checkpoint.index(name, rank) for name in names}

@@ -1,4 +1,4 @@
-"""Describe Lightning's checkpoint dict for a save, on one rank."""
+"""Describe Lightning's checkpoint dict for a save on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shardckpt.checkpoint.nested_save import about_of
+from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.hf_document import HuggingFace
@@ -18,12 +18,12 @@ from lightning_shardckpt.state.state_dicts import lightnings_of
 from lightning_shardckpt.state.trainer import snapshot
 
 RANK_STATE = "rank_state"
-"""Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes what only this rank knows."""
+"""Key of Lightning's checkpoint dict under which ``ShardedStrategy`` passes the state of this rank alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The ranks that save and load together, and what; without a module, Lightning's own strategies on one rank."""
+    """The ranks and the module that ``ShardCkptIO.attach`` sets; no module under Lightning's own strategies."""
 
     ranks: Ranks = field(default_factory=Ranks.alone)
     module: nn.Module | None = None
@@ -32,19 +32,19 @@ class Attached:
 
 
 class LightningSave:
-    """One save of Lightning's dict: its description, once asked for, and what a person should know.
+    """One save of Lightning's checkpoint dict.
 
     Args:
-        checkpoint: the dict, or a state of Fabric where there is no module; it is not changed.
-        attached: who saves, and which module.
-        hugging_face: makes documents of models; it keeps the last one.
-        adapters_only: leave out what training does not change.
-        pickle_objects: pickle what is no plain value.
-        of_fabric: whether Fabric has given it.
+        checkpoint: the dict, or without a module a state of Fabric; it is not changed.
+        attached: the ranks that save, and the module.
+        hugging_face: makes documents of models, and caches the last one.
+        adapters_only: leave out state that training does not change.
+        pickle_objects: pickle objects that are not plain values.
+        is_fabric: True if ``checkpoint`` is a state of Fabric.
 
     Attributes:
-        about: for the root index.
-        notes: what a person should know, once it is described.
+        run: step, epoch and topology, for the root index.
+        notes: sentences for the user, after ``describe``.
 
     Raises:
         StateError: for ``adapters_only`` without a module.
@@ -58,34 +58,39 @@ class LightningSave:
         *,
         adapters_only: bool,
         pickle_objects: bool,
-        of_fabric: bool,
+        is_fabric: bool,
     ) -> None:
         if adapters_only and attached.module is None:
             raise StateError(
                 "ShardCkptIO(adapters_only=True) must know the module to tell what is frozen, which Lightning's own "
                 "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
             )
-        self.about = about_of(checkpoint, dict(attached.topology))
+        self.run = run_info(checkpoint, dict(attached.topology))
         self.notes: tuple[str, ...] = ()
         self._checkpoint, self._attached = checkpoint, attached
-        self._hugging_face, self._of_fabric = hugging_face, of_fabric
+        self._hugging_face, self._is_fabric = hugging_face, is_fabric
         self._adapters_only, self._pickle_objects = adapters_only, pickle_objects
 
     def describe(self) -> Snapshot:
-        """Return what this rank contributes.
+        """Return this rank's state.
 
         Raises:
-            StateError: listing what cannot be stored, by path.
+            StateError: listing state that can't be stored, by path.
         """
-        module, names = self._attached.module, self._attached.names
-        rank_state = self._checkpoint.get(RANK_STATE)
-        given = self._checkpoint if module is not None else lightnings_of(self._checkpoint, of_fabric=self._of_fabric)
-        shared = {key: value for key, value in given.items() if key != RANK_STATE}
-        only, pickles = self._adapters_only, self._pickle_objects
-        found = snapshot(shared, module, rank_state, names, adapters_only=only, pickle_objects=pickles)
-        if module is not None and self._attached.ranks.rank == 0 and "model" in found.leaves:
+        module, names, checkpoint = self._attached.module, self._attached.names, self._checkpoint
+        if module is None:
+            checkpoint = lightnings_of(checkpoint, of_fabric=self._is_fabric)
+        described = snapshot(
+            {key: value for key, value in checkpoint.items() if key != RANK_STATE},
+            module,
+            self._checkpoint.get(RANK_STATE),
+            names,
+            adapters_only=self._adapters_only,
+            pickle_objects=self._pickle_objects,
+        )
+        if module is not None and self._attached.ranks.rank == 0 and "model" in described.leaves:
             document, notes = self._hugging_face.document(module, names.state)
-            documents = found.documents if document is None else {**found.documents, "huggingface": document}
-            found = replace(found, documents=documents, notes=(*found.notes, *notes))
-        self.notes = found.notes
-        return found
+            documents = described.documents if document is None else {**described.documents, "huggingface": document}
+            described = replace(described, documents=documents, notes=(*described.notes, *notes))
+        self.notes = described.notes
+        return described

@@ -1,4 +1,4 @@
-"""One load on one rank: match stored state with live objects, plan what is read, and apply it."""
+"""One load on one rank: match stored state with live objects, plan the reads, and apply the state."""
 
 from __future__ import annotations
 
@@ -30,38 +30,45 @@ _LISTED = 20
 
 
 class Skipped(TypedDict):
-    """The state that ``skip`` left as it is on one rank: the patterns that matched, and the names."""
+    """The patterns of ``skip`` that matched on one rank, and the names that they skip."""
 
     used: list[str]
     names: list[str]
 
 
-class RankFindings(TypedDict):
-    """The findings of one rank, as JSON, which is what a step of ranks exchanges."""
+class RankComparison(TypedDict):
+    """The comparison of stored and live state on one rank, as JSON for a step of ranks."""
 
     differences: list[str]
     sources: dict[str, list[int] | None]
-    """By ``<optimizer>/<live group>``, the stored param groups that it continues; None if it has no parameters here."""
+    """The stored param groups that each live group ``<optimizer>/<group>`` continues; None without parameters here."""
     kept: list[str]
     """Keys of adapters that the checkpoint does not have."""
     groups: dict[str, list[list[str]]]
-    """Of optimizers that are joined over pipeline stages, the names in each param group here."""
+    """The names in each live param group, by optimizer; only of optimizers that are joined over pipeline stages."""
     casts: list[str]
     skipped: Skipped
 
 
-class Judgement(TypedDict):
-    """Rank 0's conclusion from the findings of all ranks."""
+class LoadDecision(TypedDict):
+    """Rank 0's decision from the comparisons of all ranks."""
 
     notes: list[str]
     skipped: list[str]
     sources: dict[str, list[int] | None]
     joined: dict[str, list[list[str]]]
-    """Of joined optimizers, the param groups of the whole model."""
+    """The names in each param group of the whole model, by joined optimizer."""
 
 
 class LoadJob:
-    """One load on one rank: compared first, then judged for all ranks, planned, filled and applied."""
+    """One load on one rank: compare, decide for all ranks, plan, read and apply.
+
+    Args:
+        source: the stored state.
+        live: the live objects to fill.
+        strict: raise an error for differences.
+        pick_rank: returns the rank whose rank state is taken, given that of rank 0.
+    """
 
     def __init__(self, source: Source, live: LoadTargets, strict: bool, pick_rank: Callable[[Any], int]) -> None:
         self.source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
@@ -78,27 +85,28 @@ class LoadJob:
         self.for_code = ForCode()
         self._model: ModelMatch
 
-    def compare(self) -> RankFindings:
-        """Match the stored tensors with the live ones. Changes nothing. Runs on every rank.
+    def compare(self) -> RankComparison:
+        """Match the stored tensors with the live ones. Changes no live object. Runs on every rank.
 
-        Returns every difference over model and optimizers, and which stored param groups each live one continues.
+        Returns:
+            All differences of model and optimizers, and the stored param groups that each live group continues.
         """
-        found = Differences()
-        if self._live.fitting is not None:
-            self.source, problems = self._live.fitting(self.source)
-            found.problems += problems
+        differences = Differences()
+        if self._live.fit_source is not None:
+            self.source, problems = self._live.fit_source(self.source)
+            differences.problems += problems
         self._components = self.source.components()
         model = self._model = ModelMatch(self.source, self._live, self._skips, self._elsewhere, strict=self._strict)
-        found.problems += model.problems if model.is_loaded else []
+        differences.problems += model.problems if model.is_loaded else []
         if self._live.optimizers is not None:
             reshaped = model.reshaped()
             for name in sorted(name for name in reshaped if not model.is_loaded and not self._skips(name)):
-                found.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
-            self._compare_optimizers(self._live.optimizers, model, reshaped, found)
-        sources = {group: numbers for one in self._optimizers for group, numbers in one.sources().items()}
-        groups = {str(one.number): one.groups() for one in self._optimizers if one.is_joined}
+                differences.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
+            self._compare_optimizers(self._live.optimizers, model, reshaped, differences)
+        sources = {group: numbers for load in self._optimizers for group, numbers in load.sources().items()}
+        groups = {str(load.number): load.groups() for load in self._optimizers if load.is_joined}
         return {
-            "differences": found.problems,
+            "differences": differences.problems,
             "sources": sources,
             "kept": model.kept,
             "groups": groups,
@@ -106,29 +114,29 @@ class LoadJob:
             "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
         }
 
-    def judge(self, reports: list[RankFindings]) -> Judgement:
-        """Join what all ranks found, each difference once. Runs on rank 0.
+    def decide(self, reports: list[RankComparison]) -> LoadDecision:
+        """Merge the comparisons of all ranks. Runs on rank 0.
 
         Raises:
-            MismatchError: listing the differences, if ``strict``; or patterns of ``skip`` that are the name of nothing.
+            MismatchError: listing each difference once, if ``strict``; listing patterns of ``skip`` that match nothing.
         """
-        found = Differences()
-        left = list(dict.fromkeys(name for report in reports for name in report["skipped"]["names"]))
+        differences = Differences()
+        names = list(dict.fromkeys(name for report in reports for name in report["skipped"]["names"]))
         used = [pattern for report in reports for pattern in report["skipped"]["used"]]
-        skipped = note_of_skipped(self._live.skip, used, left, self.source.path)
-        joined = self._joined(reports, found)
+        skipped = note_of_skipped(self._live.skip, used, names, self.source.path)
+        joined = self._join_groups(reports, differences)
         lines = [line for report in reports for line in report["differences"]]
-        problems = list(dict.fromkeys(lines + found.problems))
+        problems = list(dict.fromkeys(lines + differences.problems))
         count = len(problems)
         lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
-        listed, path, differences = "\n  ".join(lines), repr(self.source.path), count_text(count, "difference")
+        listed, path, count_and_noun = "\n  ".join(lines), repr(self.source.path), count_text(count, "difference")
         if count and self._strict:
             raise MismatchError(
-                f"cannot load {path} into this model: {differences}\n  {listed}\n"
+                f"cannot load {path} into this model: {count_and_noun}\n  {listed}\n"
                 f"{self._live.remedy} to load the rest, or look with "
                 "`python -m lightning_shardckpt inspect PATH`."
             )
-        note = f"left as they are: {differences} between {path} and this model\n  {listed}"
+        note = f"left as they are: {count_and_noun} between {path} and this model\n  {listed}"
         sources: dict[str, list[int] | None] = {}
         for group, numbers in ((g, n) for report in reports for g, n in report["sources"].items()):
             known = sources.get(group)
@@ -140,53 +148,56 @@ class LoadJob:
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
 
-    def _joined(self, reports: list[RankFindings], found: Differences) -> dict[str, list[list[str]]]:
-        """Return, by optimizer, the param groups of the whole model, of which each pipeline stage has a part."""
+    def _join_groups(self, reports: list[RankComparison], differences: Differences) -> dict[str, list[list[str]]]:
+        """Return the param groups of the whole model by optimizer, from those of the pipeline stages."""
         return {
-            str(one.number): one.join_groups(
-                [report["groups"][str(one.number)] for report in reports], self._live.whole.parameters, found
+            str(load.number): load.join_groups(
+                [report["groups"][str(load.number)] for report in reports], self._live.whole.parameters, differences
             )
-            for one in self._optimizers
-            if one.is_joined
+            for load in self._optimizers
+            if load.is_joined
         }
 
-    def plan(self, judged: Judgement, *, keep_live: bool = True) -> list[ReadTarget]:
-        """Allocate what is not there to be filled, and read what is not tensors. Changes nothing. Runs on every rank.
+    def plan(self, decision: LoadDecision, *, keep_live: bool = True) -> list[ReadTarget]:
+        """Allocate missing tensors and read non-tensor state. Changes no live object. Runs on every rank.
 
         Args:
-            judged: what rank 0 made of the findings of all ranks.
-            keep_live: whether live tensors must keep their values until everything is verified.
+            decision: of rank 0.
+            keep_live: keep the values of live tensors until all bytes are verified.
 
         Returns:
-            What is to be filled.
+            The tensors to fill.
+
+        Raises:
+            StateError: for tensors on the meta device, and for expanded tensors.
         """
-        self.notes, self.skipped, self.sources = judged["notes"], judged["skipped"], judged["sources"]
+        self.notes, self.skipped, self.sources = decision["notes"], decision["skipped"], decision["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {shape_of(param) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
-                self.source.backed("optimizer", key)  # its shape is only what the checkpoint says
-        self._take_numbers(judged["joined"])
+                self.source.backed("optimizer", key)  # checks that the stored bytes have the claimed shape
+        self._take_numbers(decision["joined"])
         shared = overlapping(self._live_tensors())
         tensors = self._live.model.tensors
         keys = self._model.keys if self._model.is_loaded else {}
-        filled = [("model", key, tensors[name]) for name, key in keys.items()]  # they are live
+        live_tensors = [("model", key, tensors[name]) for name, key in keys.items()]
         new: list[tuple[str, str, torch.Tensor]] = []
         for optimizer in self._optimizers:
-            there, allocated = optimizer.tensors(shared)
-            filled += [("optimizer", key, tensor) for key, tensor in there]
+            existing, allocated = optimizer.tensors(shared)
+            live_tensors += [("optimizer", key, tensor) for key, tensor in existing]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
         self.for_code, aside = self._model.aside.allocate()
         if "model" in self._live.parts:
-            wanted = (name for name in extra if name in self._live.extra_state and not self._skips(name))
-            self.extra_state = {name: decode_small(extra[name]) for name in wanted}
+            names = (name for name in extra if name in self._live.extra_state and not self._skips(name))
+            self.extra_state = {name: decode_small(extra[name]) for name in names}
         for key, tensor in self._read_trainer().items():
-            (filled if tensor is self._live.placed.get(key) else new).append(("trainer", key, tensor))
-        optimizers = [one for one in new if one[0] == "optimizer"]
-        placed = [("trainer", key, tensor) for key, tensor in self._live.placed.items()]  # some are in the JSON
-        _refuse_meta(self.source.path, [*filled, *placed, *self._model.aside.live(), *optimizers])
-        targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in filled]
+            (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
+        of_optimizers = [item for item in new if item[0] == "optimizer"]
+        of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON
+        _refuse_meta(self.source.path, [*live_tensors, *of_trainer, *self._model.aside.live(), *of_optimizers])
+        targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in live_tensors]
         for target in targets:
             if is_expanded(target.local):
                 raise StateError(
@@ -199,23 +210,23 @@ class LoadJob:
         """Yield the tensors that optimizer state could share memory with."""
         if self._optimizers:
             yield from self._live.model.tensors.values()
-            yield from self._live.placed.values()
+            yield from self._live.trainer_tensors.values()
         for optimizer in self._optimizers:
             yield from optimizer.live_tensors()
 
     def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
-        """Find which parameters the stored numbers mean, on pipeline stages."""
-        found = Differences()
+        """Map stored parameter numbers to parameters, on pipeline stages."""
+        differences = Differences()
         for optimizer in self._optimizers:
             if optimizer.is_joined:
-                optimizer.take_numbers(joined[str(optimizer.number)], found)
-        if found.problems and self._strict:
-            listed = "\n  ".join(found.problems[:_LISTED])
+                optimizer.take_numbers(joined[str(optimizer.number)], differences)
+        if differences.problems and self._strict:
+            listed = "\n  ".join(differences.problems[:_LISTED])
             raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
-        self.notes += found.problems
+        self.notes += differences.problems
 
     def _compare_optimizers(
-        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], found: Differences
+        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], differences: Differences
     ) -> None:
         document = self.source.document("optimizer")
         if document is None:
@@ -230,13 +241,13 @@ class LoadJob:
         component, same = self._components.get("optimizer"), model.same_tensor()
         dtypes = model.dtype if self._live.cast else None
         if len(document) != len(live):
-            found.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
+            differences.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
-            one = StoredOptimizer(number, document[str(number)], component, decode_equal)
+            stored = StoredOptimizer(number, document[str(number)], component, decode_equal)
             load = OptimizerLoad(
                 number,
                 optimizer,
-                one,
+                stored,
                 self._live.names,
                 same,
                 self._live.whole.parameters,
@@ -245,21 +256,21 @@ class LoadJob:
                 dtypes=dtypes,
                 reshaped=reshaped,
             )
-            load.compare(found, self._elsewhere, partial(are_equal, self.source, "optimizer"))
+            load.compare(differences, self._elsewhere, partial(are_equal, self.source, "optimizer"))
             self._optimizers.append(load)
 
     def _read_trainer(self) -> dict[str, torch.Tensor]:
-        """Read the trainer's state, and return its tensors by key, which are to be filled with the others."""
+        """Read the trainer's state; return its tensors by key, which are filled later."""
         component = self._components.get("trainer", Component({}))
         tensors: dict[str, torch.Tensor] = {}
         model = self._live.model
         live = model.tensors | {alias: model.tensors[of] for alias, of in model.aliases.items()}
         for key, spec in component.tensors.items():
-            placed, dtype = self._live.placed.get(key), TORCH_DTYPES[spec.dtype]
-            if placed is not None and (tuple(placed.shape), placed.dtype) == (spec.shape, dtype):
-                tensors[key] = placed
+            given, dtype = self._live.trainer_tensors.get(key), TORCH_DTYPES[spec.dtype]
+            if given is not None and (tuple(given.shape), given.dtype) == (spec.shape, dtype):
+                tensors[key] = given
                 continue
-            # pinned: a plain tensor of one rank, which stays one
+            # a pinned tensor is a plain tensor of one rank, and stays one
             like = None if spec.pinned else self._live.like.get(key, sharded_like(key, spec.shape, live))
             device = "meta" if self._is_elsewhere(key) else None
             if like is not None and tuple(like.shape) == spec.shape:
@@ -276,23 +287,23 @@ class LoadJob:
         return {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
 
     def _is_elsewhere(self, key: str) -> bool:
-        """Return whether a key of trainer state is about what only other pipeline stages have."""
+        """Return True if a key of trainer state belongs to an entry that only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify what the targets need; returns the function that fills them, in their dtypes. Runs on every rank."""
+        """Verify the targets' bytes; return the function that fills them, in their dtypes. Runs on every rank."""
         return read_converted(self.source, targets) if self._live.cast else self.source.read(targets)
 
     def apply(self) -> None:
-        """Put the filled optimizer state in place; the model's tensors were filled where they are."""
+        """Put the filled optimizer state in place; the model's tensors are filled in place already."""
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
 
 
-def _refuse_meta(path: str, filled: Sequence[tuple[str, str, torch.Tensor]]) -> None:
-    """Raise a StateError for tensors that have no memory to be filled."""
-    found = (f"{component}/{key}" for component, key, tensor in filled if local_tensor(tensor).is_meta)
-    names = list(dict.fromkeys(found))
+def _refuse_meta(path: str, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
+    """Raise a StateError for tensors on the meta device."""
+    on_meta = (f"{component}/{key}" for component, key, tensor in tensors if local_tensor(tensor).is_meta)
+    names = list(dict.fromkeys(on_meta))
     if names:
         listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
         raise StateError(

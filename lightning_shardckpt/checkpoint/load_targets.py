@@ -18,20 +18,19 @@ from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.system.text import count_text
 
 # ── parts of a checkpoint, and names to skip ──────────────────────────────────────────────────────────────────────────
-# The parts of a checkpoint that a load takes. Everything else stays as it is in the live objects. No torch.
 
 
 PARTS = ("model", "optimizer", "param_groups", "schedulers", "loops", "data", "callbacks", "random")
-"""The parts that ``ShardCkptIO(resume=…)`` may name, in the words of torch and Lightning."""
+"""The parts that ``ShardCkptIO(resume=…)`` may name. A load leaves other parts of the live objects unchanged."""
 
 _LISTED = 10
 
 
 def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
-    """The parts that a fit takes; None is all of them.
+    """Return the parts that a fit restores; None means all.
 
     Raises:
-        ValueError: naming what is no part, or what cannot be taken without another.
+        ValueError: naming unknown parts, or a part that needs another one.
     """
     if resume is None:
         return frozenset(PARTS)
@@ -51,10 +50,10 @@ def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
 
 
 def check_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns of an option.
+    """Return the patterns of an option.
 
     Raises:
-        ValueError: for a single text, whose letters would be patterns.
+        ValueError: for a single string, whose letters would be taken for patterns.
     """
     if isinstance(patterns, str):
         raise ValueError(f"{option} is a list of patterns, such as [{patterns!r}], got {patterns!r}")
@@ -63,10 +62,10 @@ def check_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Skips:
-    """Patterns of names that a load leaves as they are, and which of them were the name of anything on this rank.
+    """Patterns of names that a load skips; records the patterns that matched and the names skipped on this rank.
 
-    The names are those that ``metadata`` lists, as the live objects have them: ``head.weight`` of the model,
-    ``optimizer/0/head.weight/exp_avg``, ``optimizer/0/param_groups/1/lr``. ``*`` is any text.
+    Names are those that ``metadata`` lists, as the live objects have them: ``head.weight`` of the model,
+    ``optimizer/0/head.weight/exp_avg``, ``optimizer/0/param_groups/1/lr``. ``*`` matches any text.
 
     >>> skips = Skips(("head.*", "tail.*"))
     >>> skips("head.weight"), skips("body.weight"), skips.used
@@ -76,42 +75,42 @@ class Skips:
     patterns: tuple[str, ...] = ()
     used: set[str] = field(default_factory=set)
     names: dict[str, None] = field(default_factory=dict)
-    """Of what is left, in order."""
+    """The skipped names, in order."""
 
     def __call__(self, name: str) -> bool:
-        """Return whether the tensor or value of that name is left as it is."""
-        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
-        self.used.update(hits)
-        if hits:
+        """Return True if the tensor or value of this name is skipped."""
+        matches = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        self.used.update(matches)
+        if matches:
             self.names[name] = None
-        return bool(hits)
+        return bool(matches)
 
 
 def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequence[str], path: str) -> list[str]:
-    """Return what a person should know of what was left, of all ranks.
+    """Return a sentence for the user about the names that all ranks skipped, or none.
 
     Args:
-        patterns: all of them.
-        used: those that are the name of anything on any rank.
-        names: what was left as it is.
+        patterns: all patterns.
+        used: the patterns that matched on any rank.
+        names: the skipped names.
         path: of the checkpoint.
 
     Raises:
-        MismatchError: listing patterns that are the name of nothing.
+        MismatchError: listing patterns that match nothing.
     """
     unused = [pattern for pattern in patterns if pattern not in {*used}]
     if unused:
         raise MismatchError(
-            f"cannot load {path!r}: nothing to skip has the name {', '.join(map(repr, unused))}, neither in it nor "
-            "live. Names are those of tensors of the model and of optimizers, as `lightning_shardckpt.metadata` lists "
-            "them, and * is any text"
+            f"cannot load {path!r}: no name to skip in the checkpoint or the live objects matches "
+            f"{', '.join(map(repr, unused))}. Names are those of tensors of the model and of optimizers, as "
+            "`lightning_shardckpt.metadata` lists them; * matches any text"
         )
     count = count_text(len(names), "entry", "entries")
     return [f"{path!r}: skipped, and left as they are: {count}, {list_names(names)}"] if names else []
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Names with commas, of many the first.
+    """Return names with commas between them, only the first ones of many.
 
     >>> list_names(["a", "b"])
     'a, b'
@@ -125,21 +124,21 @@ class LoadTargets:
     """The objects to load into.
 
     Attributes:
-        model: its tensors, by name.
-        extra_state: canonical names of the model's values that are no tensors.
-        optimizers: to be filled; None loads weights only.
+        model: the model's tensors, by name.
+        extra_state: canonical names of the model's non-tensor values.
+        optimizers: the optimizers to fill; None loads weights only.
         names: FQN by ``id`` of the parameter.
         whole: names of the model over all pipeline stages.
-        adapters: keys of ``model`` that PEFT made for adapters.
-        fitting: makes of a source one with the names of the model, and tells what cannot be fitted, a line each.
-        placed: tensors of the user's to fill, by key of trainer state.
-        like: how trainer state is laid out that is not there yet, by its key.
-        remedy: how to load in spite of differences, for messages.
-        regroup: gets the trainer's state, without tensors, before the optimizers are compared, and may change their
+        adapters: keys of ``model`` that belong to adapters of PEFT.
+        fit_source: converts a source to the names of the model; returns it with a line for each problem.
+        trainer_tensors: the user's tensors to fill, by key of trainer state.
+        like: tensors with the layout for trainer state that is allocated, by its key.
+        remedy: the way to load in spite of differences, for messages.
+        regroup: called with the trainer's state, without tensors, before the optimizers are compared; may change their
             param groups.
-        cast: whether floating tensors may be read into those of another floating dtype.
-        parts: of ``parts.PARTS``; of those the first three matter here.
-        skip: patterns of names that stay as they are, see ``parts.Skips``.
+        cast: read floating tensors into those of another floating dtype.
+        parts: a subset of ``PARTS``; only the first three have an effect here.
+        skip: patterns of names that are skipped, see ``Skips``.
         code: the code that runs when the model's state dict is loaded.
     """
 
@@ -149,8 +148,8 @@ class LoadTargets:
     names: Mapping[int, str]
     whole: WholeNames
     adapters: frozenset[str] = frozenset()
-    fitting: Callable[[Source], tuple[Source, list[str]]] | None = None
-    placed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fit_source: Callable[[Source], tuple[Source, list[str]]] | None = None
+    trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
     regroup: Callable[[Mapping[str, Any]], None] | None = None

@@ -1,6 +1,6 @@
-"""The match table of a load: which stored tensor each live one of the model takes, or why it takes none.
+"""The match table of a load: the stored tensor for each live tensor of the model, or the reason for none.
 
-It is made once; ties, adapters, code of modules, dtypes and skips are filters over it. Changes nothing.
+It is built once; ties, adapters, code of modules, dtypes and skips are filters over it. Changes no live object.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MatchRow:
 
     Attributes:
         key: its name.
-        names: all its names: of ties, of other pipeline stages, and from before PEFT wrapped the model.
+        names: all its names: of ties, on other pipeline stages, and before PEFT wrapped the model.
         tensor: the live tensor.
-        stored: key of the stored tensor that it takes; None if it takes none.
+        stored: key of the matching stored tensor, or None.
         problems: the differences between the two.
     """
 
@@ -48,20 +48,20 @@ class MatchRow:
 
 
 class ModelMatch:
-    """The rows of the model, and differences in what is no tensor of it.
+    """The rows of the model's tensors, and the differences in its other entries.
 
     Args:
-        source: what is stored, under the names of the model.
-        targets: what is live.
-        skips: notes which patterns are the name of something.
-        elsewhere: names of what only other pipeline stages have.
-        strict: whether differences are errors.
+        source: the stored state, under the names of the model.
+        targets: the live objects.
+        skips: patterns of names to skip; records the patterns that match.
+        elsewhere: names that only other pipeline stages have.
+        strict: True if differences are errors.
 
     Attributes:
-        stored: the model as it is stored.
+        stored: the stored model.
         kept: keys of adapters that the checkpoint does not have.
         rows: of the tensors that are filled in place.
-        aside: what is left to code of the modules.
+        aside: the entries that the modules' own code loads.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class ModelMatch:
         self.aside = SetAside(code, source, self._live, targets.extra_state, self._names, elsewhere)
         rest = self.aside.rest_of(self._live)
         self.rows = [self._row(key, tensor) for key, tensor in rest.tensors.items()]
-        self._others = self._compare_others(rest)  # names and what is wrong
+        self._others = self._compare_others(rest)  # names and problems
         if strict:
-            self._leave_to_hooks(Scopes(code.after))
+            self._drop_hooked(Scopes(code.after))
         if targets.skip:
-            self._leave_skipped()
-        self._taken = self.keys | self.aside.matched()
+            self._drop_skipped()
+        self._matched = self.keys | self.aside.matched()
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is loaded, and not its optimizers alone."""
+        """True if the model is loaded, False if only its optimizers are."""
         return "model" in self._targets.parts
 
     @property
     def keys(self) -> dict[str, str]:
-        """Live name → stored key of the tensors that are filled in place."""
+        """The stored keys of the tensors that are filled in place, by live name."""
         return {row.key: row.stored for row in self.rows if row.stored is not None}
 
     @property
@@ -101,32 +101,30 @@ class ModelMatch:
         return lines + [f"{name}  {problem}" for name, problem in self._others]
 
     def same_tensor(self) -> Callable[[str], Sequence[str]]:
-        """Return the rule by which state of parameters is found: by any name of the parameter, live or stored.
+        """Return a function that maps the name of a live parameter to all names of its tensor, its own first.
 
-        Which name of a tie a model registers first, and which one a checkpoint stores it under, is of no consequence.
-
-        Returns:
-            From the name of a live parameter to all names of the tensor, its own first.
+        The state of a parameter is found by any of these names, live or stored, so it does not matter under which name
+        of a tie the model registers it or the checkpoint stores it.
         """
-        groups = (*self._targets.whole.ties, *self._names.values())  # the latter may have nothing of a lone optimizer
+        groups = (*self._targets.whole.ties, *self._names.values())  # the latter is empty if only optimizers are loaded
         live = {name: group for group in groups if len(group) > 1 for name in group}
-        there: dict[str, list[str]] = {}
-        for alias, of in self.stored.aliases.items():
-            there.setdefault(of, [of]).append(alias)
-        there |= {alias: there[of] for alias, of in self.stored.aliases.items()}
+        stored: dict[str, list[str]] = {}
+        for alias, key in self.stored.aliases.items():
+            stored.setdefault(key, [key]).append(alias)
+        stored |= {alias: stored[key] for alias, key in self.stored.aliases.items()}
 
-        def same(name: str) -> Sequence[str]:
+        def names_of_tensor(name: str) -> Sequence[str]:
             own = (name, *live.get(name, ()))
-            return list(dict.fromkeys([*own, *(other for one in own for other in there.get(one, ()))]))
+            return list(dict.fromkeys([*own, *(other for alias in own for other in stored.get(alias, ()))]))
 
-        return same
+        return names_of_tensor
 
     def dtype(self, name: str) -> str | None:
-        """Return the stored dtype of a live tensor; None if it takes nothing."""
-        return self.stored.tensors[self._taken[name]].dtype if name in self._taken else None
+        """Return the dtype of the stored tensor that a live one matches; None without a match."""
+        return self.stored.tensors[self._matched[name]].dtype if name in self._matched else None
 
     def casts(self) -> list[str]:
-        """Return which dtypes are converted to which, as people read it."""
+        """Return the dtype conversions of the load, as readable text."""
         pairs = {
             (self.stored.tensors[row.stored].dtype, local_tensor(row.tensor).dtype)
             for row in self.rows
@@ -135,21 +133,21 @@ class ModelMatch:
         return sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
 
     def reshaped(self) -> frozenset[str]:
-        """Return the names of live tensors that are stored with another shape."""
-        if len(self._taken) == len(self._live.tensors):
+        """Return the names of live tensors whose stored shape differs."""
+        if len(self._matched) == len(self._live.tensors):
             return frozenset()
-        found = set[str]()
+        names = set[str]()
         for key, tensor in self._live.tensors.items():
             stored = next((self._known[name] for name in self._names[key] if name in self._known), None)
             if stored is not None and self.stored.tensors[stored].shape != shape_of(tensor):
-                found.update(self._names[key])
-        return frozenset(found)
+                names.update(self._names[key])
+        return frozenset(names)
 
     def _without_adapters(self) -> tuple[Leaves, list[str]]:
-        """Return what to look for, and the adapters that are not: of a checkpoint without any, when weights alone are
-        loaded.
+        """Return the live tensors to load, and the keys of adapters that keep their values.
 
-        What an adapter trains as a whole is a copy of what the base has.
+        Adapters keep them if only weights are loaded from a checkpoint without adapters. A module that an adapter
+        trains as a whole is a copy of the base's, and takes the base's values.
         """
         model, adapters, stored = self._targets.model, self._targets.adapters, self.stored
         if not adapters or self._targets.optimizers is not None:
@@ -164,10 +162,10 @@ class ModelMatch:
     def _row(self, key: str, tensor: torch.Tensor) -> MatchRow:
         """Return the row of a live tensor.
 
-        One that is not stored under any of its names is taken by the name that it had before PEFT wrapped the model.
+        A tensor that is not stored under any of its names is matched by its name before PEFT wrapped the model.
         """
         row, known, left_out = MatchRow(key, self._names[key], tensor), self._known, self._left_out
-        if key in known and len(row.names) == 1:  # a shortcut: nearly all have one name
+        if key in known and len(row.names) == 1:  # a shortcut: nearly all tensors have one name
             keys = [known[key]]
         else:
             keys = list(dict.fromkeys(known[name] for name in row.names if name in known))
@@ -179,69 +177,71 @@ class ModelMatch:
             row.problems += self._absent(key, tensor, absent)
             return row
         spec, dtype = self.stored.tensors[keys[0]], local_tensor(tensor).dtype
-        here = DTYPES.get(dtype)
+        live_dtype = DTYPES.get(dtype)
         if spec.shape != shape_of(tensor):
             row.problems.append(f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
             return row
         if len(keys) > 1 and not are_equal(self._source, "model", keys, tensor):
             row.problems.append(f"tied to {row.names[1:]} in the model, stored apart in the checkpoint")
-        if spec.dtype == here or (self._targets.cast and converts(spec.dtype, here)):
+        if spec.dtype == live_dtype or (self._targets.cast and converts(spec.dtype, live_dtype)):
             row.stored = keys[0]
         else:
-            row.problems.append(f"dtype {spec.dtype} in checkpoint, {here or dtype} in model")
+            row.problems.append(f"dtype {spec.dtype} in checkpoint, {live_dtype or dtype} in model")
         return row
 
     def _absent(self, key: str, tensor: torch.Tensor, left_out: Any) -> Iterator[str]:
-        """Yield what is wrong with a live tensor that is not stored: nothing, if it was left out and is as it was."""
+        """Yield the problem of a live tensor that is not stored; none if it was left out with this dtype and shape."""
         live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
         if left_out is None:
             near = difflib.get_close_matches(key, self._known, n=1, cutoff=0.75)
             yield f"{_IN_MODEL}; the checkpoint has {near[0]!r}" if near else _IN_MODEL
         elif left_out != live:
-            there, here = (f"{dtype} {tuple(shape)}" for dtype, shape in (left_out, live))
-            yield f"{there} when the checkpoint left it out, {here} in model"
+            before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (left_out, live))
+            yield f"{before} when the checkpoint left it out, {now} in model"
 
     def _compare_others(self, rest: Leaves) -> list[tuple[str, str]]:
-        """Return the differences in values, and what is stored and no live tensor takes."""
+        """Return the differences in non-tensor values, and the stored entries without a live one."""
         document, bases = self._source.document("model") or {}, {key.partition(MARK)[0] for key in self._left_out}
         records = {k: v for k, v in self._targets.model.records.items() if k.partition(MARK)[0] not in bases}
-        there, here = self.aside.outside(document), self.aside.outside({*self._targets.extra_state, *records})
-        self._values = there | here
-        elsewhere, wanted = self._elsewhere | self.aside.names, {n for names in self._names.values() for n in names}
-        unwanted = (((self._known.keys() | self._left_out.keys()) - wanted) | (there - here)) - elsewhere
-        strangers = sorted(unwanted - {base_fqn(name) for name in elsewhere} if unwanted else ())
-        self.aside.note_absent(rest, self.keys, self._left_out, strangers)
+        stored, live = self.aside.outside(document), self.aside.outside({*self._targets.extra_state, *records})
+        self._values = stored | live
+        elsewhere, names = self._elsewhere | self.aside.names, {n for names in self._names.values() for n in names}
+        unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - elsewhere
+        in_checkpoint = sorted(unexpected - {base_fqn(name) for name in elsewhere} if unexpected else ())
+        self.aside.note_absent(rest, self.keys, self._left_out, in_checkpoint)
         changed = [
             (name, f"{describe_record(document[name])} in checkpoint, {describe_record(record)} in model")
             for name, record in records.items()
             if document.get(name, record) != record
         ]
         return [
-            *((name, _IN_CHECKPOINT) for name in strangers),
-            *((name, _IN_MODEL) for name in sorted(here - there)),
+            *((name, _IN_CHECKPOINT) for name in in_checkpoint),
+            *((name, _IN_MODEL) for name in sorted(live - stored)),
             *changed,
             *(self.aside.differing_dtypes() if not self._targets.cast else ()),
         ]
 
-    def _leave_to_hooks(self, after: Scopes) -> None:
-        """Take out what is missing or unexpected in modules whose hooks may say that this is right."""
+    def _drop_hooked(self, after: Scopes) -> None:
+        """Drop missing and unexpected names in modules whose hooks after the load may accept them."""
         for row in self.rows if after else ():
             if after(row.key):
                 row.problems = [problem for problem in row.problems if not problem.startswith(_IN_MODEL)]
         only = (_IN_MODEL, _IN_CHECKPOINT)
-        self._others = [(name, what) for name, what in self._others if not (after(name) and what.startswith(only))]
+        self._others = [
+            (name, problem) for name, problem in self._others if not (after(name) and problem.startswith(only))
+        ]
 
-    def _leave_skipped(self) -> None:
-        """Leave what is to be left as it is, which may then differ."""
+    def _drop_skipped(self) -> None:
+        """Drop matches and differences of skipped names."""
         self.aside.skip(self._skips)
         names = {*self._known, *self._values, *self._left_out}.union(*self._names.values())
         skipped = {name for name in sorted(names) if self._skips(name)}
         for row in self.rows:
             row.problems = [] if row.key in skipped else row.problems
             row.stored = None if skipped.intersection(row.names) else row.stored
-        self._others = [(name, what) for name, what in self._others if name not in skipped]
+        self._others = [(name, problem) for name, problem in self._others if name not in skipped]
         for tied in self._names.values():
-            left = [name for name in tied if name in skipped]
-            if 0 < len(left) < len(tied):
-                what = f"is to be skipped, but is one with {[*{*tied} - {*left}]}: skip all names, or none"
-                self._others.append((left[0], what))
+            skipped_names = [name for name in tied if name in skipped]
+            if 0 < len(skipped_names) < len(tied):
+                problem = f"is to be skipped, but is tied to {[*{*tied} - {*skipped_names}]}: skip all names, or none"
+                self._others.append((skipped_names[0], problem))

@@ -1,4 +1,4 @@
-"""Load into the objects of a nested dict: what belongs to what, and under which name."""
+"""Load a checkpoint into the objects of a nested dict: match objects and names, then fill them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.checkpoint import Loaded, load
+from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns, list_names
 from lightning_shardckpt.compat import dtensor
@@ -47,15 +47,19 @@ class NestedLoad:
     """One load into a nested dict, on one rank.
 
     Args:
-        state: what to load into.
-        objects: what is in it.
+        state: the dict to load into.
+        objects: the objects in it.
         prefix: of the stored names.
-        key_mapping: from stored names without ``prefix`` to those here.
-        named_by: the module of an optimizer whose module is not in the state.
+        key_mapping: from stored names without ``prefix`` to names in the state.
+        named_by: the module of optimizers whose module is not in the state.
         whole: names of the model over all pipeline stages.
-        cast: see ``load_job.LoadTargets``.
-        skip: patterns of names that stay as they are, see ``parts.Skips``.
+        cast: see ``LoadTargets``.
+        skip: patterns of names that are skipped, see ``Skips``.
         keep_parameters: see ``load_rest``.
+
+    Attributes:
+        missing: keys of the state that the checkpoint does not have, once the load has begun.
+        present: keys of the checkpoint, once the load has begun.
     """
 
     def __init__(
@@ -78,27 +82,25 @@ class NestedLoad:
         self._state_dict, self._root = objects.state_dict(), objects.root
         self._own_names, self._named = names_in(objects, named_by), names_for(objects, named_by, self._whole)
         if not objects.modules and named_by is not None:
-            self._whole = _of_optimizers(self._own_names, unwrap(named_by), self._whole)
+            self._whole = _optimizer_names(self._own_names, unwrap(named_by), self._whole)
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
         self._optimizers = list(objects.optimizers.values())
         self._live = self._targets()
-        self._fitting: set[Path] = set()  # tensors of the state that can be filled
+        self._fillable: set[Path] = set()  # paths of tensors that match the stored ones
         self.missing: list[str] = []
-        """Keys of the state that the checkpoint does not have, once the load has begun."""
         self.present: list[str] = []
-        """The keys that it has."""
 
     def _targets(self) -> LoadTargets:
-        """Return the live state that ``checkpoint.load`` fills."""
+        """Return the live objects that ``checkpoint.load`` fills."""
         return LoadTargets(
             self._leaves,
             frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
             self._optimizers if self._objects.optimizers else None,
             {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
             self._whole,
-            fitting=self.fitting,
-            placed={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
+            fit_source=self.fit_source,
+            trainer_tensors={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
             cast=self._cast,
@@ -107,71 +109,70 @@ class NestedLoad:
             code=LoadCode.of(self._objects.named),
         )
 
-    def fitting(self, source: Source) -> tuple[Source, list[str]]:
-        """Return what of a source is asked for, under the names here, and a line for each thing that it lacks or has
-        otherwise.
+    def fit_source(self, source: Source) -> tuple[Source, list[str]]:
+        """Return a source of the requested state under the live names, and a line for each difference.
 
         Raises:
-            FormatError: if it says of modules and optimizers what cannot be.
-            MismatchError: if the key mapping gives two stored tensors one name, or has entries the other way round.
+            FormatError: if its record of modules and optimizers is invalid.
+            MismatchError: if the key mapping gives two stored tensors one name, or maps in the wrong direction.
         """
         if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
-        source, known, keys = self._as_objects(source)
+        source, trainer, keys = self._convert_state_dicts(source)
         prefixes = self._stored_prefixes(keys, "model" in source.components())
-        numbers = self._numbers(keys, source.document("optimizer"))
-        asked = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
-        places = places_of(source, keys, self._state, asked, alone=not self._objects.modules)
+        numbers = self._stored_numbers(keys, source.document("optimizer"))
+        requested = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
+        places = places_of(source, keys, self._state, requested, alone=not self._objects.modules)
         if places.modules or places.optimizers:
             source = as_values(source, places)
-            known = trainer_of(source)
-        problems = self._compare_rest(known)
+            trainer = trainer_of(source)
+        problems = self._compare_rest(trainer)
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
             problems += self._unnamed(source)
-        here = {self._objects.prefixes[path]: prefix for path, prefix in prefixes.items()}
+        stored_prefixes = {self._objects.prefixes[path]: prefix for path, prefix in prefixes.items()}
         if not self._objects.modules:
             parameters = parameters_of(source.document("optimizer"), numbers)
-            here = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
-        names, others = self._names(here, source, problems)
-        here_named = renamed(source, names, others, numbers)
+            stored_prefixes = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
+        names, others = self._names(stored_prefixes, source, problems)
+        live_named = renamed(source, names, others, numbers)
         if not prefixes:
-            return here_named, problems
-        fitted, more = fit_to(here_named, module=self._root, live=self._leaves, whole=self._whole)
+            return live_named, problems
+        fitted, more = fit_to(live_named, module=self._root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
 
-    def _as_objects(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
-        """Return a source with state dicts as the objects that are asked for, its trainer's state, and its objects."""
-        known = trainer_of(source)
-        keys = check_keys(known.get(KEYS), source.path)
+    def _convert_state_dicts(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
+        """Return the source with state dicts in the form of requested objects, its trainer state and object keys."""
+        trainer = trainer_of(source)
+        keys = check_keys(trainer.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
-        self.present = [*objects, *(key for key in known if key != KEYS)]
+        self.present = [*objects, *(key for key in trainer if key != KEYS)]
         if keys is None:
-            return source, known, keys
-        modules, optimizers = dicts_for(known, keys, [*self._objects.modules], [*self._objects.optimizers])
+            return source, trainer, keys
+        modules, optimizers = dicts_for(trainer, keys, [*self._objects.modules], [*self._objects.optimizers])
         if not modules and not optimizers:
-            return source, known, keys
+            return source, trainer, keys
         source = as_objects(source, keys, modules, optimizers)
-        known = trainer_of(source)
-        return source, known, known[KEYS]
+        trainer = trainer_of(source)
+        return source, trainer, trainer[KEYS]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
-        """Return what stands before the stored names of each module that the checkpoint has."""
-        here, found = self._objects.prefixes, {}
+        """Return the prefix of the stored names of each live module that the checkpoint has."""
+        live, prefixes = self._objects.prefixes, {}
         stored: dict[str, str] = {} if keys is None else keys["modules"]
-        for path, prefix in here.items():
+        for path, prefix in live.items():
             if key_of(path) in stored:
-                found[path] = stored[key_of(path)]
-            elif len(here) == len(stored) == 1:
-                found[path] = next(iter(stored.values()))
+                prefixes[path] = stored[key_of(path)]
+            elif len(live) == len(stored) == 1:
+                prefixes[path] = next(iter(stored.values()))
             elif keys is None and has_model:
-                found[path] = prefix
+                prefixes[path] = prefix
             else:
                 self.missing.append(key_of(path))
-        return found
+        return prefixes
 
-    def _numbers(self, keys: dict[str, Any] | None, document: Any) -> list[int]:
-        """Return the stored numbers of the optimizers that are here; those that were not stored are left out."""
+    def _stored_numbers(self, keys: dict[str, Any] | None, document: Any) -> list[int]:
+        """Return the stored numbers of the live optimizers; drop live optimizers that were not stored."""
         count = len(document or ())
         stored: list[str] = (keys["optimizers"] if keys is not None else [])[:count]
         paths = list(self._objects.optimizers)
@@ -184,21 +185,20 @@ class NestedLoad:
                 numbers.append(place)
             else:
                 self.missing.append(key_of(path))
-        there = [o for path, o in self._objects.optimizers.items() if key_of(path) not in self.missing]
-        self._optimizers[:] = there
+        self._optimizers[:] = [o for path, o in self._objects.optimizers.items() if key_of(path) not in self.missing]
         return numbers
 
     def _unnamed(self, source: Source) -> list[str]:
         document = source.document("optimizer") or {}
-        if all(one["numbered"] for one in document.values()):
+        if all(optimizer["numbered"] for optimizer in document.values()):
             return []
         return ["optimizer  its parameters are in no module of the state: pass named_by=, the module that has them"]
 
-    def _compare_rest(self, known: dict[str, Any]) -> list[str]:
+    def _compare_rest(self, trainer: dict[str, Any]) -> list[str]:
         problems = []
         for path in (*self._objects.tensors, *self._objects.stateful, *self._objects.values):
             try:
-                stored = value_at(known, path)
+                stored = value_at(trainer, path)
             except LookupError:
                 self.missing.append(key_of(path))
                 continue
@@ -211,44 +211,49 @@ class NestedLoad:
                 there, here = (f"{t.dtype} {tuple(t.shape)}" for t in (stored, live))
                 problems.append(f"{key_of(path)}  {there} in checkpoint, {here} in the state")
             else:
-                self._fitting.add(path)
+                self._fillable.add(path)
         return problems
 
     def _names(
-        self, here: Mapping[str, str], source: Source, problems: list[str]
+        self, stored_prefixes: Mapping[str, str], source: Source, problems: list[str]
     ) -> tuple[dict[str, str | None], Callable[[str], str | None]]:
-        """Name here → stored name of all entries; the name that another stored entry of these modules has here.
+        """Return the stored name of each live entry, and a function from other stored names to live names.
 
-        ``here``: the prefix of each module, and its stored one. Adds a line to ``problems`` for each entry of the key
-        mapping that is about none of them.
+        Args:
+            stored_prefixes: the stored prefix of each module, by its live prefix.
+            source: the stored state.
+            problems: gets a line for each entry of the key mapping that matches nothing.
+
+        Raises:
+            MismatchError: if the key mapping maps in the wrong direction.
         """
-        back = {prefix: mine for mine, prefix in here.items()}
+        live_prefixes = {stored: live for live, stored in stored_prefixes.items()}
         known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
         if wrong := self._key_mapping.misunderstood(known):
             raise MismatchError(f"cannot load {source.path!r}: key_mapping: " + "\n  ".join(wrong))
-        idle = self._key_mapping.unused(known)
-        problems += [f"key_mapping: {old!r}  is about no name in the checkpoint" for old in idle]
+        unused = self._key_mapping.unused(known)
+        problems += [f"key_mapping: {old!r}  is about no name in the checkpoint" for old in unused]
         stored_names = self._key_mapping.renamed(known)
 
-        def other(name: str) -> str | None:
+        def live_name(name: str) -> str | None:
             new = self._key_mapping(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else ()
-            return _move_prefix(new[0], back) if new else None
+            return _move_prefix(new[0], live_prefixes) if new else None
 
         names: dict[str, str | None] = {}
         for name in sorted(self._own_names | self._whole.state):
-            if (there := _move_prefix(name, here)) is not None:
-                names[name] = self._prefix + stored_names[there] if there in stored_names else None
-        return names, other
+            if (moved := _move_prefix(name, stored_prefixes)) is not None:
+                names[name] = self._prefix + stored_names[moved] if moved in stored_names else None
+        return names, live_name
 
     @classmethod
-    def prepared(cls, ranks: Ranks, make: Callable[[], NestedLoad]) -> NestedLoad:
-        """Return what ``make`` makes of this rank's objects; what it raises on one rank, all raise.
+    def prepare(cls, ranks: Ranks, make: Callable[[], NestedLoad]) -> NestedLoad:
+        """Return the result of ``make`` on this rank; if it fails on any rank, all ranks raise the error.
 
         Collective: every rank of ``ranks`` must call it.
         """
-        made: list[NestedLoad] = []
-        ranks.step("preparing to load", lambda: made.append(make()), lambda _: None)
-        return made[0]
+        loads: list[NestedLoad] = []
+        ranks.step("preparing to load", lambda: loads.append(make()), lambda _: None)
+        return loads[0]
 
     @gc_paused()
     def run(
@@ -258,13 +263,13 @@ class NestedLoad:
         *,
         options: LoadOptions,
         storage: Storage,
-    ) -> tuple[dict[str, Any], Loaded]:
-        """Load; returns what of the checkpoint's plain state is left, and what was loaded, with its notes.
+    ) -> tuple[dict[str, Any], LoadResult]:
+        """Load the checkpoint; return its remaining plain state, and the result of ``checkpoint.load``.
 
-        Collective: every rank of ``ranks`` must call it. Errors are those of ``api.load``.
+        Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.
         """
         try:
-            loaded = load(path, self._live, ranks=ranks, options=options, storage=storage)
+            result = load(path, self._live, ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
                 present, missing = (list_names([*map(repr, names)]) for names in (self.present, self.missing))
@@ -276,62 +281,62 @@ class NestedLoad:
             raise
 
         def finish() -> list[str]:
-            notes = self._finish_modules(loaded, strict=options.strict)
-            self._finish_others(loaded.trainer)
+            notes = self._finish_modules(result, strict=options.strict)
+            self._finish_others(result.trainer)
             return notes
 
         phase = f"loading the rest of {path!r} into modules and other objects"
-        loaded.notes.extend(ranks.step(phase, finish, lambda found: list(dict.fromkeys(chain(*found)))))
-        remainder = {key: value for key, value in loaded.trainer.items() if key not in (KEYS, "rank_state")}
-        return remainder, loaded
+        result.notes.extend(ranks.step(phase, finish, lambda notes: list(dict.fromkeys(chain(*notes)))))
+        remainder = {key: value for key, value in result.trainer.items() if key not in (KEYS, "rank_state")}
+        return remainder, result
 
-    def _finish_modules(self, loaded: Loaded, *, strict: bool) -> list[str]:
-        """Load what could not be filled in place; returns the differences that only code of modules could tell."""
+    def _finish_modules(self, result: LoadResult, *, strict: bool) -> list[str]:
+        """Load entries that can't be filled in place; return the differences that the modules' own code reports."""
         modules, live = self._objects.named, self._state_dict
-        now = entries_loaded(modules, live, loaded.extra_state, loaded.for_code)
+        entries = entries_loaded(modules, live, result.extra_state, result.for_code)
         copies = not_live(self._root, live)
-        code, keep = loaded.for_code, self._keep_parameters
-        return load_rest(modules, live, now, copies, code, self._whole, strict=strict, keep_parameters=keep)
+        code, keep = result.for_code, self._keep_parameters
+        return load_rest(modules, live, entries, copies, code, self._whole, strict=strict, keep_parameters=keep)
 
     @torch.no_grad()
     def _finish_others(self, trainer: dict[str, Any]) -> None:
-        """Move what was asked for from the trainer's state into the objects and the dict."""
-        placed = {path: self._objects.tensors[path] for path in self._fitting}
-        absent, taken = {*self.missing}, list[Path]()
-        for path in (*placed, *self._objects.stateful, *self._objects.values):
-            if key_of(path) in absent:
+        """Move the requested entries of the trainer's state into the objects and the dict."""
+        tensors = {path: self._objects.tensors[path] for path in self._fillable}
+        missing, moved = {*self.missing}, list[Path]()
+        for path in (*tensors, *self._objects.stateful, *self._objects.values):
+            if key_of(path) in missing:
                 continue
             value = value_at(trainer, path)
-            if path in placed:
-                if placed[path].numel() and not _is_same_memory(value, placed[path]):  # it was inside the JSON
-                    copy_slice(placed[path], value)
+            if path in tensors:
+                if tensors[path].numel() and not _is_same_memory(value, tensors[path]):  # it was inside the JSON
+                    copy_slice(tensors[path], value)
             elif path in self._objects.stateful:
                 self._objects.stateful[path].load_state_dict(value)
             else:
                 put_at(self._state, path, value)
-            taken.append(path)
-        for path in taken:  # all at the end: a list goes with its last item that was asked for
+            moved.append(path)
+        for path in moved:  # all at the end, since a list is removed with its last requested item
             remove_at(trainer, path)
 
 
 def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
-    """The name with the longest prefix that it has replaced; None if it has none of them."""
+    """Return the name with its longest prefix replaced, or None if it has none of the prefixes."""
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return None if longest is None else prefixes[longest] + name.removeprefix(longest)
 
 
-def _of_optimizers(own: frozenset[str], module: nn.Module, whole: WholeNames) -> WholeNames:
-    """Return what parameters of optimizers that are loaded alone are called: the names of other ranks, and all ties."""
+def _optimizer_names(own: frozenset[str], module: nn.Module, whole: WholeNames) -> WholeNames:
+    """Return the names for optimizers that are loaded without modules: those of other ranks, and all ties."""
     ties = whole.ties or tuple(map(tuple, tied_names(module)))
     own = own.union(*(tie for tie in ties if own.intersection(tie)))
     return WholeNames(whole.state - own, ties, whole.parameters)
 
 
 def _common_prefix(names: Iterable[str], keys: Mapping[str, Any] | None) -> str:
-    """Return the prefix of the stored module that has all parameters of the optimizers, if it is one of several."""
+    """Return the prefix of the stored module that has all parameters of the optimizers, "" if there is none."""
     known, prefixes = list(names), keys["modules"].values() if keys is not None else ()
-    fitting = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in known)]
-    return max(fitting, key=len, default="")
+    common = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in known)]
+    return max(common, key=len, default="")
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:

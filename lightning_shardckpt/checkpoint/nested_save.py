@@ -1,4 +1,4 @@
-"""Describe a nested dict of objects for a save, on one rank."""
+"""Describe a nested dict of objects for a save on one rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_shardckpt.storage.router import StorageRouter, is_url
 
 @dataclass(slots=True)
 class SaveGroup:
-    """The ranks that save and load together, and what they keep between calls."""
+    """The ranks that save and load together, and their caches between calls."""
 
     ranks: Ranks
     members: tuple[int, ...] | None
-    """Ranks of the default process group, where these are not all of them."""
+    """Their ranks in the default process group; None if they are all its ranks, in order."""
     plans: PlanCache = field(default_factory=PlanCache)
     history: SaveHistory = field(default_factory=SaveHistory)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
@@ -41,14 +41,27 @@ class SaveGroup:
 
 
 class NestedSave:
-    """One save of a state: its description, once asked for, and what a user should know.
+    """One save of a nested state.
 
-    Collective: every rank must make it, with its own state.
+    Collective: every rank must construct it, with its own state.
+
+    Args:
+        group: the ranks that save together.
+        path: of the checkpoint.
+        state: the nested dict.
+        overwrite: replace an existing checkpoint.
+        prefix: prepended to the names of parameters and buffers.
+        named_by: the module of optimizers whose module is not in the state.
+        storage: of ``path``.
+
+    Attributes:
+        run: step and epoch, for the root index.
+        notes: sentences for the user, after ``describe``.
     """
 
     def __init__(
         self,
-        party: SaveGroup,
+        group: SaveGroup,
         path: str,
         state: dict[str, Any],
         *,
@@ -58,51 +71,57 @@ class NestedSave:
         storage: StorageRouter,
     ) -> None:
         self.path, self.notes = path, list[str]()
-        self._party, self._state, self._overwrite = party, state, overwrite
+        self._group, self._state, self._overwrite = group, state, overwrite
         self._prefix, self._named_by, self._storage = prefix, named_by, storage
-        self._order = order_of_state(state, party.ranks, f"preparing to save {path!r}")
-        self.about = about_of(state if isinstance(state, dict) else {}, {})  # else ``describe`` says so, on all ranks
+        self._order = order_of_state(state, group.ranks, f"preparing to save {path!r}")
+        self.run = run_info(state if isinstance(state, dict) else {}, {})  # ``describe`` raises for other types
 
     def describe(self) -> Snapshot:
-        """Return what this rank contributes."""
-        if not self._overwrite and self._party.ranks.rank == 0:
+        """Return this rank's state.
+
+        Raises:
+            FileExistsError: on rank 0, for an existing checkpoint, without ``overwrite``.
+            StateError: listing state that can't be stored.
+            TypeError: if the state is not a dict with strings as keys.
+        """
+        if not self._overwrite and self._group.ranks.rank == 0:
             _refuse_existing(self.path, self._storage)
         objects = check_state(self._state).in_order(self._order)
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
-        found = snapshot(checkpoint_of(self._state, objects, names), module)
-        _check_members(found, self._party)
-        if module is not None and self._party.ranks.rank == 0 and not self._prefix:
-            document, notes = self._party.hugging_face.document(module)
+        described = snapshot(checkpoint_of(self._state, objects, names), module)
+        _check_members(described, self._group)
+        if module is not None and self._group.ranks.rank == 0 and not self._prefix:
+            document, notes = self._group.hugging_face.document(module)
             if document is not None:
-                found = replace(found, documents={**found.documents, "huggingface": document})
+                described = replace(described, documents={**described.documents, "huggingface": document})
             self.notes += notes
-        self.notes += [*found.notes, *objects.notes]
-        return _with_prefix(found, self._prefix)
+        self.notes += [*described.notes, *objects.notes]
+        return _add_prefix(described, self._prefix)
 
 
-def about_of(state: Mapping[str, Any], topology: dict[str, int]) -> RunInfo:
-    """Return what the root index says of a run, from what its state has as numbers of steps and epochs."""
-    known = [state.get(key) for key in ("global_step", "step", "epoch")]
-    step, other, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in known)
-    return RunInfo(other if step is None else step, epoch, topology)
+def run_info(state: Mapping[str, Any], topology: dict[str, int]) -> RunInfo:
+    """Return the step and epoch of a state, where they are valid numbers, with the topology."""
+    numbers = [state.get(key) for key in ("global_step", "step", "epoch")]
+    global_step, step, epoch = (n if type(n) is int and 0 <= n < 1 << 63 else None for n in numbers)
+    return RunInfo(step if global_step is None else global_step, epoch, topology)
 
 
-def _with_prefix(found: Snapshot, prefix: str) -> Snapshot:
-    if not prefix or "model" not in found.leaves:
-        return found
-    plain = found.leaves["model"]
+def _add_prefix(described: Snapshot, prefix: str) -> Snapshot:
+    if not prefix or "model" not in described.leaves:
+        return described
+    leaves = described.leaves["model"]
     model = Leaves(
-        {prefix + key: tensor for key, tensor in plain.tensors.items()},
-        {prefix + alias: prefix + of for alias, of in plain.aliases.items()},
-        frozenset(prefix + key for key in plain.pinned),
-        records={prefix + key: record for key, record in plain.records.items()},
-        frozen=frozenset(prefix + key for key in plain.frozen),
+        {prefix + key: tensor for key, tensor in leaves.tensors.items()},
+        {prefix + alias: prefix + key for alias, key in leaves.aliases.items()},
+        frozenset(prefix + key for key in leaves.pinned),
+        records={prefix + key: record for key, record in leaves.records.items()},
+        frozen=frozenset(prefix + key for key in leaves.frozen),
     )
-    other = {prefix + key: value for key, value in found.documents["model"].items()}
-    versions = {f"{prefix}{name}".removesuffix("."): v for name, v in (found.documents["versions"] or {}).items()}
-    documents = {**found.documents, "model": other, "versions": versions}
-    return replace(found, leaves={**found.leaves, "model": model}, documents=documents)
+    values = {prefix + key: value for key, value in described.documents["model"].items()}
+    versions = {f"{prefix}{name}".removesuffix("."): v for name, v in (described.documents["versions"] or {}).items()}
+    documents = {**described.documents, "model": values, "versions": versions}
+    return replace(described, leaves={**described.leaves, "model": model}, documents=documents)
 
 
 def _refuse_existing(path: str, storage: StorageRouter) -> None:
@@ -115,55 +134,54 @@ def _refuse_existing(path: str, storage: StorageRouter) -> None:
         raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 
-def _check_members(found: Snapshot, party: SaveGroup) -> None:
-    """Check that the places of ranks among themselves say which slices of a DTensor they have, if only some of them
-    save.
+def _check_members(described: Snapshot, group: SaveGroup) -> None:
+    """Check that ranks of a group have the same slices of each DTensor by group rank as by global rank.
 
     Raises:
-        StateError: for a DTensor that other ranks have a part of, too, or of which the ranks here have other slices.
+        StateError: for a DTensor that ranks outside of the group hold parts of, or whose slices differ.
     """
-    if party.members is None:
+    if group.members is None:
         return
-    for component, leaves in found.leaves.items():
+    for component, leaves in described.leaves.items():
         for key, tensor in leaves.tensors.items():
             if not isinstance(tensor, DTensor):
                 continue
             mesh, shape = tensor.device_mesh, tuple(tensor.shape)
             layout = layout_of(tensor)
-            as_numbered = [parts_of_rank(layout, shape, rank) for rank in range(len(party.members))]
-            if not {*mesh.mesh.flatten().tolist()} <= {*party.members} or as_numbered != [
-                parts_of_rank(layout, shape, rank) for rank in party.members
+            by_group_rank = [parts_of_rank(layout, shape, rank) for rank in range(len(group.members))]
+            if not {*mesh.mesh.flatten().tolist()} <= {*group.members} or by_group_rank != [
+                parts_of_rank(layout, shape, rank) for rank in group.members
             ]:
                 raise StateError(
                     f"{component}/{key} is on {mesh}, which rank {this_rank()} cannot save with the ranks "
-                    f"{list(party.members)} alone: let all ranks of the job save it"
+                    f"{list(group.members)} alone: let all ranks of the job save it"
                 )
 
 
 def order_of_state(state: Any, ranks: Ranks, phase: str) -> list[str]:
-    """Return the places of the objects in rank 0's state, in its order; none if that is no state.
+    """Return the keys of the objects in rank 0's state, in order; empty if it is invalid.
 
-    Collective: every rank must call it, in the same phase of what it does.
+    Collective: every rank must call it, with the same ``phase``.
     """
 
-    def look() -> list[str]:
+    def keys() -> list[str]:
         try:
             return check_state(state).keys
-        except (StateError, TypeError):  # which are raised when the state is described
+        except (StateError, TypeError):  # raised later, when the state is described
             return []
 
-    found: list[str] = ranks.step(phase, look, itemgetter(0))
-    return found
+    order: list[str] = ranks.step(phase, keys, itemgetter(0))
+    return order
 
 
 def check_state(state: dict[str, Any]) -> NestedObjects:
-    """Return what is in a state, checked to be one.
+    """Return the objects of a valid state.
 
     Raises:
-        TypeError: if it is no dict with texts as keys.
+        TypeError: if it is not a dict with strings as keys.
         StateError: see ``objects_in``.
     """
     if isinstance(state, dict) and all(isinstance(key, str) for key in state):
         return objects_in(state)
-    found = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
-    raise TypeError(f'a state is a dict by texts of objects and values, such as {{"model": model}}, got {found}')
+    given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
+    raise TypeError(f'a state is a dict by texts of objects and values, such as {{"model": model}}, got {given}')

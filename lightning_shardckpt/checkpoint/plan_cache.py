@@ -1,4 +1,4 @@
-"""Reuse save plans while the set of tensors is unchanged, as it nearly always is from one save to the next."""
+"""Reuse save plans as long as the set of tensors does not change between saves."""
 
 from __future__ import annotations
 
@@ -20,33 +20,38 @@ from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTenso
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files
 
 Tables = dict[str, Component]
-"""The tensors of every component, and the names that share one; without files."""
+"""The tensors and aliases of every component, without files."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class LastResult(Generic[K, V]):
-    """The result for the last key, made again for another one."""
+    """A cache of one result, for the last key."""
 
     def __init__(self) -> None:
-        self._known: tuple[K, V] | None = None
+        self._last: tuple[K, V] | None = None
 
-    def of(self, key: K, make: Callable[[], V]) -> V:
-        """Return the result of ``make``, or the last one if its key is equal.
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the last result if its key is equal, otherwise the result of ``make``.
 
         Neither result nor key may change afterwards.
         """
-        if self._known is None or self._known[0] != key:
-            self._known = key, make()
-        return self._known[1]
+        if self._last is None or self._last[0] != key:
+            self._last = key, make()
+        return self._last[1]
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The plan of what a rank writes for some tables, and what rank 0 says of them in the root index.
+    """The files that a rank writes, and on rank 0 the tables' text in the root index.
 
-    ``elements`` are those of this rank and of all ranks.
+    Attributes:
+        tables: of all ranks.
+        files: of this rank, by component.
+        elements: the number of elements that this rank writes.
+        all_elements: the number of elements of all tensors; on rank 0.
+        text: the tables in the root index; on rank 0.
     """
 
     tables: Tables = field(default_factory=dict)
@@ -58,7 +63,7 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
-    """Results for the last save of somebody who saves again and again. Holds no tensors; for one thread at a time."""
+    """Cached results of the last save of one caller. Holds no tensors; not for concurrent use."""
 
     digest: LastResult[Tables, str] = field(default_factory=LastResult)
     plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
@@ -69,27 +74,30 @@ def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> S
     """Return the plan of ``rank`` for tables that all ranks have agreed on.
 
     Raises:
-        FormatError: on rank 0, if a loader would refuse what the root index will say of the tables.
+        FormatError: on rank 0, if a loader would refuse the tables in the root index.
     """
     files: dict[str, list[FilePlan]] = {}
     for component in filter(tables.__contains__, COMPONENTS):
         pieces = plan_save(tables[component].tensors, rank)
         files[component] = plan_files(component, rank, pieces, size_per_shard)
-    here = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
+    elements = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
     if rank != 0:
-        return SavePlan(tables, files, here)
+        return SavePlan(tables, files, elements)
     for name, table in tables.items():
         check_cover(name, table.tensors)
-    everywhere = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
+    all_elements = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
     text = tables_to_text(tables)
     _check(RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {}), text)
-    return SavePlan(tables, files, here, everywhere, text)
+    return SavePlan(tables, files, elements, all_elements, text)
 
 
 def check_new_parts(root: RootIndex) -> None:
-    """Make sure that a loader would not refuse what differs between two saves of the same tables.
+    """Check that a loader accepts the parts of a root index that differ between saves of the same tables.
 
-    What it would refuse must not replace a good checkpoint.
+    A root index that it refuses must not replace a good checkpoint.
+
+    Raises:
+        FormatError: naming the rule.
     """
     _check(replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()}))
 

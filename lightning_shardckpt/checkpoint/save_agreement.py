@@ -1,4 +1,4 @@
-"""The agreement of a save: what ranks tell each other, which save the same tensors, and whether replicas are equal."""
+"""The agreement of ranks on a save: exchanged values, groups of ranks with the same tensors, equality of replicas."""
 
 from __future__ import annotations
 
@@ -23,59 +23,57 @@ from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text
 
 # ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────
-# Digests of what several ranks hold, so that replicas that differ are noticed before they are mixed.
-#
-# A save takes each part of the state from one of the ranks that hold it, and deals the work out: of replicas that are
-# not equal it would make a state that no rank ever had.
+# A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
+# replicas differed, the checkpoint would hold a state that no rank ever had. Digests reveal that before.
 
 
 Digests = dict[str, dict[str, int | str]]
-"""By what the replicas are of (which ranks hold which part under which layout) and by name: this rank's digests."""
+"""A rank's digests by label and name. Ranks have a label in common if they hold replicas of the same parts."""
 
 
-def replica_digests(found: Snapshot, tables: Mapping[str, Component], rank: int, group: str) -> Digests:
-    """Digests of what other ranks hold, too: tensors, and values of the model and of optimizers.
+def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: int, group: str) -> Digests:
+    """Return digests of the state that other ranks hold, too: tensors, and values of the model and of optimizers.
 
-    Pinned tensors may differ, and are left out. As quick as memory is read.
+    Leaves out pinned tensors, which may differ. Runs at the speed of memory.
 
     Args:
-        found: what this rank saves.
+        snapshot: the state of this rank.
         tables: the specs of its tensors.
-        rank: this one, in the default process group.
-        group: of ranks that hold the same tensors, any text that they have in common.
+        rank: of this process, in the default process group.
+        group: any text that is common to the ranks that hold the same tensors.
     """
     replicas: list[tuple[str, str, torch.Tensor]] = []
-    for component, leaves in found.leaves.items():
+    for component, leaves in snapshot.leaves.items():
         specs = tables[component].tensors
-        kinds = {id(spec): spec.layout for spec in specs.values()}  # tensors that are alike share their spec
-        parts = {kind: _part(layout, rank) for kind, layout in kinds.items()}
+        layouts = {id(spec): spec.layout for spec in specs.values()}  # equal specs are one object
+        parts = {spec_id: _part(layout, rank) for spec_id, layout in layouts.items()}
         for key, tensor in leaves.tensors.items():
             part, is_shared = parts[id(specs[key])]
             if is_shared and key not in leaves.pinned:
                 replicas.append((f"{group} {part}", f"{component}/{key}", local_tensor(tensor)))
     digests = _digests(replicas)
-    if found.given:
-        given = zip(found.given.items(), digest_values(map(bit_digest, found.given.values())), strict=True)
-        digests[_label("given", found.given)] = {
+    if snapshot.given:
+        given = zip(snapshot.given.items(), digest_values(map(bit_digest, snapshot.given.values())), strict=True)
+        digests[_label("given", snapshot.given)] = {
             name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given
         }
-    settings = dict(_settings(found.documents))
+    settings = dict(_settings(snapshot.documents))
     digests[_label("settings", settings)] = {**settings}
-    digests[f"{group} values"] = dict(_values(found.documents))
+    digests[f"{group} values"] = dict(_values(snapshot.documents))
     return digests
 
 
-def digests_over_groups(found: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
-    """Digests of tensors that other groups of ranks hold, too, such as pipeline stages.
+def digests_over_groups(snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
+    """Return digests of tensors that other groups of ranks, such as pipeline stages, hold, too.
 
     Args:
-        found: what this rank saves.
-        joined: the specs of the tensors of all groups, and the names under which those with several are stored.
-        rank: this one, in the default process group.
-        group_size: how many ranks have the tensors that this one has.
+        snapshot: the state of this rank.
+        joined: the tables of all groups.
+        rank: of this process, in the default process group.
+        group_size: the number of ranks that hold the same tensors as this one.
     """
     replicas = []
-    for component, leaves in found.leaves.items():
+    for component, leaves in snapshot.leaves.items():
         table = joined.get(component, Component({}))
         for key, tensor in leaves.tensors.items():
             name = table.aliases.get(key, key)
@@ -87,48 +85,51 @@ def digests_over_groups(found: Snapshot, joined: Mapping[str, Component], rank: 
 
 
 def _digests(replicas: list[tuple[str, str, torch.Tensor]]) -> Digests:
-    """Return the digests of tensors with labels and names."""
-    found: Digests = {}
-    some = [replica for replica in replicas if replica[2].numel()]
-    for (label, name, _), digest in zip(some, digest_values(bit_digest(tensor) for *_, tensor in some), strict=True):
-        found.setdefault(label, {})[name] = digest
-    return found
+    """Return the digests of labelled, named tensors."""
+    digests: Digests = {}
+    filled = [replica for replica in replicas if replica[2].numel()]
+    values = digest_values(bit_digest(tensor) for *_, tensor in filled)
+    for (label, name, _), digest in zip(filled, values, strict=True):
+        digests.setdefault(label, {})[name] = digest
+    return digests
 
 
-def _label(of: str, names: Iterable[str]) -> str:
-    """Return a label that ranks have in common which have the same names, whatever else they hold."""
-    return f"{of} {checksum(repr(sorted(names)).encode())}"
+def _label(prefix: str, names: Iterable[str]) -> str:
+    """Return a label that is common to ranks with the same names, whatever else they hold."""
+    return f"{prefix} {checksum(repr(sorted(names)).encode())}"
 
 
-def combine(digests: Digests) -> dict[str, str]:
-    """One digest of everything for each label."""
+def combine_digests(digests: Digests) -> dict[str, str]:
+    """Return one digest for each label."""
     return {
-        label: checksum("\n".join(f"{name}={digest}" for name, digest in sorted(of.items())).encode())
-        for label, of in digests.items()
+        label: checksum("\n".join(f"{name}={digest}" for name, digest in sorted(named.items())).encode())
+        for label, named in digests.items()
     }
 
 
-def differing(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
-    """Return by name the ranks that hold equal values, where there are several such sets.
+def find_differences(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
+    """Return the names whose replicas differ, each with the sets of ranks that hold equal values.
 
-    >>> differing({0: {"": {"model/w": 1}}, 1: {"": {"model/w": 2}}, 2: {"": {"model/w": 1}}})
+    >>> find_differences({0: {"": {"model/w": 1}}, 1: {"": {"model/w": 2}}, 2: {"": {"model/w": 1}}})
     {'model/w': [[0, 2], [1]]}
     """
-    places = dict.fromkeys((label, name) for found in reports.values() for label, of in found.items() for name in of)
-    wrong: dict[str, list[list[int]]] = {}
-    for label, name in places:
-        equal: dict[int | str | None, list[int]] = {}
-        for rank, found in reports.items():
-            if label in found:
-                equal.setdefault(found[label].get(name), []).append(rank)
-        if len(equal) > 1:
-            wrong.setdefault(name, []).extend(equal.values())
-    return wrong
+    labelled = dict.fromkeys(
+        (label, name) for digests in reports.values() for label, named in digests.items() for name in named
+    )
+    differences: dict[str, list[list[int]]] = {}
+    for label, name in labelled:
+        ranks_by_digest: dict[int | str | None, list[int]] = {}
+        for rank, digests in reports.items():
+            if label in digests:
+                ranks_by_digest.setdefault(digests[label].get(name), []).append(rank)
+        if len(ranks_by_digest) > 1:
+            differences.setdefault(name, []).extend(ranks_by_digest.values())
+    return differences
 
 
 @lru_cache(maxsize=4096)
 def _part(layout: Layout, rank: int) -> tuple[str, bool]:
-    """Return which part of a tensor a rank has, and whether others of its group have that part."""
+    """Return a text for the part of a tensor that a rank holds, and True if other ranks of its group hold that part."""
     if layout == REPLICATED:
         return "", True
     cut = {c.axis for c in layout.cuts}
@@ -137,7 +138,7 @@ def _part(layout: Layout, rank: int) -> tuple[str, bool]:
 
 
 def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of values in the documents of a group of ranks, of which one rank's are stored."""
+    """Yield the digests of values in documents that one rank of each group stores."""
     for name, value in (documents.get("model") or {}).items():
         yield f"model/{name}", _digest(value)
     for number, optimizer in (documents.get("optimizer") or {}).items():
@@ -148,12 +149,11 @@ def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of settings of optimizers, and of their state of no parameter: one rank's are stored for all
-    groups."""
+    """Yield the digests of optimizers' settings and of their state without parameters, stored by one rank of all."""
     for number, optimizer in (documents.get("optimizer") or {}).items():
         yield f"optimizer/{number}/own", _digest(optimizer.get("own"))
-        for group, of_group in optimizer["groups"].items():
-            for name, value in of_group["hyper"].items():
+        for group, entries in optimizer["groups"].items():
+            for name, value in entries["hyper"].items():
                 yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)
 
 
@@ -162,34 +162,34 @@ def _digest(value: Any) -> str:
 
 
 # ── values that ranks exchange ────────────────────────────────────────────────────────────────────────────────────────
-# Values that ranks tell each other at the steps of a save. All of it is JSON.
+# Values that ranks exchange at the steps of a save, as JSON.
 
 
-class SaveWish(TypedDict):
-    """A rank's request of what to save."""
+class SaveRequest(TypedDict):
+    """The save that one rank requests."""
 
     path: str
     step: int | None
     digest: str
     """Of the tables and of the names in documents: equal on ranks that hold the same tensors."""
     replicas: dict[str, str]
-    """Digests of values that several ranks hold, by who holds them."""
+    """Combined digests of replicated values, by label."""
 
 
 class Agreement(TypedDict):
-    """The agreement of all ranks, made by rank 0; without a save id if replicas differ, which stops the save."""
+    """The agreement of all ranks, made by rank 0."""
 
     save_id: str
     groups: list[list[list[int]]]
     """Ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage."""
     mirror: dict[str, Any]
-    """What is recorded of the model that is written a second time."""
+    """The record of the model that is written a second time."""
     tables: str
-    """The tables of all groups as a root index without files; empty if there is one group, whose ranks all know it."""
+    """The tables of all groups as a root index without files; empty if there is one group, whose ranks all have it."""
 
 
 class GroupTable(TypedDict):
-    """A group's tables, as its first rank tells them."""
+    """A group's tables, sent by its first rank."""
 
     tables: str
     """A root index without files."""
@@ -197,25 +197,24 @@ class GroupTable(TypedDict):
     """The trainer's state, encoded."""
 
 
-class Written(TypedDict):
-    """The files that one rank wrote: name, size and checksum."""
+class WriteReport(TypedDict):
+    """The files that one rank wrote, each as name, size and checksum."""
 
     indexes: dict[str, list[Any]]
     """By component."""
     documents: list[list[Any]]
     shared: dict[str, dict[str, Any]]
-    """Digests of tensors that other groups of ranks hold, too, by which part and by name."""
+    """Digests of tensors that other groups of ranks hold, too, by label and name."""
     elements: int
     shard_bytes: int
-    """Of all shard files; the sizes of the others are listed."""
+    """The size of all shard files."""
     linked_bytes: int
-    """Of those that were linked, and not written."""
+    """The size of the shard files that were linked instead of written."""
     notes: list[str]
-    """Sentences for the user; rank 0 has its own."""
+    """Sentences for the user; empty on rank 0, which keeps its own."""
 
 
 # ── joining the groups of pipeline stages ─────────────────────────────────────────────────────────────────────────────
-# Join the tables of groups of ranks, such as pipeline stages, into one. Knows no tensors.
 
 
 _LISTED_KEYS = 5
@@ -225,11 +224,11 @@ def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], 
     """Return a group's tables as a root index without files.
 
     Args:
-        tables: as the group's first rank has them.
+        tables: of the group's first rank.
         holders: the group's ranks, as ranges.
-        own: tensors of the trainer's state that the first rank alone writes.
+        own: tensors of the trainer's state that only the first rank writes.
         save_id: of the save.
-        world: ranks of the save.
+        world: the number of ranks of the save.
     """
     held = {
         name: Component({k: _held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
@@ -240,14 +239,14 @@ def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], 
 
 
 def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
-    """Join what groups tell.
+    """Join the tables and trainer states of all groups.
 
     Args:
-        groups: of each group, what its first rank tells, in rank order.
-        world: ranks of the save.
+        groups: the reports of the groups' first ranks, in rank order.
+        world: the number of ranks of the save.
 
     Returns:
-        The tables of all groups, as a root index without files, and the trainer's state, to which all groups may add.
+        The tables of all groups, as a root index without files, and the union of the groups' trainer states.
 
     Raises:
         MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
@@ -265,7 +264,7 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
 
 
 def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
-    """Return a spec of the same tensor, as held by other ranks."""
+    """Return the spec with other holders."""
     return TensorSpec(spec.dtype, spec.shape, spec.layout, holders, spec.pinned)
 
 
@@ -275,15 +274,19 @@ def table_of(tables: Mapping[str, Component], name: str) -> Component:
 
 
 def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
-    """Raise if sharded tensors of the trainer's state would be lost, or may be taken for one another."""
-    about: dict[str, list[str | None]] = {}
+    """Raise a StateError if sharded tensors of the trainer's state would be lost or mixed up between groups."""
+    entries_of_key: dict[str, list[str | None]] = {}
     for table in tables:
         model = table_of(table, "model")
-        entries = model.tensors.keys() | model.aliases.keys()
+        names = model.tensors.keys() | model.aliases.keys()
         for key, spec in table_of(table, "trainer").tensors.items():
             if not spec.pinned:
-                about.setdefault(key, []).append(entry_of(key, entries))
-    wrong = [k for k, e in about.items() if k not in referred or (len(e) > 1 and (None in e or len(set(e)) > 1))]
+                entries_of_key.setdefault(key, []).append(entry_of(key, names))
+    wrong = [
+        key
+        for key, entries in entries_of_key.items()
+        if key not in referred or (len(entries) > 1 and (None in entries or len(set(entries)) > 1))
+    ]
     if wrong:
         raise StateError(
             f"the trainer's state has sharded tensors under {wrong}, and pipeline stages have different ones; "
@@ -292,10 +295,10 @@ def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
 
 
 def _join_tables(tables: list[Tables]) -> Tables:
-    """The union of the groups' tables; a tensor that several groups have is held by all of their ranks.
+    """Return the union of the groups' tables; a tensor of several groups is held by the ranks of all of them.
 
-    A group that knows only an alias of a tensor stores it under the name that the others use. Of plain tensors of the
-    trainer's state, which need not agree, the first group's counts.
+    If a group has only an alias of a tensor, the tensor is joined under the name that the others use. Plain tensors of
+    the trainer's state may differ; the first group's is kept.
 
     Raises:
         MismatchError: if two groups have different tensors under one name.
@@ -304,7 +307,7 @@ def _join_tables(tables: list[Tables]) -> Tables:
     for table in tables:
         for name, component in table.items():
             known = joined.setdefault(name, Component({}))
-            known.aliases.update({a: of for a, of in component.aliases.items() if known.aliases.get(of) != a})
+            known.aliases.update({a: key for a, key in component.aliases.items() if known.aliases.get(key) != a})
     for table in tables:
         for name, component in table.items():
             known = joined[name]
@@ -324,18 +327,20 @@ def _join_tables(tables: list[Tables]) -> Tables:
 
 
 def _check_held(joined: Tables, world: int) -> None:
-    """Raise if some rank's state lacks a tensor of which it should have a shard."""
-    lost = []
+    """Raise a MismatchError if the state of a rank lacks a tensor of which it should have a shard."""
+    problems = []
     for name, table in joined.items():
         for key, spec in table.tensors.items():
             if find_unheld_shards(spec.layout, spec.holders):
-                having = sorted(rank for a, b in spec.holders for rank in range(a, b))
-                lacking = sorted(set(range(world)) - set(having))
-                lost.append(f"{name} {key!r}: rank(s) {having} have shards of it, rank(s) {lacking} have no such key")
-    if lost:
-        more = f" and {len(lost) - _LISTED_KEYS} more" if len(lost) > _LISTED_KEYS else ""
+                holders = sorted(rank for a, b in spec.holders for rank in range(a, b))
+                others = sorted(set(range(world)) - set(holders))
+                problems.append(
+                    f"{name} {key!r}: rank(s) {holders} have shards of it, rank(s) {others} have no such key"
+                )
+    if problems:
+        more = f" and {len(problems) - _LISTED_KEYS} more" if len(problems) > _LISTED_KEYS else ""
         raise MismatchError(
-            f"the states of the ranks have different keys: {'; '.join(lost[:_LISTED_KEYS])}{more}. State that all "
+            f"the states of the ranks have different keys: {'; '.join(problems[:_LISTED_KEYS])}{more}. State that all "
             "ranks hold shards of must be in the state of all of them"
         )
 
@@ -343,49 +348,49 @@ def _check_held(joined: Tables, world: int) -> None:
 _LISTED = 10
 
 
-def groups_of(wishes: list[SaveWish]) -> list[list[int]]:
-    """Return the ranks that hold the same tensors, as lists in rank order.
+def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
+    """Return groups of ranks that hold the same tensors, as lists in rank order.
 
     Args:
-        wishes: of every rank, in rank order.
+        requests: of every rank, in rank order.
 
     Raises:
         MismatchError: if the ranks disagree about the path or the step.
     """
-    for what in ("path", "step"):
-        found = {json.dumps(wish[what]): rank for rank, wish in reversed(list(enumerate(wishes)))}
-        if len(found) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(found.items(), key=lambda x: x[1]))
-            hint = "; if the name holds a metric, log it with sync_dist=True" if what == "path" else ""
-            raise MismatchError(f"the ranks disagree about the {what} of this save: {listed}{hint}")
+    for field in ("path", "step"):
+        values = {json.dumps(request[field]): rank for rank, request in reversed(list(enumerate(requests)))}
+        if len(values) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for value, rank in sorted(values.items(), key=lambda x: x[1]))
+            hint = "; if the name holds a metric, log it with sync_dist=True" if field == "path" else ""
+            raise MismatchError(f"the ranks disagree about the {field} of this save: {listed}{hint}")
     groups: dict[str, list[int]] = {}
-    for rank, wish in enumerate(wishes):
-        groups.setdefault(wish["digest"], []).append(rank)
+    for rank, request in enumerate(requests):
+        groups.setdefault(request["digest"], []).append(rank)
     return list(groups.values())
 
 
-def differ(marks: list[dict[str, str]]) -> bool:
-    """Return whether ranks have different digests of the same replicas.
+def do_replicas_differ(combined: list[dict[str, str]]) -> bool:
+    """Return True if ranks have different digests under the same label.
 
     Args:
-        marks: of each rank, digests by the label of who holds the same.
+        combined: of each rank, the result of ``combine_digests``.
     """
     known: dict[str, str] = {}
-    return any(known.setdefault(label, mark) != mark for of in marks for label, mark in of.items())
+    return any(known.setdefault(label, digest) != digest for digests in combined for label, digest in digests.items())
 
 
 def refuse_differing(path: str, reports: list[Digests]) -> None:
-    """Say what differs between replicas.
+    """Raise an error for differing replicas.
 
     Args:
         path: of the save, for the message.
-        reports: digests of everything, of every rank in rank order.
+        reports: the digests of every rank, in rank order.
 
     Raises:
         MismatchError: naming tensors and ranks.
     """
-    wrong = differing(dict(enumerate(reports)))
-    lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in wrong.items()]
+    differences = find_differences(dict(enumerate(reports)))
+    lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]
     listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
     raise MismatchError(
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "

@@ -1,4 +1,4 @@
-"""One save on one rank: what it does and knows at each step of ``checkpoint.save`` and ``save_async``."""
+"""One save on one rank: the work and the state of each step of ``checkpoint.save`` and ``save_async``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, Self
 import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, only_model, plan_mirror
+from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, plan_mirror, single_model
 from lightning_shardckpt.checkpoint.incremental import RankWriter, SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
     Digests,
     GroupTable,
-    SaveWish,
-    Written,
-    combine,
-    differ,
-    differing,
+    SaveRequest,
+    WriteReport,
+    combine_digests,
     digests_over_groups,
+    do_replicas_differ,
+    find_differences,
+    group_ranks,
     group_text,
-    groups_of,
     join_groups,
     refuse_differing,
     replica_digests,
@@ -55,7 +55,7 @@ from lightning_shardckpt.transfer.writer import MB
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """The root index's words about the run that saved."""
+    """The step, epoch and topology of the run, for the root index."""
 
     step: int | None = None
     epoch: int | None = None
@@ -63,13 +63,13 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """The state of a rank, and what it tells the others of it.
+class RankState:
+    """The state of a rank, with the tables and digests that it shares with other ranks.
 
     Attributes:
         snapshot: of the live state.
         tables: of its tensors, as if every rank had the same.
-        replicas: digests of what several ranks hold.
+        replicas: digests of state that several ranks hold.
     """
 
     snapshot: Snapshot
@@ -86,8 +86,8 @@ class Content:
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
         documents: by file name.
-        frozen: keys of parameters for which no gradient is computed, by component.
-        mirror: the model a second time, if that is asked for.
+        frozen: keys of parameters that need no gradient, by component.
+        mirror: writes the model a second time, if requested.
         shared: digests of tensors that other groups of ranks hold, too.
     """
 
@@ -101,10 +101,20 @@ class Content:
 
 
 class SaveJob:
-    """One save on one rank: described, agreed, staged or live, written, committed.
+    """One save on one rank: describe, agree, copy if asynchronous, write, commit.
+
+    As a context manager, discards the draft if the save fails in the block.
+
+    Args:
+        path: of the checkpoint.
+        ranks: the ranks that save together.
+        run: step, epoch and topology, for the root index.
+        options: the options of the save.
+        storage: of ``path``.
+        plans: cached plans of earlier saves.
+        history: earlier saves and loads, whose files may be linked.
 
     Attributes:
-        path: of the checkpoint.
         notes: sentences for the user.
     """
 
@@ -112,49 +122,55 @@ class SaveJob:
         self,
         path: str,
         ranks: Ranks,
-        about: RunInfo,
+        run: RunInfo,
         options: SaveOptions,
         storage: Storage,
         plans: PlanCache,
         history: SaveHistory,
     ) -> None:
-        self.path, self._ranks, self._about, self._storage = path, ranks, about, storage
+        self.path, self._ranks, self._run, self._storage = path, ranks, run, storage
         self._options, self._plans = options, plans
         self._writer = RankWriter(path, ranks.rank, options, storage, history)
-        self._described: Described
+        self._state: RankState
         self._content: Content | None = None
         self._trainer: Any = None  # of all groups, on rank 0
         self._draft: Draft | None = None  # on rank 0
         self.notes: list[str] = []
 
-    def prepare(self, describe: Callable[[], Snapshot]) -> SaveWish:
-        """Return what this rank wants to save, as a digest. Runs on every rank."""
+    def prepare(self, describe: Callable[[], Snapshot]) -> SaveRequest:
+        """Return this rank's request, which describes its state by digests. Runs on every rank."""
         snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
-        everyone, replicas = ((0, self._ranks.world),), Digests()
+        all_ranks, replicas = ((0, self._ranks.world),), Digests()
         tables: Tables = {
-            name: Component(specs_of(name, leaves, everyone), leaves.aliases)
+            name: Component(specs_of(name, leaves, all_ranks), leaves.aliases)
             for name, leaves in snapshot.leaves.items()
         }
-        text = self._plans.digest.of(tables, lambda: table_digest(tables))
+        text = self._plans.digest.get(tables, lambda: table_digest(tables))
         documents = [snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
         digest = checksum((text + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
         if self._ranks.world > 1 and self._options.replicas == "same":
             replicas = replica_digests(snapshot, tables, this_rank(), digest)
-        self._described = Described(snapshot, tables, replicas)
+        self._state = RankState(snapshot, tables, replicas)
         return {
             "path": str(self.path),
-            "step": self._about.step,
+            "step": self._run.step,
             "digest": digest,
-            "replicas": combine(replicas),
+            "replicas": combine_digests(replicas),
         }
 
-    def agree(self, wishes: list[SaveWish]) -> Agreement | None:
-        """Agree on one path and step, groups of ranks that hold the same tensors, and the draft. Runs on rank 0.
+    def agree(self, requests: list[SaveRequest]) -> Agreement | None:
+        """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.
 
-        None if replicas differ.
+        Returns:
+            The agreement, or None if replicas differ.
+
+        Raises:
+            MismatchError: if the ranks disagree about the path or the step.
+            StateError: if the model can't be written in the extra format.
+            FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
-        groups, documents = groups_of(wishes), self._described.snapshot.documents
-        if differ([wish["replicas"] for wish in wishes]):
+        groups, documents = group_ranks(requests), self._state.snapshot.documents
+        if do_replicas_differ([request["replicas"] for request in requests]):
             return None
         mirror = {}
         if self._options.also is not None:
@@ -164,39 +180,38 @@ class SaveJob:
                     "find its weights under their names. Leave it out, and make a folder for PEFT of the checkpoint "
                     "with `python -m lightning_shardckpt.consolidate DIR --format peft`."
                 )
-            recorded = only_model(documents.get("huggingface")).recorded
+            recorded = single_model(documents.get("huggingface")).recorded
             mirror = {k: v for k, v in recorded.items() if k != "files"}
-        ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short: each rank gets it
+        ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
-        self._begin(save_id)
+        draft = self._storage.draft(self.path, save_id)
+        draft.begin()
+        self._draft = draft  # set only after begin: if that fails, there is nothing to discard
         return {"save_id": save_id, "groups": ranges, "mirror": mirror, "tables": ""}
 
     def digests(self) -> Digests:
-        """Return what this rank has, as digests. Runs on every rank, if replicas differ."""
-        return self._described.replicas
+        """Return the digests of this rank's replicas. Runs on every rank, if replicas differ."""
+        return self._state.replicas
 
-    def blame(self, reports: list[Digests]) -> None:
-        """Say what differs. Runs on rank 0.
+    def refuse_differing_replicas(self, reports: list[Digests]) -> None:
+        """Raise an error for differing replicas. Runs on rank 0.
 
         Raises:
             MismatchError: naming tensors and ranks.
         """
         refuse_differing(self.path, reports)
 
-    def table(self, agreed: Agreement) -> GroupTable | None:
-        """Return a group's tables, as a root index without files, and its trainer's state.
-
-        Runs on each group's first rank.
-        """
+    def group_table(self, agreed: Agreement) -> GroupTable | None:
+        """Return a group's tables and trainer state on its first rank, None on others. Runs on every rank."""
         group = next((group for group in agreed["groups"] if self._ranks.rank == group[0][0]), None)
         if group is None:
             return None
         holders = tuple((start, stop) for start, stop in group)
-        text = group_text(self._described.tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
-        return {"tables": text, "trainer": self._described.snapshot.documents.get("trainer")}
+        text = group_text(self._state.tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
+        return {"tables": text, "trainer": self._state.snapshot.documents.get("trainer")}
 
-    def join(self, reports: list[GroupTable | None]) -> str:
-        """Join the tables of all groups, and the trainer's state, to which other groups may add. Runs on rank 0.
+    def join_tables(self, reports: list[GroupTable | None]) -> str:
+        """Return the joined tables of all groups, and keep the union of their trainer states. Runs on rank 0.
 
         Raises:
             MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
@@ -206,52 +221,54 @@ class SaveJob:
         return text
 
     def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
-        wanted = list(Model(model).tensors(table)), int(self._options.size_per_shard * MB)
-        files = self._plans.mirror.of(wanted, lambda: plan_mirror(*wanted))
+        key = list(Model(model).tensors(table)), int(self._options.size_per_shard * MB)
+        files = self._plans.mirror.get(key, lambda: plan_mirror(*key))
         texts: dict[str, bytes] = {}
         if self._ranks.rank == 0:
-            floating = (tensor.dtype for tensor in wanted[0] if tensor.dtype in CONFIG_DTYPES)
-            texts = only_model(self._described.snapshot.documents.get("huggingface")).files(next(floating, None), False)
+            floating = (tensor.dtype for tensor in key[0] if tensor.dtype in CONFIG_DTYPES)
+            texts = single_model(self._state.snapshot.documents.get("huggingface")).files(next(floating, None), False)
         return HFMirror(files, texts)
 
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
         return {
             key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
-            for key, tensor in self._described.snapshot.own.items()
+            for key, tensor in self._state.snapshot.own.items()
         }
 
     def stage(self, agreed: Agreement, memory: HostMemory) -> None:
-        """Copy what this rank writes into ``memory``; then what was described may change. Runs on every rank."""
-        live = self._live(agreed)
+        """Copy this rank's content into ``memory``; from then on the live state may change. Runs on every rank."""
+        live = self._live_content(agreed)
         tensors = list(live.tensors.values())
-        copies = memory.room(tensors)
+        copies = memory.empty_like(tensors)
         copy_all(tensors, copies)
         self._content = replace(live, tensors=dict(zip(live.tensors, copies, strict=True)))
-        del self._described
+        del self._state
 
-    def _live(self, agreed: Agreement) -> Content:
+    def _live_content(self, agreed: Agreement) -> Content:
         """Return the content that this rank writes, with views of the live tensors."""
-        rank, snapshot = self._ranks.rank, self._described.snapshot
-        tables, shared = self._described.tables, Digests()
+        rank, snapshot = self._ranks.rank, self._state.snapshot
+        tables, shared = self._state.tables, Digests()
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
             if self._options.replicas == "same":
-                group = next(of for of in agreed["groups"] if any(start <= rank < stop for start, stop in of))
-                size = sum(stop - start for start, stop in group)
+                own_group = next(
+                    group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group)
+                )
+                size = sum(stop - start for start, stop in own_group)
                 shared = digests_over_groups(snapshot, tables, this_rank(), size)
         elif rank == 0 and snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
-        about = tables, rank, self._ranks.world, self._options.size_per_shard
-        plan, mirror = self._plans.plan.of(about, lambda: plan_rank(*about)), None
+        key = tables, rank, self._ranks.world, self._options.size_per_shard
+        plan, mirror = self._plans.plan.get(key, lambda: plan_rank(*key)), None
         if self._options.also is not None:
             mirror = self._mirror(table_of(tables, "model"), agreed["mirror"])
         tensors: dict[int, torch.Tensor] = {}
         for component, files in plan.files.items():
-            stored_as = tables[component].aliases
+            aliases = tables[component].aliases
             leaves = snapshot.leaves.get(component, Leaves())
-            live = {stored_as.get(key, key): tensor for key, tensor in leaves.tensors.items()}
+            live = {aliases.get(key, key): tensor for key, tensor in leaves.tensors.items()}
             if component == "trainer":
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
@@ -260,12 +277,12 @@ class SaveJob:
         documents = dict(self._documents(agreed))
         return Content(agreed["save_id"], plan, tensors, documents, frozen, mirror, shared)
 
-    def write(self, agreed: Agreement) -> Written:
+    def write(self, agreed: Agreement) -> WriteReport:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
 
         Runs on every rank.
         """
-        content = self._content = self._content or self._live(agreed)
+        content = self._content = self._content or self._live_content(agreed)
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
@@ -287,43 +304,44 @@ class SaveJob:
             "notes": [] if draft is self._draft else draft.notes,
         }
 
-    def completed(self) -> None:
-        """Let later saves link the files of this one: it is complete on all ranks. Runs on every rank."""
-        self._writer.completed()
+    def remember_files(self) -> None:
+        """Let later saves link the files of this one, once it is complete on all ranks. Runs on every rank."""
+        self._writer.remember_files()
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
-        rank, found = self._ranks.rank, dict(self._described.snapshot.documents)
+        rank, documents = self._ranks.rank, dict(self._state.snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
-            found["trainer"] = found.get("trainer") if self._trainer is None else self._trainer
+            documents["trainer"] = documents.get("trainer") if self._trainer is None else self._trainer
         if any(rank == group[0][0] for group in agreed["groups"]):
             roles = ("model", "optimizer", "frozen", "versions")
             names |= {role: f"{role}-state-dist-{rank:05d}.json" for role in roles}
         for role, name in names.items():
-            if found.get(role) or (role == "optimizer" and role in found):  # that there are none is told, too
-                content = json.dumps(found[role], separators=(",", ":"), allow_nan=False).encode()
+            if documents.get(role) or (role == "optimizer" and role in documents):  # an empty list of optimizers, too
+                content = json.dumps(documents[role], separators=(",", ":"), allow_nan=False).encode()
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content
 
-    def commit(self, reports: list[Written]) -> tuple[int, int]:
-        """Check that nothing is missing, write the root index, and publish.
-
-        Returns the bytes of all files, and of those that were linked.
+    def commit(self, reports: list[WriteReport]) -> tuple[int, int]:
+        """Check completeness, write the root index, and publish the draft.
 
         Runs on rank 0, when all ranks have written.
+
+        Returns:
+            The bytes of all files, and of the linked ones.
 
         Raises:
             MismatchError: if groups of ranks hold different values of a tensor.
         """
         shared = [report["shared"] for report in reports]
-        if differing(dict(enumerate(shared))):
+        if find_differences(dict(enumerate(shared))):
             refuse_differing(self.path, shared)
         assert self._draft is not None and self._content is not None
         plan, mirror, components = self._content.plan, self._content.mirror, {}
         for name, table in plan.tables.items():
-            wrote = {rank: report["indexes"] for rank, report in enumerate(reports) if name in report["indexes"]}
-            indexes = {rank: FileInfo(*infos[name]) for rank, infos in wrote.items()}
+            infos = {rank: report["indexes"].get(name) for rank, report in enumerate(reports)}
+            indexes = {rank: FileInfo(*info) for rank, info in infos.items() if info is not None}
             components[name] = Component(table.tensors, table.aliases, indexes)
         written, expected = sum(report["elements"] for report in reports), plan.all_elements
         if written != expected:
@@ -334,9 +352,9 @@ class SaveJob:
             world_size=self._ranks.world,
             components={n: c for n, c in components.items() if c.tensors},
             documents={info.name: info for info in documents},
-            step=self._about.step,
-            epoch=self._about.epoch,
-            topology=self._about.topology,
+            step=self._run.step,
+            epoch=self._run.epoch,
+            topology=self._run.topology,
             software=_software(),
             mirror={} if mirror is None else mirror.finish(self._draft),
             prefix=self._draft.prefix,
@@ -350,37 +368,37 @@ class SaveJob:
         self._draft = None
         listed = [*root.documents.values(), *root.mirror.values()]
         listed += [info for component in components.values() for info in component.indexes.values()]
-        shard_bytes, linked_bytes = (sum(r[what] for r in reports) for what in ("shard_bytes", "linked_bytes"))
+        shard_bytes = sum(report["shard_bytes"] for report in reports)
+        linked_bytes = sum(report["linked_bytes"] for report in reports)
         return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
 
-    def _begin(self, save_id: str) -> None:
-        draft = self._storage.draft(self.path, save_id)
-        draft.begin()  # if it fails, there is nothing of ours to discard
-        self._draft = draft
-
     def __enter__(self) -> Self:
-        """Begin a block after which rank 0 has no draft left if the save failed in it, whoever failed."""
+        """Enter a block in which any failure, of this or another rank, discards rank 0's draft."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Discard the draft if the block failed."""
-        if kind is not None and self._draft is not None:
+        if error is not None and self._draft is not None:
             self._draft.discard()
 
 
-def _pin(found: Snapshot) -> Snapshot:
+def _pin(snapshot: Snapshot) -> Snapshot:
     """Return a snapshot whose tensors are all written by the lowest rank that holds them."""
-    pinned = {name: replace(of, pinned=frozenset(of.tensors)) for name, of in found.leaves.items() if name != "trainer"}
-    return replace(found, leaves={**found.leaves, **pinned})
+    pinned = {
+        name: replace(leaves, pinned=frozenset(leaves.tensors))
+        for name, leaves in snapshot.leaves.items()
+        if name != "trainer"
+    }
+    return replace(snapshot, leaves={**snapshot.leaves, **pinned})
 
 
 @cache
 def _software() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("lightning-shardckpt", "lightning", "torch"):
         with suppress(PackageNotFoundError):  # run from a source tree
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _info_to_json(info: FileInfo) -> list[Any]:

@@ -1,7 +1,6 @@
-"""The saves of one CheckpointIO, one after the other: each takes what it can from those before it.
+"""The successive saves and removals of one CheckpointIO.
 
-That is a plan that still holds, files that may be linked, and the thread that writes. Knows neither what is saved nor
-who asks for it.
+Each save reuses the plan, the files that may be linked, and the writing thread of earlier saves.
 """
 
 from __future__ import annotations
@@ -22,33 +21,36 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 
-# ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────
-# The asynchronous saves of one CheckpointIO, while somebody comes to ask how they ended.
-#
-# Between ``enable`` and ``disable`` there is a background thread that writes; outside, a save is complete on return.
+# ── asynchronous saves ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class AsyncSaves:
-    """The saves that go on after they returned; none, without options.
+    """The asynchronous saves of one CheckpointIO.
+
+    Between ``enable`` and ``disable``, while a caller will collect their errors, a background thread writes saves.
+    Otherwise a save is complete on return.
+
+    Args:
+        options: None for synchronous saves only.
 
     Attributes:
-        background: what writes; None while saves are synchronous.
+        background: writes saves; None while saves are synchronous.
     """
 
     def __init__(self, options: AsyncOptions | None) -> None:
         self.background: Background | None = None
-        self._options, self._told_of_waiting = options, False
+        self._options, self._noted_waiting = options, False
 
     @property
     def is_async(self) -> bool:
-        """True if saves are to be asynchronous, now or while they are enabled."""
+        """True if saves are asynchronous while enabled."""
         return self._options is not None
 
     def enable(self, ranks: Ranks) -> None:
-        """Save asynchronously from now until ``disable`` or ``leave``, if there are options that say so.
+        """Save asynchronously until ``disable`` or ``leave``, if there are options.
 
         Args:
-            ranks: who saves together; for these saves alone.
+            ranks: the ranks that save together; for exclusive use by these saves.
         """
         if self._options is not None:
             self.background = Background(ranks, self._options.max_pending)
@@ -58,7 +60,7 @@ class AsyncSaves:
         self.background = None
 
     def wait(self, ranks: Ranks) -> None:
-        """Wait until all is written; raises what failed, as ``Background.settle`` does.
+        """Wait until all saves are written, and raise failures; see ``Background.settle``.
 
         Collective: every rank of ``ranks`` must call it.
         """
@@ -66,9 +68,13 @@ class AsyncSaves:
             self.background.settle(ranks)
 
     def leave(self, error: BaseException) -> list[str]:
-        """Finish what is queued after an exception, which other ranks may not have. Not collective.
+        """Finish queued saves after an exception that other ranks may not have. Not collective.
 
-        Failures become notes of ``error``. Returns sentences for the user.
+        Args:
+            error: the exception; failures of saves are added to it as notes.
+
+        Returns:
+            Sentences for the user.
         """
         background = self.background
         self.disable()
@@ -78,13 +84,13 @@ class AsyncSaves:
         return self._notes_of(background)
 
     def notes(self) -> list[str]:
-        """Return what came up since the last call, as one text for the user, or none."""
+        """Return the notes for the user since the last call, as one text, or none."""
         return [] if self.background is None else self._notes_of(self.background)
 
     def _notes_of(self, background: Background) -> list[str]:
         notes = background.notes()
-        if background.waited and not self._told_of_waiting:
-            self._told_of_waiting = True
+        if background.waited and not self._noted_waiting:
+            self._noted_waiting = True
             notes.append(
                 "a save waited until an earlier one was written: saves come faster than they can be written, and only "
                 f"max_pending={background.max_pending} may wait. This is said once."
@@ -93,19 +99,22 @@ class AsyncSaves:
 
 
 class SaveSeries:
-    """Saves at once, or in the thread of ``async_saves`` while that is enabled.
+    """Saves in the calling thread, or in the background while ``async_saves`` is enabled.
+
+    Args:
+        async_saves: the background saves.
 
     Attributes:
-        finished: those that are complete.
+        finished: the complete saves.
     """
 
     def __init__(self, async_saves: AsyncSaves) -> None:
         self.finished = FinishedSaves()
         self._async_saves, self._plans, self._history = async_saves, PlanCache(), SaveHistory()
 
-    def loaded(self, path: str) -> None:
-        """Take a checkpoint that was loaded as one whose files the next saves may link."""
-        self._history.loaded(path)
+    def add_loaded(self, path: str) -> None:
+        """Let later saves link the files of a checkpoint that was loaded."""
+        self._history.add_loaded(path)
 
     def save(
         self,
@@ -113,7 +122,7 @@ class SaveSeries:
         describe: Callable[[], Snapshot],
         *,
         ranks: Ranks,
-        about: RunInfo,
+        run: RunInfo,
         options: SaveOptions,
         storage: Storage,
     ) -> list[str]:
@@ -122,28 +131,28 @@ class SaveSeries:
         Collective: every rank of ``ranks`` must call it, with the same path.
 
         Args:
-            path: where to.
-            describe: gives this rank's state; called once, before this returns.
-            ranks: who saves together.
-            about: for the root index.
-            options: what the caller chose.
-            storage: where ``path`` is.
+            path: of the new checkpoint.
+            describe: returns this rank's state; called once, before this returns.
+            ranks: the ranks that save together.
+            run: step, epoch and topology, for the root index.
+            options: the options of the save.
+            storage: of ``path``.
 
         Returns:
-            What a person should know, as one text or none; of asynchronous saves also what came up since the last one.
+            Notes for the user as one text, or none; for asynchronous saves those since the last call.
 
         Raises:
-            Exception: as the two do.
+            Exception: the errors of ``checkpoint.save`` and ``checkpoint.save_async``.
         """
         background = self._async_saves.background
         waiting = background.waiting_saves if background is not None else lambda: 0
-        with self.finished.measured(path, about.step, waiting) as complete:
+        with self.finished.measure(path, run.step, waiting) as complete:
             if background is None:
                 notes = save(
                     path,
                     describe,
                     ranks=ranks,
-                    about=about,
+                    run=run,
                     options=options,
                     storage=storage,
                     plans=self._plans,
@@ -155,7 +164,7 @@ class SaveSeries:
                 path,
                 describe,
                 ranks=ranks,
-                about=about,
+                run=run,
                 options=options,
                 background=background,
                 storage=storage,
@@ -167,13 +176,15 @@ class SaveSeries:
 
 
 # ── removals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Delete what a callback no longer keeps: a checkpoint, a link, a plain file or an object of a store.
 
 
 def remove_any(path: str, storage: Storage) -> list[str]:
-    """Delete what is at a path or URL, if anything is, and return sentences about what had to stay.
+    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one.
 
-    Never raises for what the file system refuses: training must not end for that.
+    Does not raise OSErrors, so that training goes on.
+
+    Returns:
+        Sentences about files that could not be deleted.
     """
     try:
         if is_url(path):

@@ -1,7 +1,7 @@
-"""Copy what a save writes, so that training can go on.
+"""Copy the tensors of a save to host memory.
 
-An asynchronous save copies everything into host memory that one save leaves to the next. Another save copies what is on
-a GPU, a window at a time, and nothing else.
+An asynchronous save copies all tensors into memory that later saves reuse, so that training can go on. A synchronous
+save copies only tensors on a GPU, a window at a time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 _ALIGN = 64  # a cache line; also a multiple of every item size
 
 
-class _Registered(mmap.mmap):
-    """Pages to which a GPU copies while the host goes on: pinned, and no more of them than asked for.
+class _PinnedPages(mmap.mmap):
+    """Pinned memory of exactly the requested size, to which a GPU copies asynchronously.
 
-    torch's allocator of pinned memory rounds up to a power of two, and keeps what was freed.
+    torch's own allocator of pinned memory rounds up to a power of two, and does not return freed memory to the system.
     """
 
     _address = 0
 
     @classmethod
-    def of(cls, nbytes: int) -> _Registered | None:
-        """Return so many bytes; None if the driver does not pin them."""
-        found = cls(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        found._address = torch.frombuffer(found, dtype=torch.uint8).data_ptr()
-        refused = int(torch.cuda.cudart().cudaHostRegister(found._address, len(found), 0))  # type: ignore[no-untyped-call]  # torch's
-        if not refused:
-            return found
-        found._address = 0
+    def of(cls, nbytes: int) -> _PinnedPages | None:
+        """Return pinned memory of ``nbytes``; None if the driver refuses to pin it."""
+        pages = cls(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages._address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        error = int(torch.cuda.cudart().cudaHostRegister(pages._address, len(pages), 0))  # type: ignore[no-untyped-call]  # torch's
+        if not error:
+            return pages
+        pages._address = 0
         return None
 
     def __del__(self) -> None:
@@ -44,33 +44,33 @@ class _Registered(mmap.mmap):
 
 
 class HostMemory:
-    """Host memory that is used again and again; it grows to what was needed most and stays so large.
+    """Reusable host memory, which grows to the largest size needed and does not shrink.
 
     Args:
-        is_passing: whether it is small and soon freed, so that torch's allocator should have it.
+        is_temporary: True for small memory that is soon freed, which comes from torch's caching allocator.
     """
 
-    def __init__(self, *, is_passing: bool = False) -> None:
-        self._is_passing = is_passing
+    def __init__(self, *, is_temporary: bool = False) -> None:
+        self._is_temporary = is_temporary
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._kinds: list[tuple[torch.dtype, torch.Size, torch.device]] = []
+        self._specs: list[tuple[torch.dtype, torch.Size, torch.device]] = []
         self._parts: list[torch.Tensor] = []
 
-    def room(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous tensors like these, without their values, to copy them to; valid until the next call.
+    def empty_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return uninitialized contiguous tensors with the dtypes and shapes of ``tensors``, valid until the next call.
 
-        For as many tensors of the same kinds as the last time they are the same. For tensors on a GPU the memory is
-        pinned.
+        Returns the same tensors as the last call if dtypes, shapes and devices are equal. Pinned if any tensor is on a
+        GPU.
         """
-        kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
-        if kinds != self._kinds:
-            self._kinds, self._parts = [], []  # which know the memory
+        specs = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+        if specs != self._specs:
+            self._specs, self._parts = [], []  # drop views, so that the old memory can be freed
             with torch.inference_mode(False):
-                self._parts = self._divided(tensors)
-            self._kinds = kinds
+                self._parts = self._divide(tensors)
+            self._specs = specs
         return list(self._parts)
 
-    def _divided(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _divide(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         begins, end = [], 0
         for tensor in tensors:
             begins.append(end)
@@ -81,8 +81,8 @@ class HostMemory:
 
     def _grow(self, nbytes: int, *, pinned: bool) -> None:
         if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before there is the new
-            registered = _Registered.of(nbytes) if pinned and not self._is_passing else None
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
+            registered = _PinnedPages.of(nbytes) if pinned and not self._is_temporary else None
             if registered is not None:
                 self._memory = torch.frombuffer(registered, dtype=torch.uint8)
             elif pinned:
@@ -92,44 +92,44 @@ class HostMemory:
 
 
 class HostWindows:
-    """Bytes of tensors in host memory, to which those on a GPU are copied a window at a time.
+    """Bytes of tensors in host memory; tensors on a GPU are copied a window at a time.
 
-    So the host waits for the device once for each window, not for each tensor. A window is memory of its own as long as
-    bytes of it are in use; then torch's allocator of pinned memory gives it to a later one.
+    The host waits for the device once per window instead of once per tensor. A window's memory stays valid while its
+    bytes are in use; then torch's allocator of pinned memory reuses it.
 
     Args:
-        tensors: by the id by which they are asked for, about in the order in which they are.
-        tuning: how large a window of more than one tensor may be.
+        tensors: by an id, roughly in the order in which their bytes are requested.
+        tuning: the largest size of a window of more than one tensor.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], tuning: Tuning = TUNING) -> None:
         self._tensors, self._window_bytes = tensors, tuning.device_window_bytes
-        self._order = [of for of, tensor in tensors.items() if tensor.is_cuda]
-        self._places = {of: place for place, of in enumerate(self._order)}
+        self._order = [tensor_id for tensor_id, tensor in tensors.items() if tensor.is_cuda]
+        self._positions = {tensor_id: position for position, tensor_id in enumerate(self._order)}
         self._copies: dict[int, torch.Tensor] = {}
 
-    def bytes_of(self, of: int) -> memoryview:
+    def bytes_of(self, tensor_id: int) -> memoryview:
         """Return the bytes of a tensor, row-major."""
-        if of in self._places and of not in self._copies:
-            self._copies = {}  # its memory can be used again
-            self._copies = self._copied(self._places[of])
-        return host_bytes(self._copies.get(of, self._tensors[of]))
+        if tensor_id in self._positions and tensor_id not in self._copies:
+            self._copies = {}  # lets the next window reuse the memory
+            self._copies = self._copy_window(self._positions[tensor_id])
+        return host_bytes(self._copies.get(tensor_id, self._tensors[tensor_id]))
 
-    def _copied(self, first: int) -> dict[int, torch.Tensor]:
+    def _copy_window(self, first: int) -> dict[int, torch.Tensor]:
         window, nbytes = [self._order[first]], self._tensors[self._order[first]].nbytes
-        for of in self._order[first + 1 :]:
-            nbytes += -(-self._tensors[of].nbytes // _ALIGN) * _ALIGN
+        for tensor_id in self._order[first + 1 :]:
+            nbytes += -(-self._tensors[tensor_id].nbytes // _ALIGN) * _ALIGN
             if nbytes > self._window_bytes:
                 break
-            window.append(of)
-        tensors = [self._tensors[of] for of in window]
-        copies = HostMemory(is_passing=nbytes <= self._window_bytes or len(window) > 1).room(tensors)
+            window.append(tensor_id)
+        tensors = [self._tensors[tensor_id] for tensor_id in window]
+        copies = HostMemory(is_temporary=nbytes <= self._window_bytes or len(window) > 1).empty_like(tensors)
         copy_all(tensors, copies)
         return dict(zip(window, copies, strict=True))
 
 
 def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Fill ``copies``; returns when they are there. From a GPU they run in the order of the current stream."""
+    """Copy ``tensors`` to ``copies``; returns when all copies are complete. GPU copies run on the current stream."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.no_grad():
         copy_each(tensors, copies, non_blocking=bool(devices))

@@ -18,7 +18,7 @@ from lightning_shardckpt.storage.router import StorageRouter
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a plain file that ``torch.load`` is to read."""
+    """Return True if ``path`` is a file for ``torch.load``."""
     return os.path.isfile(path) and not is_safetensors(os.fspath(path))
 
 
@@ -31,54 +31,55 @@ def load_whole(
     weights_only: bool = True,
     storage: Storage | None = None,
 ) -> dict[str, Any]:
-    """Return a checkpoint as Lightning's dict, as ``checkpoint.load_full`` does, on a device; or a plain file's dict.
+    """Return a checkpoint as Lightning's dict on a device, like ``checkpoint.load_full``, or the dict of a plain file.
 
     Args:
         path: a checkpoint, or a file of ``torch.save``.
         map_location: the device, or a dict or function as in ``torch.load``; the CPU by default.
-        optimizers: whether their state is read.
-        verify: whether to compare checksums.
+        optimizers: read optimizer state.
+        verify: compare checksums.
         weights_only: for a file of ``torch.save``, as in ``torch.load``.
-        storage: where ``path`` is; by default what it says, a path of the file system or a URL.
+        storage: of ``path``; by default the file system, or an object store for a URL.
 
     Raises:
-        TypeError: for a ``map_location`` that is none of these.
+        TypeError: for a ``map_location`` of another type.
     """
     if is_torch_file(path):
         plain: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=weights_only)
         return plain
     device = device_of(map_location)
     storage = storage or StorageRouter()
-    found = load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
-    return move_to(found, device)
+    full = load_full(path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
+    return move_to(full, device)
 
 
 def device_of(map_location: object) -> torch.device:
-    """Return the device for what was stored, as ``torch.load`` chooses it for tensors of the CPU.
+    """Return the device of ``map_location``, as ``torch.load`` chooses it for CPU tensors.
 
-    A sharded checkpoint does not record devices: a dict is asked for ``"cpu"``, a function for an empty storage there.
+    A sharded checkpoint does not record devices: a dict is looked up for ``"cpu"``, a function is called with an empty
+    CPU storage.
 
     Raises:
-        TypeError: for what is no device, dict or function.
+        TypeError: if it is not a device, dict or function.
     """
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu", "cpu")
     elif callable(map_location) and not isinstance(map_location, torch.device):
-        found = map_location(torch.empty(0).untyped_storage(), "cpu")
-        map_location = getattr(found, "device", found)
+        located = map_location(torch.empty(0).untyped_storage(), "cpu")
+        map_location = getattr(located, "device", located)
     if map_location is None or isinstance(map_location, str | int | torch.device):
         return torch.device("cpu" if map_location is None else map_location)
     raise TypeError(f"map_location is a device, such as 'cpu' or 'cuda:0', or a dict or function, got {map_location!r}")
 
 
-def move_to(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a checkpoint dict with all its tensors on a device; what was one tensor stays one."""
-    there: dict[int, torch.Tensor] = {}
+def move_to(checkpoint: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a checkpoint dict with all tensors on a device; shared tensors stay shared."""
+    moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return there.setdefault(id(tensor), tensor.to(device)) if tensor.device != device else tensor
+        return moved.setdefault(id(tensor), tensor.to(device)) if tensor.device != device else tensor
 
-    moved = map_tensors(move, found)
-    if (versions := getattr(found.get("state_dict"), METADATA, None)) is not None:
-        vars(moved["state_dict"])[METADATA] = versions
-    return moved
+    result = map_tensors(move, checkpoint)
+    if (versions := getattr(checkpoint.get("state_dict"), METADATA, None)) is not None:
+        vars(result["state_dict"])[METADATA] = versions
+    return result

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
-from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_of_a_trainer
+from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fit_to
@@ -134,7 +134,7 @@ def load_checkpoint(
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = entries_loaded({"": module}, state_dict, loaded.extra_state, loaded.for_code)
     rank_state = checkpoint.pop(RANK_STATE)
-    checkpoint = as_of_a_trainer(checkpoint, str(path), fitting=fitting and "loops" in parts)
+    checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _compare_hyper_parameters(module, checkpoint, str(path))
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:

@@ -34,7 +34,7 @@ def saved(path: Path, step: int, *, weights_only: bool = False) -> str:
     content: dict[str, Any] = {"state_dict": {"a": torch.full((3,), float(step))}, "global_step": step}
     if not weights_only:
         content["optimizer_states"] = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
-    save(str(path), lambda: snapshot(content), ranks=Ranks.alone(), about=RunInfo(step), options=SaveOptions(1))
+    save(str(path), lambda: snapshot(content), ranks=Ranks.alone(), run=RunInfo(step), options=SaveOptions(1))
     return str(path)
 
 

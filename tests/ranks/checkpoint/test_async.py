@@ -176,7 +176,7 @@ class Scene:
 
     def save(self, name: str, step: int) -> Any:
         self.fill(step)
-        path, common = f"{self.folder}/{name}.ckpt", {"about": RunInfo(step), "options": SaveOptions(1.0)}
+        path, common = f"{self.folder}/{name}.ckpt", {"run": RunInfo(step), "options": SaveOptions(1.0)}
         done = save_async(
             path, self.describe, ranks=self.ranks, background=self.background, storage=self.storage, **common
         )
@@ -340,12 +340,12 @@ def saves_again_and_again(folder: str) -> tuple[int, int]:
     ranks, background, large = Ranks.alone(), Background(Ranks.alone()), torch.rand(1 << 21)  # 8 MB
     seen, resident = dict[int, HostMemory](), []
     for number in range(30):
-        path, about = f"{folder}/{number % 2}.ckpt", RunInfo(number)
+        path, run_info = f"{folder}/{number % 2}.ckpt", RunInfo(number)
         save_async(
             path,
             lambda: snapshot({"state_dict": {"large": large}, "global_step": 1}),
             ranks=ranks,
-            about=about,
+            run=run_info,
             options=SaveOptions(100),
             background=background,
         )
@@ -364,7 +364,7 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
 
 
 def copied(memory: HostMemory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    copy_all(tensors, copies := memory.room(tensors))
+    copy_all(tensors, copies := memory.empty_like(tensors))
     return copies
 
 

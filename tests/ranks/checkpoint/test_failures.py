@@ -125,7 +125,7 @@ class Scene:
                 self.tensor.fill_(float(step))
             return snapshot({"state_dict": {"a": self.tensor}, "global_step": step})
 
-        save(self.path, describe, ranks=self.ranks, about=RunInfo(step), options=SaveOptions(1), storage=storage)
+        save(self.path, describe, ranks=self.ranks, run=RunInfo(step), options=SaveOptions(1), storage=storage)
 
     def stored(self) -> list[float]:
         """Step and distinct values of what is at the path; nothing if it doesn't load."""

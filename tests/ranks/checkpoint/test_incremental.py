@@ -66,7 +66,7 @@ class Run:
         self.count += 1
         path, state = self.folder / f"{self.count}.ckpt", {"state_dict": tensors, **rest}
         self.notes += checkpoint.save(
-            str(path), lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(self.count), options=self.options,
+            str(path), lambda: snapshot(state), ranks=Ranks.alone(), run=RunInfo(self.count), options=self.options,
             storage=self.storage, history=self.history,
         )  # fmt: skip
         assert verify(path).findings == ()
@@ -205,10 +205,10 @@ def test_the_first_save_after_a_load_links_files_of_what_was_loaded(tmp_path: Pa
     old = first.save(tensors)
     again = Run(tmp_path)
     again.count = 7
-    again.history.loaded(str(old))
+    again.history.add_loaded(str(old))
     assert linked(again.save(tensors)) == {"a"}
     elsewhere = Run(tmp_path / "elsewhere")
-    elsewhere.history.loaded(str(old))
+    elsewhere.history.add_loaded(str(old))
     assert linked(elsewhere.save(tensors)) == set()
 
 
@@ -250,7 +250,7 @@ def test_a_storage_without_files_of_a_file_system_links_in_its_own_way() -> None
     storage, history, state = MemoryStorage(), SaveHistory(), {"state_dict": {"a": drawn(100)}}
     for path in ("/m/1", "/m/2"):
         checkpoint.save(
-            path, lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(), options=SaveOptions(incremental=True),
+            path, lambda: snapshot(state), ranks=Ranks.alone(), run=RunInfo(), options=SaveOptions(incremental=True),
             storage=storage, history=history,
         )  # fmt: skip
     assert b'"version":3' in storage.checkpoints["/m/2"]["model-meta-dist-00000.index.json"]

@@ -38,7 +38,7 @@ def save_all(folder: str) -> None:
         seeds, aliases = by_rank[ranks.rank]
         leaves = Leaves({name: tensor(seed) for name, seed in seeds.items()}, aliases)
         snapshot = Snapshot({"model": leaves}, {}, {"trainer": {"global_step": 1}})
-        save(f"{folder}/{case}.ckpt", lambda s=snapshot: s, ranks=ranks, about=RunInfo(1), options=SaveOptions(1))
+        save(f"{folder}/{case}.ckpt", lambda s=snapshot: s, ranks=ranks, run=RunInfo(1), options=SaveOptions(1))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def disagree(path: str) -> str:
     ranks = Ranks.of_default_group(30)
     leaves = Leaves({"a": torch.zeros(ranks.rank + 1)})
     with pytest.raises(MismatchError) as raised:
-        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=RunInfo(), options=SaveOptions(1))
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, run=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 
@@ -79,7 +79,7 @@ def lacks_a_shard(path: str) -> str:
     if ranks.rank == 1:
         del leaves.tensors["b"]
     with pytest.raises(MismatchError) as raised:
-        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, about=RunInfo(), options=SaveOptions(1))
+        save(path, lambda: Snapshot({"model": leaves}, {}, {}), ranks=ranks, run=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 
@@ -93,7 +93,7 @@ def other_paths(directory: str) -> str:
     ranks = Ranks.of_default_group(30)
     snapshot = Snapshot({"model": Leaves({"a": tensor(1)})}, {}, {})
     with pytest.raises(MismatchError) as raised:
-        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions(1))
+        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, run=RunInfo(), options=SaveOptions(1))
     return str(raised.value)
 
 

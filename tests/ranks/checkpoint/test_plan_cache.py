@@ -36,12 +36,12 @@ class Counting(LastResult[Any, Any]):
 
     made = 0
 
-    def of(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
         def counted() -> Any:
             self.made += 1
             return make()
 
-        return super().of(key, counted)
+        return super().get(key, counted)
 
 
 def saves(folder: str) -> list[Any]:
@@ -96,7 +96,7 @@ def saves(folder: str) -> list[Any]:
                 to,
                 lambda: snapshot({**rest, "state_dict": state}),
                 ranks=ranks,
-                about=RunInfo(1),
+                run=RunInfo(1),
                 options=SaveOptions(size),
                 plans=kept,
             )

@@ -49,7 +49,7 @@ def save(path: str, size_per_shard: float) -> State:
         path,
         lambda: Snapshot({"model": leaves, "optimizer": optimizer, "trainer": Leaves()}, own, {}),
         ranks=Ranks.of_default_group(60),
-        about=RunInfo(),
+        run=RunInfo(),
         options=SaveOptions(size_per_shard),
     )
     return whole

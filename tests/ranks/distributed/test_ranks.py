@@ -484,9 +484,9 @@ def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
 
     ranks = Ranks.of_default_group(30)
     mine = f"{path}-{ranks.rank}" if what == "path" else path
-    about = RunInfo(step=ranks.rank if what == "step" else 0)
+    run_info = RunInfo(step=ranks.rank if what == "step" else 0)
     try:
-        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), ranks=ranks, about=about, options=SaveOptions(1))
+        checkpoint.save(mine, lambda: Snapshot({}, {}, {}), ranks=ranks, run=run_info, options=SaveOptions(1))
     except Exception as error:
         return type(error).__name__, str(error), os.listdir(os.path.dirname(path))
     return "", "", []

@@ -20,7 +20,7 @@ from torchmetrics.classification import BinaryConfusionMatrix
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
-from lightning_shardckpt.checkpoint.save_agreement import differing, replica_digests
+from lightning_shardckpt.checkpoint.save_agreement import find_differences, replica_digests
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
@@ -311,7 +311,7 @@ def test_a_digest_is_of_the_bits_wherever_they_lie(kind: str) -> None:
     for place in (0, len(raw) - 1):
         raw[place] ^= 1
         other = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
-        assert differing({0: digest(tensor), 1: digest(other)}) == {"model/x": [[0], [1]]}
+        assert find_differences({0: digest(tensor), 1: digest(other)}) == {"model/x": [[0], [1]]}
         raw[place] ^= 1
 
 

@@ -110,7 +110,7 @@ def save_stages(path: str) -> None:
     ranks = Ranks.of_default_group(60)
     own = {f"layer{ranks.rank}": torch.full((3, 5), float(ranks.rank)), "shared": torch.arange(7)}
     snapshot = Snapshot({"model": Leaves(own)}, {}, {})
-    save(path, lambda: snapshot, ranks=ranks, about=RunInfo(), options=SaveOptions())
+    save(path, lambda: snapshot, ranks=ranks, run=RunInfo(), options=SaveOptions())
 
 
 def test_pipeline_stages_have_that_of_one_process(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def save_step(
     """Collective: every rank of ``ranks`` must call it. ``base``: of a run that goes on; a tensor stays."""
     state = of_rank(step, ranks, **({} if base is None else {"frozen": FROZEN}))
     history = SaveHistory()
-    history.loaded(base or "")
+    history.add_loaded(base or "")
     storage = LocalStorage(sync_files=sync_files)
 
     def describe() -> Snapshot:
@@ -92,7 +92,7 @@ def save_step(
         return replace(found, documents={**found.documents, "huggingface": HUB} if also else found.documents)
 
     options = SaveOptions(SIZE_PER_SHARD, also, incremental=base is not None)
-    save(path, describe, ranks=ranks, about=RunInfo(step), options=options, storage=storage, history=history)
+    save(path, describe, ranks=ranks, run=RunInfo(step), options=options, storage=storage, history=history)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.finished_saves import Completed, FinishedSaves
+from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves, SavedBytes
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
 
@@ -18,8 +18,8 @@ def nothing_waits() -> int:
 
 def test_a_save_that_is_complete_before_its_call_returns_has_blocked_for_all_of_its_time() -> None:
     saves = FinishedSaves()
-    with saves.measured("a", 3, nothing_waits) as complete:
-        complete(Completed(7))
+    with saves.measure("a", 3, nothing_waits) as complete:
+        complete(SavedBytes(7))
         assert saves.latest() == ()  # how long the call blocks is not known yet
     (save,) = saves.latest()
     assert (save.path, save.step, save.nbytes, save.pending) == ("a", 3, 7, 0)
@@ -28,10 +28,10 @@ def test_a_save_that_is_complete_before_its_call_returns_has_blocked_for_all_of_
 
 def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the_call() -> None:
     saves = FinishedSaves()
-    with saves.measured("a", None, lambda: 2) as complete:
+    with saves.measure("a", None, lambda: 2) as complete:
         pass
     assert saves.latest() == ()
-    thread = threading.Thread(target=lambda: complete(Completed(7)))
+    thread = threading.Thread(target=lambda: complete(SavedBytes(7)))
     thread.start()
     thread.join()
     (save,) = saves.latest()
@@ -40,9 +40,9 @@ def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the
 
 def test_a_save_that_fails_is_not_among_them() -> None:
     saves = FinishedSaves()
-    with pytest.raises(OSError), saves.measured("a", 3, nothing_waits):
+    with pytest.raises(OSError), saves.measure("a", 3, nothing_waits):
         raise OSError
-    with saves.measured("b", 3, nothing_waits):
+    with saves.measure("b", 3, nothing_waits):
         pass
     assert saves.latest() == ()
 
@@ -50,8 +50,8 @@ def test_a_save_that_fails_is_not_among_them() -> None:
 def test_the_latest_hundred_are_kept() -> None:
     saves = FinishedSaves()
     for step in range(105):
-        with saves.measured("a", step, nothing_waits) as complete:
-            complete(Completed(step))
+        with saves.measure("a", step, nothing_waits) as complete:
+            complete(SavedBytes(step))
     assert [save.step for save in saves.latest()] == list(range(5, 105))
 
 

@@ -619,7 +619,7 @@ def save_two(directory: str) -> None:
             f"{directory}/{name}",
             lambda state=state: snapshot(state),  # type: ignore[misc]
             ranks=Ranks.alone(),
-            about=RunInfo(number),
+            run=RunInfo(number),
             options=SaveOptions(1),
         )
 

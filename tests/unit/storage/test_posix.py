@@ -140,10 +140,10 @@ def state(step: int) -> dict[str, Any]:
 
 def saved(path: str, step: int, *, sync_files: bool) -> list[str]:
     """Save, and remove what was saved; the calls."""
-    storage, about = LocalStorage(sync_files=sync_files), RunInfo(step)
+    storage, run_info = LocalStorage(sync_files=sync_files), RunInfo(step)
     with Interposer(os.path.dirname(os.path.dirname(path))) as interposer:
         ranks, options = Ranks.alone(), SaveOptions(1)
-        save(path, lambda: snapshot(state(step)), ranks=ranks, about=about, options=options, storage=storage)
+        save(path, lambda: snapshot(state(step)), ranks=ranks, run=run_info, options=options, storage=storage)
         assert torch.equal(load_full(path)["state_dict"]["a"], state(step)["state_dict"]["a"])
         storage.remove(path)
     return [call.split()[0] for call in interposer.calls]

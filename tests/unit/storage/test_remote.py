@@ -58,7 +58,7 @@ def url(tmp_path: Path) -> str:
 
 def save(url: str, value: float, step: int = 1, **options: Any) -> list[str]:
     state = {"state_dict": {"a": torch.full((5_000,), value)}, "optimizer_states": OPTIMIZERS, "global_step": step}
-    common: dict[str, Any] = {"ranks": Ranks.alone(), "about": RunInfo(step), "options": SaveOptions(1), **options}
+    common: dict[str, Any] = {"ranks": Ranks.alone(), "run": RunInfo(step), "options": SaveOptions(1), **options}
     return checkpoint.save(url, lambda: snapshot(state), **common)
 
 
@@ -199,7 +199,7 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
     """As what is on a GPU: a verified load of live tensors must not fetch everything twice from far away."""
     value = torch.arange(60_000.0).view(200, 300)
     state = {"state_dict": {"a": value, "b": value + 1}, "global_step": 1}
-    checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), about=RunInfo(), options=SaveOptions(1))
+    checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), run=RunInfo(), options=SaveOptions(1))
     reads = list[int]()
 
     class Counting(RemoteReader):

@@ -42,9 +42,9 @@ def storage(s3: Bucket, proxy: Proxy) -> StorageRouter:
 def save(storage: StorageRouter, url: str, value: float) -> list[str]:
     """A checkpoint of 6 MB, whose tensors are all of one value."""
     state = {"state_dict": {"a": torch.full((LENGTH,), value), "b": torch.full((3,), value)}, "global_step": 1}
-    about = RunInfo(int(value))
+    run_info = RunInfo(int(value))
     return checkpoint.save(
-        url, lambda: snapshot(state), ranks=Ranks.alone(), about=about, options=SaveOptions(100), storage=storage
+        url, lambda: snapshot(state), ranks=Ranks.alone(), run=run_info, options=SaveOptions(100), storage=storage
     )
 
 
