@@ -291,7 +291,7 @@ def load(
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if state is None:
         if skip:
-            raise ValueError(f"skip={skip!r} is about what a state keeps: give the state, too")
+            raise ValueError(f"skip={skip!r} needs a state: without one, the whole checkpoint is returned")
         full = checkpoint.load_full(os.fspath(path), verify=verify, weights_only=weights_only, storage=storage)
         return states_of_checkpoint(full)
     group = _group_of(process_group)

@@ -49,7 +49,7 @@ from lightning_shardckpt.system.threads import drain_all
 
 _FIXED = {"size_per_shard", "verify", "also", "replicas", "incremental", "use_async", "max_pending"}
 _WITHOUT_STRATEGY = (
-    "it was saved with adapters_only=True. Load it with ShardedStrategy, which lets them be as they are; with another "
+    "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
 )
 
@@ -311,8 +311,8 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """
         if self.resumes_partly:
             raise StateError(
-                "ShardCkptIO(resume=…, resume_skip=…) must know whether it is fit that loads, which Lightning's own "
-                "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
+                "ShardCkptIO(resume=…, resume_skip=…) apply to fit alone, and Lightning's own strategies don't tell a "
+                "CheckpointIO which function of the Trainer loads. Use ShardedStrategy, also with one device."
             )
         checkpoint = self.load_whole(path, map_location, weights_only)
         if self._is_fabric:

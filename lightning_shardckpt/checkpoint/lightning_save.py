@@ -62,8 +62,8 @@ class LightningSave:
     ) -> None:
         if adapters_only and attached.module is None:
             raise StateError(
-                "ShardCkptIO(adapters_only=True) must know the module to tell what is frozen, which Lightning's own "
-                "strategies don't tell a CheckpointIO. Use ShardedStrategy, with one device, too."
+                "ShardCkptIO(adapters_only=True) needs the module to find its frozen parameters, and Lightning's own "
+                "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
             )
         self.run = run_info(checkpoint, dict(attached.topology))
         self.notes: tuple[str, ...] = ()

@@ -201,8 +201,8 @@ class LoadJob:
         for target in targets:
             if is_expanded(target.local):
                 raise StateError(
-                    f"{target.component}/{target.key} cannot be filled: elements of the tensor, of shape "
-                    f"{tuple(target.local.shape)} and strides {target.local.stride()}, are one; load into a clone of it"
+                    f"{target.component}/{target.key} cannot be filled: elements of the tensor share memory (shape "
+                    f"{tuple(target.local.shape)}, strides {target.local.stride()}); load into a clone of it"
                 )
         return targets + aside + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
 

@@ -40,7 +40,7 @@ def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
     if unknown:
         raise ValueError(f"resume has unknown parts {unknown}; those of a checkpoint are {', '.join(PARTS)}")
     if not resume:
-        raise ValueError("resume names nothing to take; train without a ckpt_path")
+        raise ValueError("resume is empty: to restore nothing, train without a ckpt_path")
     if "data" in resume and "loops" not in resume:
         raise ValueError(
             'resume has "data" without "loops", which count the batches that the position in the data is about: '

@@ -232,7 +232,7 @@ class NestedLoad:
         if wrong := self._key_mapping.misunderstood(known):
             raise MismatchError(f"cannot load {source.path!r}: key_mapping: " + "\n  ".join(wrong))
         unused = self._key_mapping.unused(known)
-        problems += [f"key_mapping: {old!r}  is about no name in the checkpoint" for old in unused]
+        problems += [f"key_mapping: {old!r}  matches no name in the checkpoint" for old in unused]
         stored_names = self._key_mapping.renamed(known)
 
         def live_name(name: str) -> str | None:

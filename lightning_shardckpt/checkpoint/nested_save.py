@@ -184,4 +184,4 @@ def check_state(state: dict[str, Any]) -> NestedObjects:
     if isinstance(state, dict) and all(isinstance(key, str) for key in state):
         return objects_in(state)
     given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
-    raise TypeError(f'a state is a dict by texts of objects and values, such as {{"model": model}}, got {given}')
+    raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')

@@ -93,7 +93,7 @@ class AsyncSaves:
             self._noted_waiting = True
             notes.append(
                 "a save waited until an earlier one was written: saves come faster than they can be written, and only "
-                f"max_pending={background.max_pending} may wait. This is said once."
+                f"max_pending={background.max_pending} may wait. This warning is shown once."
             )
         return ["\n".join(notes)] if notes else []
 

@@ -219,7 +219,8 @@ class Ranks:
             absent = self._await_leaving(store) if roll_call else ""
         except RuntimeError as gone:  # the process of the store's server has left before
             lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
-            return [f"{lost}: {_first_line(gone)}"] if roll_call else []
+            first_line = str(gone).partition("\n")[0]
+            return [f"{lost}: {first_line}"] if roll_call else []
         sentences = []
         if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (own["type"], own["message"]):
             sentences.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
@@ -399,10 +400,6 @@ def _ranks_text(ranks: list[int], count: int | None = None) -> str:
     more = (count or len(ranks)) - len(ranks[:_LISTED])
     text = ", ".join(map(str, ranks[:_LISTED]))
     return f"[{text}, … and {more:,} more]" if more > 0 else f"[{text}]"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _rebuild(report: ErrorReport, phase: str) -> Exception:

@@ -504,7 +504,7 @@ def test_groups_that_continue_one_have_hyper_parameters_of_their_own(tmp_path: P
 
 
 def test_bad_arguments_are_told() -> None:
-    with pytest.raises(TypeError, match="a state is a dict by texts"):
+    with pytest.raises(TypeError, match="a state is a dict with strings as keys"):
         save("a", nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got keys \[0\]"):
         save("a", {0: 1})  # type: ignore[dict-item]

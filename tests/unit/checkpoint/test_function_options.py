@@ -116,10 +116,10 @@ def test_a_key_mapping_that_is_about_nothing_is_a_difference(mapping: Any, named
     stored, live = state_of(1), state_of(2)
     before = live["model"].weight.clone()
     save(tmp_path / "a", stored)
-    with pytest.raises(MismatchError, match=f"key_mapping: {named}.*is about no name in the checkpoint"):
+    with pytest.raises(MismatchError, match=f"key_mapping: {named}.*matches no name in the checkpoint"):
         load(tmp_path / "a", {"model": live["model"]}, key_mapping=mapping)
     assert torch.equal(live["model"].weight, before)
-    with pytest.warns(UserWarning, match="is about no name in the checkpoint"):
+    with pytest.warns(UserWarning, match="matches no name in the checkpoint"):
         load(tmp_path / "a", {"model": live["model"]}, key_mapping=mapping, strict=False)
     assert torch.equal(live["model"].weight, stored["model"].weight)
 
