@@ -1,9 +1,10 @@
 """Convert a sharded checkpoint to files that other programs read: ``python -m lightning_shardckpt.consolidate DIR``.
 
-By default one file for ``torch.load``, with the same arguments, messages and exit codes as Lightning's
-``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors; it loads with
-``torch.load``'s defaults, so it holds no type that carries code. Else files of safetensors, or
-a directory for transformers. Memory does not grow with the checkpoint. No GPU, process group, user code or unpickling.
+By default, the output is one file for ``torch.load``, with the arguments, messages and exit codes of Lightning's
+``lightning.pytorch.utilities.consolidate_checkpoint``. The file has Lightning's keys with whole tensors, and loads with
+``torch.load``'s defaults, so it contains no types that carry code. Other formats are safetensors files and directories
+for transformers and PEFT. Memory does not grow with the checkpoint, and no GPU, process group or user code is needed.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from lightning_shardckpt.export.safetensors_export import (
     ShardedCheckpoint,
     file_nbytes,
     is_replaceable,
-    nbytes,
     plan_export,
+    tensor_nbytes,
     write_directory,
     write_file,
 )
@@ -44,8 +45,8 @@ from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)
-_LISTED = 10
-_PLACES = ("checkpoint_folder", "output_file", "storage_options")
+_MAX_LISTED = 10
+_LOCATION_OPTIONS = ("checkpoint_folder", "output_file", "storage_options")
 
 
 def consolidate(
@@ -66,41 +67,46 @@ def consolidate(
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
 ) -> Path | str:
-    """Write the checkpoint in a folder for other programs, and return the path of the file or directory; or its URL.
+    """Export a checkpoint for other programs.
 
-    It appears when it is complete and durable; an error leaves nothing there. Waits for the asynchronous saves of this
-    process.
+    The output appears when it is complete and durable; after an error, nothing is left of it. Waits for the
+    asynchronous saves of this process.
 
     Args:
         checkpoint_folder: a checkpoint of this package, which may be a URL, of Lightning's FSDPStrategy or
-            ModelParallelStrategy, or another one of torch.distributed.checkpoint.
-        output_file: a path or a URL, to which is uploaded from memory. By default, here, the folder's name with
-            ``.consolidated`` appended, and ``.safetensors`` for such a file.
-        format: "torch", one file for ``torch.load``; "safetensors", whole tensors, of the model or the optimizers too;
-            "huggingface", a directory for ``from_pretrained``, if the module that was saved has such a model; "peft",
-            one for ``PeftModel.from_pretrained``, of the adapters alone, see ``export_adapters``.
-        split: "one_file", "one_file_per_tensor" or "chunks", several files with an index. For transformers "chunks",
-            which are one file if all fits; else "one_file".
-        size_per_shard: limit of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor is a file of its own.
-        optimizer: whether optimizers are in the output; by default for torch alone. With safetensors, the rest
-            of their state goes to ``optimizer.json``.
+            ModelParallelStrategy, or another checkpoint of torch.distributed.checkpoint.
+        output_file: a path, or a URL, to which the output is uploaded from memory. By default, the folder's path with
+            ``.consolidated`` appended, and then ``.safetensors`` for a safetensors file; for a checkpoint at a URL, in
+            the current directory.
+        format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
+            optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
+            transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only (see
+            ``export_adapters``).
+        split: "one_file", "one_file_per_tensor" or "chunks" (several files with an index). By default "chunks" for
+            transformers, which is one file if all tensors fit, else "one_file".
+        size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
+        optimizer: include the optimizers; by default only for "torch". With safetensors, their state that is not
+            tensors is written to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
-        include: patterns (``*``, ``?``, ``[…]``); only tensors whose name matches one are taken.
-        exclude: patterns of names that are not taken.
-        key_mapping: from stored names to new ones: a dict of whole names or regular expressions to new names (None
-            leaves a tensor out), or a function; or texts, each ``OLD=NEW`` or the path of a file of JSON or YAML with a
+        include: patterns (``*``, ``?``, ``[…]``); only tensors whose names match one of them are exported.
+        exclude: patterns; tensors whose names match one of them are left out.
+        key_mapping: maps stored names to new ones: a dict of whole names or regular expressions to new names (None
+            leaves a tensor out), or a function; or texts, each ``OLD=NEW``, the path of a JSON or YAML file with a
             dict, or the import path of a function. See "Rename tensors" in the documentation.
-        strip_prefix: taken away from names that begin with it; for "huggingface", says which of several models.
-        add_prefix: put before all names.
-        overwrite: replace what an earlier call wrote there; at every moment the path has the old or the new. But a
-            directory at a URL is deleted first, so that the two are never mixed.
+        strip_prefix: a prefix to remove from names; for "huggingface", it selects one of several models.
+        add_prefix: a prefix to add to all names.
+        overwrite: replace the output of an earlier call, atomically. A directory at a URL is deleted first, so that
+            old and new files are never mixed.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
-        tuning: sizes of reads, and how many threads.
+        tuning: buffer sizes and the number of threads.
+
+    Returns:
+        The path of the file or directory, or its URL.
 
     Raises:
-        ValueError: for options that do not go together, names that collide, patterns that match nothing, or an output
-            inside a checkpoint.
-        CheckpointNotFoundError: if the folder is no checkpoint; names what it is.
+        ValueError: if options contradict each other, names collide, a pattern matches nothing, or the output is inside
+            a checkpoint.
+        CheckpointNotFoundError: if the folder is not a checkpoint; says what it contains instead.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
@@ -147,7 +153,7 @@ def _write(
     if output_file is not None and _is_inside_a_checkpoint(outputs, output):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
     source = None if is_url(where) else folder
-    if (folder / ROOT_NAME).exists():  # else the error about the folder comes first
+    if (folder / ROOT_NAME).exists():  # else the error about the folder is raised first
         _check_output(outputs, output, source, options)
     if options.format == "peft":
         export_adapters(where, output, storage_options=storage_options)
@@ -157,7 +163,7 @@ def _write(
         _check_output(outputs, output, source, options)
         write = _write_torch if options.format == "torch" else _export
         write(stored, outputs, output, options, tuning)
-        _tell_left_out(where, stored)
+        _warn_of_frozen(where, stored)
     return output if is_url(output) else Path(output)
 
 
@@ -166,19 +172,19 @@ def _write(
 
 @contextmanager
 def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
-    """Open the checkpoint in a folder or at a URL; without torch if it is one of ours."""
+    """Open the checkpoint in a folder or at a URL; a checkpoint of this package without importing torch."""
     if is_url(where) or not os.path.isdir(where) or recognise(where) is None:
         try:
             checkpoint = Checkpoint(storage, where)
         except CheckpointNotFoundError:
             if is_url(where):
                 raise
-            raise CheckpointNotFoundError(_what_is_wrong(Path(given))) from None
+            raise CheckpointNotFoundError(_describe_problem(Path(given))) from None
         with checkpoint:
             yield ShardedCheckpoint(checkpoint)
         return
     from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.sources.open_source import opened  # torch
+    from lightning_shardckpt.sources.open_source import opened  # imports torch
 
     with opened(where, ranks=Ranks.alone(), storage=storage) as source:
         yield source
@@ -194,31 +200,35 @@ def _is_inside_a_checkpoint(outputs: Outputs, output: str) -> bool:
 
 
 def _check_output(outputs: Outputs, output: str, source: Path | None, options: Options) -> None:
-    """Check that an output may be written there; ``source``: the directory that is read, if it is one."""
-    there = outputs.kind(output)
-    if there is None:
+    """Check that ``output`` is free or may be replaced. ``source`` is the directory that is read, None for a URL.
+
+    Raises:
+        FileExistsError: if it must not be replaced.
+    """
+    kind = outputs.kind(output)
+    if kind is None:
         return
     if not options.overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
-    if there == "file" and options.is_file:
+    if kind == "file" and options.is_file:
         return
-    is_itself = not is_url(output) and source is not None and source.exists() and source.samefile(output)
-    if options.is_file or is_itself or there != "directory" or not is_replaceable(outputs.contents(output)):
-        what = "a file" if options.is_file else "a directory of an earlier export"
-        raise FileExistsError(f"{output} is not {what}, so it is not replaced; choose a different path")
+    is_source = not is_url(output) and source is not None and source.exists() and source.samefile(output)
+    if options.is_file or is_source or kind != "directory" or not is_replaceable(outputs.contents(output)):
+        expected = "a file" if options.is_file else "a directory of an earlier export"
+        raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
 
 def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
-    from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # torch
+    from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # imports torch
 
-    planned = plan_torch(stored, options)
-    opened = outputs.file(output, planned.file_nbytes, overwrite=options.overwrite)
-    with opened as (file, notes), progress(planned.nbytes) as advance:
-        write_torch(stored, planned, file, advance, tuning=tuning)
-    _tell(planned.changed)
+    plan = plan_torch(stored, options)
+    output_file = outputs.file(output, plan.file_nbytes, overwrite=options.overwrite)
+    with output_file as (file, notes), progress(plan.nbytes) as advance:
+        write_torch(stored, plan, file, advance, tuning=tuning)
+    _warn_of_changed(plan.changed)
     for note in notes:
         _log.warning(note)
 
@@ -226,48 +236,49 @@ def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: O
 def _export(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
     export = plan_export(stored, options)
 
-    def may_go(contents: Contents) -> bool:
+    def may_replace(contents: Contents) -> bool:
         return options.overwrite and is_replaceable(contents)
 
     with ExitStack() as stack:
-        advance = stack.enter_context(progress(nbytes(export)))
+        advance = stack.enter_context(progress(tensor_nbytes(export)))
         if options.is_file:
-            opened = outputs.file(output, file_nbytes(export), overwrite=options.overwrite)
-            file, notes = stack.enter_context(opened)
+            output_file = outputs.file(output, file_nbytes(export), overwrite=options.overwrite)
+            file, notes = stack.enter_context(output_file)
             write_file(stored, export, file, advance, tuning=tuning)
         else:
-            new, notes = stack.enter_context(outputs.directory(output, replaceable=may_go))
-            write_directory(stored, export, new, advance, tuning=tuning)
+            create, notes = stack.enter_context(outputs.directory(output, replaceable=may_replace))
+            write_directory(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)
 
 
-def _what_is_wrong(folder: Path) -> str:
-    """Say why a folder is no checkpoint of ours: Lightning's sentence, and a hint."""
-    said, hint = describe(folder), did_you_mean(folder, READABLE)
+def _describe_problem(folder: Path) -> str:
+    """Return the reason why a folder is not a checkpoint: Lightning's sentence, and a hint."""
+    description, hint = describe(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
     if not folder.is_dir():
         sentence = "The provided checkpoint path must be a folder, containing the checkpoint shards"
-        return f"{sentence}: {folder}; {said}{hint}"
+        return f"{sentence}: {folder}; {description}{hint}"
     return (
         "Only sharded checkpoints saved with lightning-shardckpt or torch.distributed.checkpoint are supported for"
-        f" consolidation. The provided folder is not in that format: {folder}; {said or f'it has no {ROOT_NAME}'}{hint}"
+        f" consolidation. The provided folder is not in that format: {folder}; "
+        f"{description or f'it has no {ROOT_NAME}'}{hint}"
     )
 
 
-def _tell_left_out(where: str, stored: ExportSource) -> None:
-    if left_out := stored.document("frozen"):
+def _warn_of_frozen(where: str, stored: ExportSource) -> None:
+    if frozen := stored.document("frozen"):
         _log.warning(
-            f"{where} was saved with adapters_only=True: {len(left_out)} frozen parameters are not in the output. "
+            f"{where} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "
             "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
         )
 
 
-def _tell(changed: list[str]) -> None:
+def _warn_of_changed(changed: list[str]) -> None:
     if changed:
-        more = [f"… and {len(changed) - _LISTED} more"] if len(changed) > _LISTED else []
-        listed = "\n  ".join(changed[:_LISTED] + more)
+        more = [f"… and {len(changed) - _MAX_LISTED} more"] if len(changed) > _MAX_LISTED else []
+        listed = "\n  ".join(changed[:_MAX_LISTED] + more)
         _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
 
 
@@ -275,15 +286,15 @@ def _tell(changed: list[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool with the arguments of a command line and return the exit status."""
+    """Run the tool with command-line arguments, and return the exit status."""
     return execute(lambda: Command("consolidate", run_command, command_parser().parse_args(list(arguments))))
 
 
 def run_command(arguments: Namespace) -> int:
-    """Run the tool with parsed arguments and return the exit status; wrong usage ends in SystemExit."""
+    """Run the tool with parsed arguments, and return the exit status. Invalid options raise SystemExit."""
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
-        Options(**{name: value for name, value in given.items() if name not in _PLACES})
+        Options(**{name: value for name, value in given.items() if name not in _LOCATION_OPTIONS})
     except ValueError as error:
         command_parser().error(str(error))
     consolidate(**given)
@@ -301,8 +312,8 @@ def command_parser() -> ArgumentParser:
     default = "by default the name of the checkpoint with '.consolidated' appended"
     add("--output_file", type=str, help=f"file, directory or URL, must not exist yet; {default}")
     add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
-    known = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
-    add("--format", type=Format, default="torch", help=known)
+    formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
+    add("--format", type=Format, default="torch", help=formats)
     add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     add("--optimizer", type=bool | None, help="whether to write optimizers; by default with torch alone")

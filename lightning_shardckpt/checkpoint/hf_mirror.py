@@ -28,7 +28,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.hf_directory import Model, pick
 from lightning_shardckpt.storage.protocol import Draft
 from lightning_shardckpt.storage.router import is_url
-from lightning_shardckpt.transfer.writer import Stage
+from lightning_shardckpt.transfer.writer import StagePiece
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -123,7 +123,7 @@ class HFMirror:
     def __init__(self, files: list[OutputFile], texts: Mapping[str, bytes]) -> None:
         self._files, self._texts = files, texts
 
-    def write(self, draft: Draft, pieces: Iterable[Piece], stage: Stage) -> None:
+    def write(self, draft: Draft, pieces: Iterable[Piece], stage: StagePiece) -> None:
         """Write this rank's pieces; durable on return like every write of a draft. Runs on every rank."""
         for name, runs in runs_by_file(self._files, pieces).items():
             draft.write_pieces(name, _bytes(runs, stage))
@@ -142,7 +142,7 @@ class HFMirror:
         return {info.name: info for info in infos}
 
 
-def _bytes(runs: Iterator[MirrorRun], stage: Stage) -> Iterator[tuple[int, memoryview]]:
+def _bytes(runs: Iterator[MirrorRun], stage: StagePiece) -> Iterator[tuple[int, memoryview]]:
     piece, data = None, memoryview(b"")
     for run in runs:
         if run.piece is not piece:

@@ -28,11 +28,11 @@ from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import (
-    Stage,
+    StagePiece,
     WrittenFile,
     block_bytes,
     hash_step,
-    index_of,
+    build_rank_index,
     plan_files,
     write_component,
     write_file,
@@ -73,7 +73,7 @@ class RankWriter:
         self._storage, self._history, self._indexes = storage, history, RankIndexes()
 
     def write(
-        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
+        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: StagePiece, save_id: str
     ) -> RankFiles:
         """Write the files of a plan.
 
@@ -95,7 +95,7 @@ class RankWriter:
         return written
 
     def _write_changed(
-        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: Stage, save_id: str
+        self, draft: Draft, plan: SavePlan, frozen: Mapping[str, frozenset[str]], stage: StagePiece, save_id: str
     ) -> RankFiles:
         """Write the files of a plan, but link those that the base has."""
         written = RankFiles()
@@ -110,13 +110,13 @@ class RankWriter:
                     first, limit = len(files) + 1, self._options.size_per_shard
                     planned_files = plan_files(name, self._rank, group, limit, first=first)
                     files += [write_file(draft, planned, save_id, stage) for planned in planned_files]
-                index = self._indexes[name] = index_of(name, self._rank, save_id, files)
+                index = self._indexes[name] = build_rank_index(name, self._rank, save_id, files)
                 written.indexes[name] = write_index(draft, index)
                 written.nbytes += sum(file.nbytes for file in index.files.values())
         return written
 
     def _link_files(
-        self, draft: Draft, component: str, pieces: Sequence[Piece], stage: Stage, base: Base | None
+        self, draft: Draft, component: str, pieces: Sequence[Piece], stage: StagePiece, base: Base | None
     ) -> tuple[list[WrittenFile], list[Piece]]:
         """Link the files of the base that hold exactly pieces of the plan; return them, and the remaining pieces."""
         remaining = {(piece.key, piece.part.box): piece for piece in pieces}
@@ -203,7 +203,7 @@ def base_files(index: RankIndex) -> Iterator[BaseFile]:
             yield BaseFile(with_save_id, tuple(sorted(by_file[name], key=lambda item: item[1].begin)))
 
 
-def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: Stage) -> bool:
+def is_unchanged(file: BaseFile, pieces: Sequence[Piece], stage: StagePiece) -> bool:
     """Return True if the checksums of the pieces in memory equal those of the file."""
     for piece, (_, entry) in zip(pieces, file.entries, strict=True):
         data, step = stage(piece), hash_step(entry.block)

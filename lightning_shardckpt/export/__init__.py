@@ -1,4 +1,4 @@
-"""Whole tensors as files for other programs: torch files, safetensors, Hugging Face, PEFT.
+"""Exports of whole tensors to files for other programs: torch files, safetensors, Hugging Face, PEFT.
 
-In come opened checkpoints of any format. Nothing here knows live objects or process groups.
+The input is open checkpoints of any format. Nothing here knows about live objects or process groups.
 """

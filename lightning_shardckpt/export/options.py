@@ -1,4 +1,4 @@
-"""Options of ``consolidate``: their defaults, what cannot go together, and the choice of tensors and names."""
+"""Options of ``consolidate``: defaults, valid combinations, and the selection and renaming of tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIZE_PER_SHARD = 5000.0
-"""Of chunks, in MB."""
+"""Default size of chunks in MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Rules for names. Filters are of the old names; then a prefix goes, a mapping is applied, a prefix comes.
+    """Rules that select and rename tensors: filters on the old names, then remove a prefix, map, add a prefix.
 
     Attributes:
-        include: patterns (``*``, ``?``, ``[…]``), one of which a name must match; none means all.
-        exclude: patterns that it must not match.
-        strip_prefix: removed from the names that begin with it.
-        mapping: old names to new ones; a name that it leaves out is not taken.
-        add_prefix: put before every name.
+        include: patterns (``*``, ``?``, ``[…]``), of which a name must match at least one; none selects all.
+        exclude: patterns that a name must not match.
+        strip_prefix: a prefix to remove from the names that have it.
+        mapping: maps old names to new ones; a name that it drops is not selected.
+        add_prefix: a prefix to add to every name.
     """
 
     include: tuple[str, ...] = ()
@@ -37,42 +37,45 @@ class Naming:
 
     @property
     def changes_something(self) -> bool:
-        """True if a name may not stay as it is."""
+        """True if any rule is set."""
         return self != Naming()
 
-    def takes(self, name: str) -> bool:
-        """Return whether the filters let an old name through, and the mapping does not leave it out.
+    def selects(self, name: str) -> bool:
+        """Return True if an old name passes the filters, and the mapping does not drop it.
 
-        >>> Naming(include=("model.*",), exclude=("*.bias",)).takes("model.head.bias")
+        >>> Naming(include=("model.*",), exclude=("*.bias",)).selects("model.head.bias")
         False
         """
-        return self._passes(name) and bool(self.mapping(name.removeprefix(self.strip_prefix)))
+        return self._passes_filters(name) and bool(self.mapping(name.removeprefix(self.strip_prefix)))
 
-    def _passes(self, name: str) -> bool:
+    def _passes_filters(self, name: str) -> bool:
         if self.include and not any(fnmatchcase(name, pattern) for pattern in self.include):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    def new(self, name: str) -> str:
-        """The new name of one that is taken.
+    def rename(self, name: str) -> str:
+        """Return the new name of a selected name.
 
         >>> swap = Naming(strip_prefix="net.", mapping=KeyMapping.of({"^a": "b", "^b": "a"}))
-        >>> swap.new("net.a.w"), swap.new("b.w")
+        >>> swap.rename("net.a.w"), swap.rename("b.w")
         ('b.w', 'a.w')
+
+        Raises:
+            ValueError: if the mapping gives several names.
         """
         new = self.mapping(name.removeprefix(self.strip_prefix))
         if len(new) != 1:
-            raise ValueError(f"key_mapping gives {name!r} the names {list(new)}; in what is written a tensor has one")
+            raise ValueError(f"key_mapping gives {name!r} the names {list(new)}; in the output, a tensor has one name")
         return self.add_prefix + new[0]
 
     def check(self, names: Iterable[str]) -> None:
-        """Make sure that every part of it has something to do.
+        """Check that every rule matches at least one of the names.
 
         Raises:
-            ValueError: listing patterns, entries of the mapping and prefixes that none of the names has.
+            ValueError: listing the patterns, mapping entries and prefixes that match none.
         """
         names = list(names)
-        stripped = [name.removeprefix(self.strip_prefix) for name in names if self._passes(name)]
+        stripped = [name.removeprefix(self.strip_prefix) for name in names if self._passes_filters(name)]
         unused = [repr(p) for p in (*self.include, *self.exclude) if not any(fnmatchcase(n, p) for n in names)]
         if self.strip_prefix and not any(name.startswith(self.strip_prefix) for name in names):
             unused.append(f"the prefix {self.strip_prefix!r}")
@@ -80,30 +83,30 @@ class Naming:
         if unused:
             near = difflib.get_close_matches(unused[0].strip("'"), [*names, *stripped], n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            wrong = "".join(f"\n  key_mapping: {line}" for line in self.mapping.misunderstood(stripped))
-            raise ValueError(f"no tensor has a name for {', '.join(unused)}{hint}{wrong}")
+            advice = "".join(f"\n  key_mapping: {line}" for line in self.mapping.misunderstood(stripped))
+            raise ValueError(f"no tensor has a name for {', '.join(unused)}{hint}{advice}")
 
 
-def unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
-    """New name → old name, of ``(old name, new name, the tensor that has it)``.
+def check_unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
+    """Return the old names by new names, from ``(old name, new name, identity of the tensor)``.
 
     Raises:
-        ValueError: naming two tensors that would have the same name.
+        ValueError: naming two tensors that would get the same name.
     """
     by_new_name: dict[str, tuple[str, object]] = {}
-    for old, new, what in names:
-        other = by_new_name.setdefault(new, (old, what))
-        if other[1] != what:
+    for old, new, tensor in names:
+        other = by_new_name.setdefault(new, (old, tensor))
+        if other[1] != tensor:
             raise ValueError(f"two tensors would be called {new!r}: {other[0]!r} and {old!r}")
     return {new: old for new, (old, _) in by_new_name.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of an export as ``consolidate`` takes and describes them; those that do not go together are refused.
+    """Options of an export; ``consolidate`` describes them.
 
     Raises:
-        ValueError: for options that do not go together, or an unknown value.
+        ValueError: if a value is unknown, or options contradict each other.
     """
 
     format: Format = "torch"
@@ -118,16 +121,16 @@ class Options:
     add_prefix: str | None = None
     overwrite: bool = False
     naming: Naming = field(init=False)
-    """The rules for names that follow from these."""
+    """The rules for names, from the options above."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, choices in (
             ("format", self.format, get_args(Format)),
             ("split", self.split, (None, *get_args(Split))),
             ("dtype", self.dtype, (None, *DTYPES)),
         ):
-            if value not in known:
-                raise ValueError(f"{name} is one of {', '.join(str(k) for k in known if k)}, got {value!r}")
+            if value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(str(c) for c in choices if c)}, got {value!r}")
         naming = Naming(
             (self.include,) if isinstance(self.include, str) else tuple(self.include),
             (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude),
@@ -146,7 +149,7 @@ class Options:
             raise ValueError("transformers reads one file or chunks; for one_file_per_tensor use format 'safetensors'")
         if format == "huggingface" and self.optimizer:
             raise ValueError(
-                "a Hugging Face directory has no optimizer; write that with format 'safetensors' or 'torch'"
+                "a Hugging Face directory has no optimizer; export the optimizer with format 'safetensors' or 'torch'"
             )
         if format == "peft" and (split is not None or self.optimizer):
             raise ValueError("PEFT reads one file for each adapter, without an optimizer")
@@ -162,27 +165,27 @@ class Options:
 
     @property
     def files(self) -> Split:
-        """How safetensors are split into files."""
+        """The split into safetensors files."""
         return self.split or ("chunks" if self.format == "huggingface" else "one_file")
 
     @property
     def chunk_mb(self) -> float:
-        """The limit of a chunk in MB."""
+        """Maximum size of a chunk in MB."""
         return SIZE_PER_SHARD if self.size_per_shard is None else self.size_per_shard
 
     @property
     def has_optimizer(self) -> bool:
-        """True if the optimizers are written, too."""
+        """True if the optimizers are exported, too."""
         return self.format == "torch" if self.optimizer is None else self.optimizer
 
     @property
     def is_file(self) -> bool:
-        """True if the result is a file, not a directory."""
+        """True if the output is a file, not a directory."""
         return self.format == "torch" or (
             self.format == "safetensors" and self.files == "one_file" and not self.has_optimizer
         )
 
-    def written_as(self, dtype: str) -> str:
-        """Return the dtype that a model's tensor has in the output, by their names in safetensors."""
-        floating = dtype.startswith(("F", "BF"))
-        return DTYPES[self.dtype] if self.dtype is not None and floating else dtype
+    def output_dtype(self, dtype: str) -> str:
+        """Return the dtype of a model's tensor in the output for its stored dtype, by safetensors names."""
+        is_floating = dtype.startswith(("F", "BF"))
+        return DTYPES[self.dtype] if self.dtype is not None and is_floating else dtype

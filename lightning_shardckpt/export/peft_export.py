@@ -1,7 +1,7 @@
-"""Export adapters to a folder that ``PeftModel.from_pretrained`` loads, without torch and PEFT.
+"""Export of adapters to a folder that ``PeftModel.from_pretrained`` loads, without torch and PEFT.
 
-The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, with the names that PEFT's own
-``save_pretrained`` gives; the configuration was saved with the checkpoint. Memory does not grow with the adapters.
+The folder contains ``adapter_model.safetensors``, with the names that PEFT's ``save_pretrained`` gives, and
+``adapter_config.json``, which was saved with the checkpoint. Memory does not grow with the size of the adapters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.safetensors_export import Export, ShardedCheckpoint, nbytes, write_directory
+from lightning_shardckpt.export.safetensors_export import Export, ShardedCheckpoint, tensor_nbytes, write_directory
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, plan_file
 from lightning_shardckpt.format.strict_json import parse_json
@@ -36,23 +36,26 @@ def export_adapters(
     prefix: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Path | str]:
-    """Write adapters of a checkpoint in PEFT's layout; returns the folders, one for each adapter: of URLs, as text.
+    """Write adapters of a checkpoint in PEFT's layout.
 
-    As with PEFT's ``save_pretrained``, the adapter "default" is in ``output`` itself and others in folders of their
-    names inside it; a single one that was asked for is in ``output``. The folder appears when it is complete; at a URL
-    the configurations come last.
+    As with PEFT's ``save_pretrained``, the adapter "default" is written to ``output`` itself, and others to folders
+    with their names below it; if ``adapter`` is given, it is written to ``output``. The output appears when it is
+    complete; at a URL, the configurations are written last.
 
     Args:
         checkpoint_folder: a checkpoint of this package, with or without the base model.
-        output: a folder that does not exist yet, or is empty; or a URL.
-        adapter: which one; all by default.
-        prefix: of the names of the model with the adapters, such as "model.", if there are several such models.
-        storage_options: for URLs, see ``ShardCkptIO``.
+        output: a folder that does not exist or is empty; or a URL.
+        adapter: the name of the adapter to write; all by default.
+        prefix: the prefix of the model's names, such as "model.", if several models have adapters.
+        storage_options: options for URLs; see ``ShardCkptIO``.
+
+    Returns:
+        The folder of each adapter; as text for URLs.
 
     Raises:
-        CheckpointNotFoundError: if the folder is no checkpoint.
-        FormatError: if it has no such adapter, or not all of one.
-        FileExistsError: if there is something at ``output``.
+        CheckpointNotFoundError: if the folder is not a checkpoint.
+        FormatError: if the checkpoint has no such adapter, or only a part of it.
+        FileExistsError: if ``output`` is not empty.
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
@@ -60,42 +63,42 @@ def export_adapters(
     outputs = storage.outputs(output)
     with Checkpoint(storage, folder) as checkpoint:
         stored, export, paths = ShardedCheckpoint(checkpoint), Export([]), []
-        for one in _choose(checkpoint, adapter, prefix):
-            inner = "" if one.name == (adapter or _DEFAULT) else f"{one.name}/"
-            export.containers.append(_container(inner + WEIGHTS, folder, one, stored.components()))
-            export.files[inner + CONFIG] = one.config.encode()
-            paths.append(os.path.join(output, inner).rstrip("/"))
+        for selected in _select(checkpoint, adapter, prefix):
+            subfolder = "" if selected.name == (adapter or _DEFAULT) else f"{selected.name}/"
+            export.tensor_files.append(_plan_weights(subfolder + WEIGHTS, folder, selected, stored.components()))
+            export.files[subfolder + CONFIG] = selected.config.encode()
+            paths.append(os.path.join(output, subfolder).rstrip("/"))
         if outputs.kind(output) == "file" or outputs.contents(output).names:
             raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
-        directory = outputs.directory(output, replaceable=lambda there: not there.names)
-        with directory as (new, notes), progress(nbytes(export)) as advance:
-            write_directory(stored, export, new, advance)
+        directory = outputs.directory(output, replaceable=lambda contents: not contents.names)
+        with directory as (create, notes), progress(tensor_nbytes(export)) as advance:
+            write_directory(stored, export, create, advance)
         for note in notes:
             _log.warning(note)
     return [path if is_url(path) else Path(path) for path in paths]
 
 
-def _choose(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
+def _select(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:
     where = f"checkpoint {checkpoint.path!r}"
     if PEFT not in checkpoint.root.documents:
         raise FormatError(
             f"{where} has no adapters of PEFT: it has no {PEFT}, which is saved with a module that PEFT wrapped"
         )
     try:
-        known = adapters_from_json(parse_json(checkpoint.document(PEFT), PEFT))
+        adapters = adapters_from_json(parse_json(checkpoint.document(PEFT), PEFT))
     except FormatError as error:
         raise FormatError(f"{where}, {PEFT}: {error}") from None
-    chosen = [a for a in known if adapter in (None, a.name) and prefix in (None, a.prefix)]
-    listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in known)
-    if not chosen:
+    selected = [a for a in adapters if adapter in (None, a.name) and prefix in (None, a.prefix)]
+    listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
+    if not selected:
         raise FormatError(f"{where} has no adapter {adapter!r} of a model {prefix or 'any'!r}; it has {listed}")
-    if len({a.prefix for a in chosen}) > 1:
-        raise FormatError(f"{where} has adapters of several models, {listed}: say which with prefix")
-    return chosen
+    if len({a.prefix for a in selected}) > 1:
+        raise FormatError(f"{where} has adapters of several models, {listed}: choose one with prefix")
+    return selected
 
 
-def _container(name: str, folder: str, adapter: Adapter, components: Mapping[str, Component]) -> OutputFile:
-    """Return the layout of the file of an adapter's weights."""
+def _plan_weights(name: str, folder: str, adapter: Adapter, components: Mapping[str, Component]) -> OutputFile:
+    """Return the plan of the file with an adapter's weights."""
     model = components.get("model", Component({}))
     names = adapter.names({**model.tensors, **model.aliases}.keys())
     if not any(".lora_" in own or own.startswith("lora_") for own in names):

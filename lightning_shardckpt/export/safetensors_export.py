@@ -1,6 +1,6 @@
-"""Export a checkpoint to safetensors files for other programs: planned from names alone, then filled.
+"""Export to safetensors files for other programs: planned from the indexes alone, then filled.
 
-No torch, unless a dtype is converted: from a checkpoint of this package, nothing else needs it.
+Exporting a checkpoint of this package needs torch only if dtypes are converted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Protocol
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Naming, Options, unique
+from lightning_shardckpt.export.options import Naming, Options, check_unique
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
@@ -31,29 +31,29 @@ from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fi
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 from lightning_shardckpt.transfer.writer import MB
 
-_OPEN_FILES = 64  # at a time; a process may often have 1,024
-_LISTED = 5
+_OPEN_FILES = 64  # at a time; the usual limit of a process is 1,024
+_MAX_LISTED = 5
 _OPTIMIZER = "optimizer.json"
-_WRITTEN = (".safetensors", ".safetensors.index.json")
-_LAST = (".safetensors.index.json", "config.json")
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
+_WRITTEN_LAST = (".safetensors.index.json", "config.json")
 _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
-_MARK, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
+_WRITER_ENTRY, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
 
 
 class ExportSource(StoredState, Protocol):
-    """A checkpoint of any format, opened."""
+    """An open checkpoint of any format."""
 
     @property
     def tensors(self) -> StoredTensors:
-        """The tensors as bytes in files."""
+        """The stored tensors."""
 
 
 class ShardedCheckpoint(StoredCheckpoint):
     """An open checkpoint of this package, as an export source."""
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
-        """The trainer's state, with records of a file for ``torch.load`` in place of tensors."""
-        from lightning_shardckpt.export.torch_archive import of_torch  # torch, which other exports do without
+        """Return the trainer's state, with records of a file for ``torch.load`` in place of tensors."""
+        from lightning_shardckpt.export.torch_archive import of_torch  # imports torch, which other exports don't need
 
         state: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
         return state
@@ -61,9 +61,9 @@ class ShardedCheckpoint(StoredCheckpoint):
 
 @dataclass(slots=True)
 class Export:
-    """The plan of an export: containers with their stems' indexes, other files, and notes for the user."""
+    """The plan of an export: safetensors files, the content of other files by name, and notes for the user."""
 
-    containers: list[OutputFile]
+    tensor_files: list[OutputFile]
     files: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -72,15 +72,15 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
     """Plan the files of an export, and their contents.
 
     Raises:
-        ValueError: if names collide, an option matches nothing, or leaves nothing.
+        ValueError: if names collide, an option matches no tensor, or no tensor is selected.
         FormatError: naming a tensor that safetensors cannot hold.
     """
     export = Export([])
     tensors, ties = _model_tensors(stored, options, export)
-    export.containers = _lay_out_files("model", tensors, ties, options, export)
+    export.tensor_files = _plan_files("model", tensors, ties, options, export)
     if options.has_optimizer:
         state, document = _optimizer_tensors(stored, options)
-        export.containers += _lay_out_files("optimizer", state, {}, options, export)
+        export.tensor_files += _plan_files("optimizer", state, {}, options, export)
         export.files[_OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
@@ -89,118 +89,118 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
 
 
 def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
-    """The tensors of the model, and further names of them: of each, the one under which it is written."""
+    """Return the tensors of the model, and its ties: further name -> name under which the tensor is written."""
     component = stored.components().get("model")
     if component is None:
         raise ValueError("the checkpoint has no model")
     naming = options.naming
     names = {**{key: key for key in component.tensors}, **component.aliases}
-    taken = {name: key for name, key in names.items() if naming.takes(name)}
-    left = sorted(stored.document("model") or ())
-    if left:
-        export.notes.append(f"state of the model that is not tensors is not in the output: {_some(left)}")
+    selected = {name: key for name, key in names.items() if naming.selects(name)}
+    other_state = sorted(stored.document("model") or ())
+    if other_state:
+        export.notes.append(f"state of the model that is not tensors is not in the output: {_list_some(other_state)}")
     if options.format == "huggingface":
         model = hf_directory.pick(stored.document("huggingface"), naming.strip_prefix)
         if model is not None:
             replace(naming, mapping=KeyMapping()).check(names)
-            return _for_hugging_face(taken, component, model, options, export), {}
+            return _hugging_face_tensors(selected, component, model, options, export), {}
         export.notes.append(
-            "the checkpoint does not tell of a model of transformers, so there is no config.json, and tensors have "
+            "the checkpoint has no record of a model of transformers, so there is no config.json, and tensors have "
             "their names in the checkpoint"
         )
     naming.check(names)
     by_key: dict[str, list[str]] = {}
-    for name, key in taken.items():
+    for name, key in selected.items():
         by_key.setdefault(key, []).append(name)
-    unique((name, naming.new(name), key) for name, key in taken.items())
+    check_unique((name, naming.rename(name), key) for name, key in selected.items())
     tensors, ties = list[OutputTensor](), dict[str, str]()
     for key, (first, *others) in by_key.items():
         spec = component.tensors[key]
-        tensor = OutputTensor(naming.new(first), options.written_as(spec.dtype), spec.shape, ("model", key))
+        tensor = OutputTensor(naming.rename(first), options.output_dtype(spec.dtype), spec.shape, ("model", key))
         tensors.append(tensor)
-        ties |= {naming.new(other): tensor.name for other in others if naming.new(other) != tensor.name}
-    return _refuse_nothing(tensors), ties
+        ties |= {naming.rename(other): tensor.name for other in others if naming.rename(other) != tensor.name}
+    return _check_not_empty(tensors), ties
 
 
-def _for_hugging_face(
-    taken: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
+def _hugging_face_tensors(
+    selected: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
-    """The tensors as ``from_pretrained`` takes them; and the configs."""
+    """Return the tensors that ``from_pretrained`` expects, and add the configs to ``export.files``."""
     naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
-    own: dict[str, list[str]] = {}
-    for name, key in taken.items():
-        if (found := model.own(name)) is not None:
-            own.setdefault(key, []).append(found)
-    outside = [name for name in taken if not name.startswith(model.prefix)]
+    names_by_key: dict[str, list[str]] = {}
+    for name, key in selected.items():
+        if (model_name := model.own(name)) is not None:
+            names_by_key.setdefault(key, []).append(model_name)
+    outside = [name for name in selected if not name.startswith(model.prefix)]
     if outside:
-        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {_some(outside)}")
-    model.check_adapter([name for names in own.values() for name in names])
-    tensors, parts = [], list[tuple[str, str, object]]()
-    for key, names in own.items():
+        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {_list_some(outside)}")
+    model.check_adapter([name for names in names_by_key.values() for name in names])
+    tensors, renamed = [], list[tuple[str, str, object]]()
+    for key, names in names_by_key.items():
         spec = component.tensors[key]
         for name in model.kept(names):
-            whole = OutputTensor(name, options.written_as(spec.dtype), spec.shape, ("model", key))
+            whole = OutputTensor(name, options.output_dtype(spec.dtype), spec.shape, ("model", key))
             for part in model.parts(whole):
-                new = OutputTensor(naming.new(part.name), part.dtype, part.shape, part.source, part.box)
-                parts.append((part.name, new.name, (key, part.box, name)))
-                tensors.append(new)
-    naming.check([name for name, _, _ in parts])
-    unique(parts)
+                tensor = OutputTensor(naming.rename(part.name), part.dtype, part.shape, part.source, part.box)
+                renamed.append((part.name, tensor.name, (key, part.box, name)))
+                tensors.append(tensor)
+    naming.check([name for name, _, _ in renamed])
+    check_unique(renamed)
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.files |= model.files(next(floating, None), options.dtype is not None)
-    return _refuse_nothing(tensors)
+    return _check_not_empty(tensors)
 
 
-def _refuse_nothing(tensors: list[OutputTensor]) -> list[OutputTensor]:
+def _check_not_empty(tensors: list[OutputTensor]) -> list[OutputTensor]:
     if not tensors:
         raise ValueError("no tensor of the model is left to write")
     return tensors
 
 
 def _optimizer_tensors(stored: ExportSource, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
-    """The state of optimizers that is tensors, ``<n>/<name>/<state>``, and the rest, as FORMAT.md has it."""
+    """Return the optimizers' tensors, named ``<n>/<name>/<state>``, and their other state, as in FORMAT.md."""
     component, document = stored.components().get("optimizer"), stored.document("optimizer")
     if document is None:
         raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
     naming = options.naming
-    if naming.changes_something and any(one["numbered"] for one in document.values()):
+    if naming.changes_something and any(optimizer["numbered"] for optimizer in document.values()):
         raise ValueError("the optimizers have numbers for their parameters, so names cannot be chosen or changed")
     tensors, names = [], list[tuple[str, str, object]]()
     for key, spec in component.tensors.items() if component is not None else ():
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
-        if naming.takes(param):
+        if naming.selects(param):
             tensors.append(
-                OutputTensor(f"{number}/{naming.new(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key))
+                OutputTensor(f"{number}/{naming.rename(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key))
             )
             names.append((key, tensors[-1].name, key))
-    unique(names)
-    return tensors, {number: _rename_document(one, naming) for number, one in document.items()}
+    check_unique(names)
+    return tensors, {number: _rename_document(optimizer, naming) for number, optimizer in document.items()}
 
 
 def _rename_document(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, Any]:
-    """An optimizer's document with the new names of the parameters that are taken."""
+    """Return an optimizer's document with the selected parameters under their new names."""
 
-    def new(item: Mapping[str, Any]) -> dict[str, Any]:
-        return {**item, "params": [naming.new(param) for param in item["params"] if naming.takes(param)]}
+    def rename(item: Mapping[str, Any]) -> dict[str, Any]:
+        return {**item, "params": [naming.rename(param) for param in item["params"] if naming.selects(param)]}
 
-    groups = {number: new(group) for number, group in optimizer["groups"].items()}
-    values = {name: [new(item) for item in shared] for name, shared in optimizer["values"].items()}
+    groups = {number: rename(group) for number, group in optimizer["groups"].items()}
+    values = {name: [rename(item) for item in shared] for name, shared in optimizer["values"].items()}
     return {**optimizer, "groups": groups, "values": values}
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(map(repr, names[:_LISTED])) + more
+def _list_some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(repr, names[:_MAX_LISTED])) + more
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _lay_out_files(
+def _plan_files(
     stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
 ) -> list[OutputFile]:
-    """The files of a model or an optimizer; their index, if there may be several, becomes one of the other files."""
+    """Return the files of a model or an optimizer; add their index to ``export.files`` if there may be several."""
     if options.files == "chunks":
         groups = safetensors_files.group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
         names = safetensors_files.name_chunks(stem, len(groups))
@@ -211,9 +211,9 @@ def _lay_out_files(
         names = [safetensors_files.name_tensor_file(stem, tensor.name) for tensor in tensors]
     files = []
     for name, group in zip(names, groups, strict=True):
-        here = {tensor.name for tensor in group}
-        also = {other: of for other, of in ties.items() if of in here and other != "format"}
-        files.append(safetensors_files.plan_file(name, group, {**_METADATA, **also}))
+        group_names = {tensor.name for tensor in group}
+        group_ties = {name: written for name, written in ties.items() if written in group_names and name != "format"}
+        files.append(safetensors_files.plan_file(name, group, {**_METADATA, **group_ties}))
     if len(files) > 1 or options.files == "one_file_per_tensor":
         export.files[f"{stem}.safetensors.index.json"] = safetensors_files.build_index(files)
     return files
@@ -222,71 +222,86 @@ def _lay_out_files(
 def write_file(
     stored: ExportSource, export: Export, file: File, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
-    """Fill the one file of an export, and tell ``advance`` of the bytes as they are written."""
-    fill(file, _regions(stored, export.containers), stored.tensors, None, advance, tuning=tuning)
+    """Fill the single file of an export; call ``advance`` with the number of bytes that were written.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank.
+    """
+    fill(file, _regions(stored, export.tensor_files), stored.tensors, None, advance, tuning=tuning)
 
 
 def write_directory(
-    stored: ExportSource, export: Export, new: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: ExportSource, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
-    """Write all files of an export into an empty directory; the one that makes it whole comes last."""
-    ours = {one.name for one in export.containers}
+    """Write all files of an export into an empty directory; the file that completes it is written last.
+
+    Args:
+        stored: the checkpoint.
+        export: the plan.
+        create: creates a file in the directory.
+        advance: called with the number of bytes that were written.
+        tuning: buffer sizes and the number of threads.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank.
+        FormatError: if two files would have the same name.
+    """
+    tensor_file_names = {file.name for file in export.tensor_files}
     for name in export.files:
-        if name in ours:
+        if name in tensor_file_names:
             raise FormatError(f"two files would be called {name!r}")
-    containers = deque(export.containers)
-    while containers:
+    remaining = deque(export.tensor_files)
+    while remaining:
         with ExitStack() as stack:
             batch, files = list[OutputFile](), list[File]()
-            while containers and len(batch) < _OPEN_FILES:
-                batch.append(containers.popleft())
-                files.append(stack.enter_context(new(batch[-1].name, _file_nbytes(batch[-1]))))
+            while remaining and len(batch) < _OPEN_FILES:
+                batch.append(remaining.popleft())
+                files.append(stack.enter_context(create(batch[-1].name, _file_nbytes(batch[-1]))))
                 if not isinstance(files[-1], int):
-                    break  # its parts are in memory
+                    break  # a stream keeps its parts in memory: one at a time
             fill(files, _regions(stored, batch), stored.tensors, None, advance, tuning=tuning)
-    for name, content in sorted(export.files.items(), key=lambda one: (one[0] in _LAST, one[0].endswith(_LAST))):
-        with new(name, len(content)) as file:
+    for name in sorted(export.files, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
+        content = export.files[name]
+        with create(name, len(content)) as file:
             fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
 
 
-def _file_nbytes(one: OutputFile) -> int:
-    return len(one.header) + sum(tensor.nbytes for tensor in one.tensors)
+def _file_nbytes(file: OutputFile) -> int:
+    return len(file.header) + sum(tensor.nbytes for tensor in file.tensors)
 
 
-def nbytes(export: Export) -> int:
-    """Return how much there is to write, but for headers and small files."""
-    return sum(tensor.nbytes for one in export.containers for tensor in one.tensors)
+def tensor_nbytes(export: Export) -> int:
+    """Return the size of all tensors of an export in bytes."""
+    return sum(tensor.nbytes for file in export.tensor_files for tensor in file.tensors)
 
 
 def file_nbytes(export: Export) -> int:
-    """Return how long the one file of an export is."""
-    return sum(map(_file_nbytes, export.containers))
+    """Return the size of the single file of an export in bytes."""
+    return sum(map(_file_nbytes, export.tensor_files))
 
 
 def _regions(stored: ExportSource, batch: Sequence[OutputFile]) -> list[Region]:
-    """Return the regions of some files, by number."""
+    """Return the regions of some files, which are numbered in the order of ``batch``."""
     regions: list[Region] = []
-    for number, one in enumerate(batch):
-        regions.append(Region(0, len(one.header), 0, memoryview(one.header), number))
-        for tensor, begin in zip(one.tensors, one.begins, strict=True):
-            change = _conversion(stored.tensors.spec(*tensor.source).dtype, tensor)
-            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, change, tensor.box))
+    for number, file in enumerate(batch):
+        regions.append(Region(0, len(file.header), 0, memoryview(file.header), number))
+        for tensor, begin in zip(file.tensors, file.begins, strict=True):
+            stored_dtype = stored.tensors.spec(*tensor.source).dtype
+            is_converted = stored_dtype != tensor.dtype and prod(tensor.shape) > 0
+            conversion = plan_conversion(stored_dtype, tensor.dtype) if is_converted else None
+            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, conversion, tensor.box))
     return regions
 
 
-def _conversion(stored: str, tensor: OutputTensor) -> DtypeConversion | None:
-    return None if stored == tensor.dtype or not prod(tensor.shape) else conversion(stored, tensor.dtype)
-
-
 @cache
-def conversion(stored: str, written: str) -> DtypeConversion:
-    """Return how bytes of one dtype become those of another, as torch's ``Tensor.to`` does it.
+def plan_conversion(stored: str, written: str) -> DtypeConversion:
+    """Return the conversion of bytes from one dtype to another, with the results of torch's ``Tensor.to``.
 
     Args:
-        stored: the one dtype, as safetensors calls it.
-        written: the other one.
+        stored: the source dtype, by its safetensors name.
+        written: the target dtype.
     """
-    import torch  # it takes two seconds, and nothing else here needs it
+    import torch  # imported here, since it takes two seconds and exports without a conversion don't need it
 
     from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
 
@@ -297,14 +312,16 @@ def conversion(stored: str, written: str) -> DtypeConversion:
 
 
 def is_replaceable(contents: Contents) -> bool:
-    """Return whether a directory holds nothing but files that an export may have written."""
-    if not all(name in (*CONFIGS, _OPTIMIZER) or name.endswith(_WRITTEN) for name in contents.names):
+    """Return True if a directory is empty, or an earlier export wrote all its files."""
+    if not all(name in (*CONFIGS, _OPTIMIZER) or name.endswith(_SUFFIXES) for name in contents.names):
         return False
-    tensors = [name for name in contents.names if name.endswith(_WRITTEN[0])]
-    return not contents.names or (bool(tensors) and all(_is_of_an_export(contents.head, name) for name in tensors))
+    tensor_files = [name for name in contents.names if name.endswith(_SUFFIXES[0])]
+    if not tensor_files:
+        return not contents.names
+    return all(_was_exported(contents.head, name) for name in tensor_files)
 
 
-def _is_of_an_export(head: Callable[[str, int], bytes], name: str) -> bool:
-    """Return whether a file of safetensors says that an export wrote it."""
+def _was_exported(head: Callable[[str, int], bytes], name: str) -> bool:
+    """Return True if the metadata of a safetensors file name an export as its writer."""
     start = head(name, 8 + _HEAD_BYTES)
-    return _MARK in start[8 : 8 + int.from_bytes(start[:8], "little")]
+    return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]

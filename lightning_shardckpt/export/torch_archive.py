@@ -1,9 +1,9 @@
-"""Lay out a file for ``torch.load`` that may be larger than memory: every offset is known before a tensor is read.
+"""Layout of a file for ``torch.load`` that may be larger than memory: all offsets are known before a tensor is read.
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
-and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here records stand for the tensors, whose
-bytes may come from elsewhere; the pickle is byte for byte that of ``torch.save``. The archive is not torch's own under
-``skip_data``, since that has no checksums, and cannot be streamed to an object store.
+and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here, ``ArchivedTensor`` stands for a
+tensor whose bytes may be stored elsewhere; the pickle equals that of ``torch.save`` byte for byte. torch's own
+``skip_data`` is not used, since its archives have no checksums and cannot be streamed to an object store.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(
 _LOCAL_HEADER, _ZIP64_FIELD = 30, 20
 _VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
 _READABLE = 0o600 << 16  # the mode that zipfile and torch.save give a record
-_BIT_LIMIT = 2000  # weights_only=True reads no integer of 256 bytes or more
+_MAX_INT_BITS = 2000  # weights_only=True reads no integer of 256 bytes or more
 ZIP64_BYTES = 1 << 30
-"""A record of so many bytes gets the fields of zip64, long before zip needs them."""
+"""Records of this size or more get zip64 fields, long before zip requires them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchivedTensor:
-    """A tensor of a file that is to be written, and a record of its own in it; ``dtype`` as torch calls it.
+    """A tensor of the file to write, which gets a record of its own.
 
-    ``content``: its bytes, or component and key of the tensor that is stored.
+    ``dtype`` is torch's name; ``content`` is the bytes, or (component, key) of a stored tensor.
     """
 
     dtype: str
@@ -54,37 +54,37 @@ class ArchivedTensor:
     content: memoryview | tuple[str, str]
 
 
-_LOADABLE = (type(None), bool, float, str, complex, bytes, ArchivedTensor)  # of exactly these classes
-_OF_TORCH = (torch.Tensor, torch.dtype, torch.device)
+_LOADABLE = (type(None), bool, float, str, complex, bytes, ArchivedTensor)  # exactly these classes, not subclasses
+_TORCH_TYPES = (torch.Tensor, torch.dtype, torch.device)
 
 
-def stored_record(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
-    """Return the record of a stored tensor that is written in a dtype, by its name in the format."""
+def archive_stored(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
+    """Return the archived tensor for a stored one that is written with ``dtype``, a name of the format."""
     return ArchivedTensor(TORCH_NAMES.get(dtype, dtype), shape, bytes_in(shape, dtype), content)
 
 
 def of_torch(stored: Callable[[str], ArchivedTensor]) -> OfTorch:
-    """Return how values are decoded for a file; ``stored`` gives the record of a stored tensor."""
+    """Return the decoder of values for a file; ``stored`` returns the archived tensor of a stored one."""
     return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
 
 
 # ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pickle_of(value: Any) -> tuple[bytes, list[ArchivedTensor]]:
-    """Return the pickle that ``torch.save`` writes of a value, and its tensors, by the number of their storage.
+def pickle_value(value: Any) -> tuple[bytes, list[ArchivedTensor]]:
+    """Return the pickle that ``torch.save`` writes for a value, and its tensors in the order of their storages.
 
     Args:
-        value: returned by ``Plain.of``: a pickler writes anything, ``torch.load`` refuses most of it.
+        value: a result of ``Simplifier.simplify``: a pickler writes anything, but ``torch.load`` refuses most of it.
 
     Raises:
-        StateError: for a tensor that is not dense.
+        StateError: if a tensor is not dense.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, 2)
-    pickler.records = []
+    pickler.tensors = []
     pickler.dump(value)
-    return file.getvalue(), pickler.records
+    return file.getvalue(), pickler.tensors
 
 
 class _Storage:
@@ -93,28 +93,28 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """As ``torch.save`` has it, with records in place of tensors."""
+    """The pickler of ``torch.save``, for archived tensors in place of tensors."""
 
-    records: list[ArchivedTensor]
+    tensors: list[ArchivedTensor]
 
     def persistent_id(self, value: Any) -> Any:
         return value.identifier if isinstance(value, _Storage) else None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            value = _record_of(value)
+            value = _archive(value)
         if not isinstance(value, ArchivedTensor):
             return NotImplemented
         legacy = LEGACY_STORAGES.get(value.dtype)
-        kind = torch.storage.UntypedStorage if legacy is None else getattr(torch, legacy)
+        storage_type = torch.storage.UntypedStorage if legacy is None else getattr(torch, legacy)
         numel = value.nbytes if legacy is None else prod(value.shape)
-        storage = _Storage(("storage", kind, str(len(self.records)), "cpu", numel))
-        self.records.append(value)
-        shape = (*value.shape,)  # each its own, since a pickle refers to an object that it already has
+        storage = _Storage(("storage", storage_type, str(len(self.tensors)), "cpu", numel))
+        self.tensors.append(value)
+        shape = (*value.shape,)  # a new tuple, since a pickle would refer to one that it already contains
         return rebuilding(storage, shape, strides_of(shape), getattr(torch, value.dtype) if legacy is None else None)
 
 
-def _record_of(tensor: torch.Tensor) -> ArchivedTensor:
+def _archive(tensor: torch.Tensor) -> ArchivedTensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         dtype_name(tensor, "beside the model and the optimizers")  # raises the error
     content = host_bytes(tensor)
@@ -122,7 +122,7 @@ def _record_of(tensor: torch.Tensor) -> ArchivedTensor:
 
 
 def strides_of(shape: Shape) -> tuple[int, ...]:
-    """Return the strides of a new tensor.
+    """Return the strides of a new contiguous tensor.
 
     >>> strides_of((5, 0, 3, 2))
     (6, 6, 2, 1)
@@ -140,15 +140,15 @@ class TorchFileLayout:
     """The layout of the file that ``torch.save(value, file)`` writes: ``regions`` to fill, their heads, and the end.
 
     Args:
-        value: returned by ``Plain.of``, else ``torch.load`` refuses the file.
-        zip64_bytes: a record of so many bytes gets the fields of zip64.
+        value: a result of ``Simplifier.simplify``, else ``torch.load`` refuses the file.
+        zip64_bytes: records of this size or more get zip64 fields.
     """
 
     def __init__(self, value: Any, zip64_bytes: int = ZIP64_BYTES) -> None:
         self.regions: list[Region] = []
         self._zip64_bytes = zip64_bytes
         self._records: list[zipfile.ZipInfo] = []
-        pickled, tensors = pickle_of(value)
+        pickled, tensors = pickle_value(value)
         # without .format_version, torch.load looks offsets up instead of deriving them from torch.save's order
         self._add("data.pkl", memoryview(pickled))
         self._add("byteorder", memoryview(sys.byteorder.encode()))
@@ -168,13 +168,13 @@ class TorchFileLayout:
         self._records.append(info)
 
     def head(self, number: int, crc: int) -> bytes:
-        """The local header of a record, as ``file_filler.fill`` asks for it."""
+        """Return the local header of a record; the ``head`` argument of ``file_filler.fill``."""
         info = self._records[number]
         info.CRC = crc
         return info.FileHeader(zip64=info.file_size >= self._zip64_bytes)
 
     def end(self) -> Region:
-        """Return the region after all others, once they are filled: the central directory."""
+        """Return the last region, the central directory; call it after the others are filled."""
         begin, file = self.regions[-1].end, _FileTail()
         file.begin = begin
         with zipfile.ZipFile(file, "w") as archive:
@@ -185,12 +185,12 @@ class TorchFileLayout:
 
 
 class _FileTail(io.BytesIO):
-    """The part of a file that is written from ``begin`` on."""
+    """The part of a file from ``begin`` on, with the positions of the whole file."""
 
     begin = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset in the file."""
+        """Move to an offset in the file."""
         return super().seek(max(offset - self.begin, 0), whence)
 
     def tell(self) -> int:
@@ -199,7 +199,7 @@ class _FileTail(io.BytesIO):
 
 
 def _padding(position: int) -> bytes:
-    """An extra field of a zip header, so that the data, which would begin at ``position`` without it, is aligned."""
+    """Return an extra field of a zip header that aligns the data, which would begin at ``position`` without it."""
     length = -(position + 4) % _ALIGNMENT
     return struct.pack("<2sH", b"FB", length) + bytes(length)
 
@@ -207,22 +207,22 @@ def _padding(position: int) -> bytes:
 # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Plain:
-    """Turns values into types that ``torch.load`` reads by default; ``changed`` lists the values that had to change."""
+class Simplifier:
+    """Converts values to types that ``torch.load`` reads by default; ``changed`` describes the values that differ."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
 
-    def of(self, value: Any, path: str = "") -> Any:
-        """``value`` of types that ``weights_only=True`` allows.
+    def simplify(self, value: Any, path: str = "") -> Any:
+        """Return a value converted to types that ``weights_only=True`` allows.
 
-        A path, a date, a range and the like become text; a frozenset a set, a deque a list, a namespace a dict; numpy
-        arrays become tensors. A value that the checkpoint lacks is left out; in a list, None stands for it.
+        Paths, dates, ranges and other objects become text; frozensets become sets, deques lists, namespaces dicts, and
+        numpy arrays tensors. Values that the checkpoint lacks are left out; in a list, None replaces them.
         """
-        if type(value) in _LOADABLE or isinstance(value, _OF_TORCH):
+        if type(value) in _LOADABLE or isinstance(value, _TORCH_TYPES):
             return value
         if type(value) is int:
-            return value if value.bit_length() < _BIT_LIMIT else self._as(str(value), value, path)
+            return value if value.bit_length() < _MAX_INT_BITS else self._record_change(str(value), value, path)
         if isinstance(value, dict):
             return self._mapping(value, path)
         if isinstance(value, list | tuple | set | frozenset | deque):
@@ -232,59 +232,59 @@ class Plain:
     def _sequence(self, value: Any, path: str) -> Any:
         items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
         if isinstance(value, set | frozenset):
-            new = [self._key(item, where) for item, where in items if not self._is_dropped(item, where)]
-            self._tell_merged(len(new) - len({*new}), path)
-            return {*new} if type(value) is set else self._as({*new}, value, path)
-        kept = [None if self._is_dropped(item, where) else self.of(item, where) for item, where in items]
-        return type(value)(kept) if type(value) in (list, tuple) else self._as(kept, value, path)
+            members = [self._key(item, where) for item, where in items if not self._is_dropped(item, where)]
+            self._record_merged(len(members) - len({*members}), path)
+            return {*members} if type(value) is set else self._record_change({*members}, value, path)
+        kept = [None if self._is_dropped(item, where) else self.simplify(item, where) for item, where in items]
+        return type(value)(kept) if type(value) in (list, tuple) else self._record_change(kept, value, path)
 
     def _key(self, value: Any, path: str) -> Any:
-        """Return a value that a set or a dict can hold."""
-        new = self.of(value, path)
+        """Return a simplified value that is hashable."""
+        key = self.simplify(value, path)
         try:
-            hash(new)
+            hash(key)
         except TypeError:  # a frozenset that became a set
-            return self._as(str(value), value, path)
-        return new
+            return self._record_change(str(value), value, path)
+        return key
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:
         kept: dict[Any, Any] = {}
         for key, item in value.items():
             where = f"{path}/{key}" if path else str(key)
             if not self._is_dropped(item, where):
-                new = self._key(key, where)
-                self._tell_merged(int(new in kept), path)
-                kept[new] = self.of(item, where)
+                new_key = self._key(key, where)
+                self._record_merged(int(new_key in kept), path)
+                kept[new_key] = self.simplify(item, where)
         if type(value) is OrderedDict and (versions := vars(value).get(_VERSIONS)) is not None:
             kept = OrderedDict(kept)  # a module's state dict
-            vars(kept)[_VERSIONS] = self.of(versions, f"{path}/{_VERSIONS}")
+            vars(kept)[_VERSIONS] = self.simplify(versions, f"{path}/{_VERSIONS}")
             return kept
         return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
 
     def _is_dropped(self, item: Any, where: str) -> bool:
         if isinstance(item, Dropped):
-            why = "as it is pickled" if isinstance(item, Pickled) else "as it was when the checkpoint was saved"
-            self.changed.append(f"{where}: left out, {why}: {item.type_name}")
+            reason = "as it is pickled" if isinstance(item, Pickled) else "as it was when the checkpoint was saved"
+            self.changed.append(f"{where}: left out, {reason}: {item.type_name}")
         return isinstance(item, Dropped)
 
-    def _tell_merged(self, count: int, path: str) -> None:
+    def _record_merged(self, count: int, path: str) -> None:
         if count:
             self.changed.append(f"{path}: {count} of it left out, since others have become the same")
 
     def _other(self, value: Any, path: str) -> Any:
         if isinstance(value, Namespace):
-            return self._as(self._mapping(vars(value), path), value, path)
+            return self._record_change(self._mapping(vars(value), path), value, path)
         if type(value).__module__ == "numpy":
-            return self._as(_from_numpy(value), value, path) if value.shape else _number(value)
-        return self._as(str(value), value, path)
+            return self._record_change(_from_numpy(value), value, path) if value.shape else _number(value)
+        return self._record_change(str(value), value, path)
 
-    def _as(self, new: Any, old: Any, path: str) -> Any:
+    def _record_change(self, new: Any, old: Any, path: str) -> Any:
         self.changed.append(f"{path}: {type(old).__name__} became {type(new).__name__}")
         return new
 
 
 def _from_numpy(value: Any) -> Any:
-    """A tensor for an array; a list, which loses digits, where torch has no dtype that is so long."""
+    """Return a tensor for an array; a list of lower precision if torch has no dtype of its width."""
     value = np.array(value, value.dtype.newbyteorder("="), order="C")
     try:
         return torch.from_numpy(value)
@@ -293,7 +293,7 @@ def _from_numpy(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number of Python's; one that is longer than its own loses digits."""
+    """Return a Python number for a numpy scalar; types wider than Python's lose precision."""
     number = value.item()
     if type(number).__module__ != "numpy":
         return number

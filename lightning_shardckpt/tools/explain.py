@@ -37,7 +37,7 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.listing import long_table
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import planned_reads
+from lightning_shardckpt.transfer.shard_reader import plan_reads
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the strategy's mesh, outermost first; ranks are laid out row-major."""
@@ -270,7 +270,7 @@ def _plan_ranks(checkpoint: Checkpoint, sizes: Mapping[str, int], tuning: Tuning
                     for one, run in overlaps:
                         entry = checkpoint.entry(name, key, one)
                         requests.append(Request(key, one, entry, shape, run, memoryview(b"")))
-        reads = list(planned_reads(checkpoint, requests, verify=True, tuning=tuning))
+        reads = list(plan_reads(checkpoint, requests, verify=True, tuning=tuning))
         given = Counter[int]()
         for request in requests:
             given[request.overlap.writer] += request.nbytes

@@ -1,4 +1,4 @@
-"""Plans become bytes in files, and back. No torch.
+"""Execution of plans: bytes are written to files and read from them. No torch.
 
-In come plans and an open storage. Nothing here knows what a tensor is for.
+The input is plans and an open storage. Nothing here knows the purpose of a tensor.
 """

@@ -1,9 +1,9 @@
-"""Fill files with stored tensors, by several threads: the place of each region is known before a byte is read.
+"""Fill files with stored tensors in several threads; all offsets are known before a byte is read.
 
-A container says which tensor goes where; a zip archive also what stands right before each region once its CRC-32 is
-known. One thread reads a region from its start to its end in windows, verifies, sums, converts and writes it, while
-others do the next ones; small regions that lie side by side are one task. A region of a stream, such as an upload,
-waits for its turn; one with a head is read once to be summed, and then once more. No torch.
+A region is the place of a tensor in a file. In a zip archive, each region follows a head, which contains the CRC-32 of
+its bytes. One thread reads a region from start to end in windows, verifies, sums, converts and writes it, while other
+threads process the next regions; small adjacent regions form one task. Regions of a stream, such as an upload, are
+written in order; a region with a head in a stream is read twice, the first time for the CRC-32. No torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors,
 _ALIGNMENT = 64
 
 Head = Callable[[int, int], bytes]
-"""Gives the bytes right before a region, by its number and the CRC-32 of its bytes; any thread calls it, once."""
+"""Returns the head of a region from its number and the CRC-32 of its bytes; called once per region, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeConversion:
-    """The conversion of elements of ``stored`` bytes to elements of ``written`` bytes; any thread calls ``convert``."""
+    """Conversion of elements of ``stored`` bytes to elements of ``written`` bytes. Any thread may call ``convert``."""
 
     convert: Callable[[memoryview], memoryview]
     stored: int
@@ -44,13 +44,13 @@ class DtypeConversion:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``nbytes`` of a file from ``begin`` on, right after a head of ``head_nbytes``; ``box``: a part of the tensor."""
+    """``nbytes`` bytes of a file from ``begin`` on, after a head of ``head_nbytes``; ``box``: a part of the tensor."""
 
     begin: int
     nbytes: int
     head_nbytes: int
     content: memoryview | tuple[str, str]
-    """The bytes, or component and key of the tensor that is stored."""
+    """The bytes, or (component, key) of a stored tensor."""
     file: int = 0
     conversion: DtypeConversion | None = None
     box: Box | None = None
@@ -75,18 +75,18 @@ def fill(
     *,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Write the regions, which ascend in each file, and their heads.
+    """Write the regions, which ascend in each file, and their heads. Nothing is synced.
 
     Args:
-        file: one, or several, to which the regions refer by number; nothing is synced.
-        regions: what to write. In a stream the first one begins where that is, and there are no gaps.
-        tensors: where their bytes are; nobody else may use it meanwhile.
-        head: gives the bytes before each region; None if there are none, so that nothing needs to be summed.
-        advance: told of the bytes of regions as they are written, by one thread at a time.
-        tuning: sizes, and how many threads.
+        file: a file, or several files, to which the regions refer by number.
+        regions: the regions. In a stream, the first one begins at the stream's position, and there are no gaps.
+        tensors: the source of the tensors' bytes; not used by other threads meanwhile.
+        head: returns the head of a region; None if the regions have no heads, so that no CRC-32 is needed.
+        advance: called with the number of bytes of regions that were written, by one thread at a time.
+        tuning: buffer sizes and the number of threads.
 
     Raises:
-        CorruptionError: naming file, tensor and rank; the first error of any thread, when all have ended.
+        CorruptionError: naming file, tensor and rank. The first error of any thread is raised after all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
     output = _Output(files, regions, advance, tuning)
@@ -101,15 +101,15 @@ def fill(
             yield lambda task: task(source)
 
     nbytes = sum(region.head_nbytes + region.nbytes for region in regions)
-    # no more than there are windows; two even on one core, since one may wait for the disk
+    # at most one per window; two even on one core, since one may wait for the disk
     threads = min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // window_bytes + 1)
     tasks = _tasks(regions, tensors, output, head, window_bytes)
-    run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=output.give_up)
+    run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=output.abort)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A region by its number, the dtype of its tensor, and where that is stored; of bytes in memory nothing."""
+    """A region with its number and, unless its bytes are in memory, the shape, dtype and boxes of its tensor."""
 
     number: int
     region: Region
@@ -118,19 +118,21 @@ class _Item:
     boxes: Sequence[StoredBox] = ()
 
     def pieces(self, source: ShardReader, window_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the region as they are written, in order; each is valid until the next one."""
-        content, change = self.region.content, self.region.conversion
+        """Yield the bytes to write, in order; each piece is valid until the next one."""
+        content, conversion = self.region.content, self.region.conversion
         if isinstance(content, memoryview):
             yield from (content[at : at + window_bytes] for at in range(0, len(content), window_bytes))
             return
-        of_box = None if self.region.box is None else self._windows_of_box(self.region.box, source, window_bytes)
-        for data in of_box or read_windows(source, self.shape, self.boxes, window_bytes):
-            yield data if change is None else change.convert(data)
+        pieces = read_windows(source, self.shape, self.boxes, window_bytes)
+        if self.region.box is not None:
+            pieces = self._read_box(self.region.box, source, window_bytes)
+        for data in pieces:
+            yield data if conversion is None else conversion.convert(data)
 
-    def _windows_of_box(self, box: Box, source: ShardReader, window_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a part of the tensor; each window reads and verifies the blocks that it touches."""
+    def _read_box(self, box: Box, source: ShardReader, window_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a part of the tensor in windows; each reads and verifies the blocks that it touches."""
         size = DTYPE_BYTES[self.dtype]
-        for window in (one.shift(box.start) for one in windows(box.shape, window_bytes // size)):
+        for window in (inner.shift(box.start) for inner in windows(box.shape, window_bytes // size)):
             data, requests = source.target[: window.numel * size], list[Request]()
             for stored in self.boxes:
                 if (common := stored.box.intersect(window)) is not None:
@@ -142,13 +144,13 @@ class _Item:
 
 
 _Task = Callable[[ShardReader], None]
-"""Writes one large region, or small ones that lie side by side."""
+"""Writes one large region, or adjacent small regions."""
 
 
 def _tasks(
     regions: Sequence[Region], tensors: StoredTensors, output: _Output, head: Head | None, window_bytes: int
 ) -> Iterator[_Task]:
-    """Yield the tasks in the order of the regions. For one thread at a time."""
+    """Yield the tasks in the order of the regions. Not thread-safe."""
     small: list[_Item] = []
     room = window_bytes - _ALIGNMENT
     for number, region in enumerate(regions):
@@ -172,7 +174,7 @@ def _tasks(
 
 
 def _write_large(output: _Output, head: Head | None, item: _Item, window_bytes: int, source: ShardReader) -> None:
-    """Write one region in windows, and its head: in a stream before it, else when all of it is summed."""
+    """Write one region in windows, and its head: before the region in a stream, else after it."""
     region, crc, is_stream = item.region, 0, output.is_stream(item.region.file)
     if head is not None and is_stream:
         for piece in item.pieces(source, window_bytes):
@@ -189,9 +191,9 @@ def _write_large(output: _Output, head: Head | None, item: _Item, window_bytes: 
 
 
 def _write_small(output: _Output, head: Head | None, items: list[_Item], source: ShardReader) -> None:
-    """Write whole regions that lie side by side, and their heads, with one write."""
+    """Write adjacent whole regions, and their heads, with one write."""
     first, end = items[0].region.first, items[-1].region.end
-    base = first - first % _ALIGNMENT  # so that the tensors are aligned in memory as in the file
+    base = first - first % _ALIGNMENT  # aligns the tensors in memory as in the file
     requests = []
     for item in items:
         region, target = item.region, source.target[item.region.begin - base : item.region.end - base]
@@ -208,63 +210,66 @@ def _write_small(output: _Output, head: Head | None, items: list[_Item], source:
     output.write(items[0].region.file, data, first, counted=sum(item.region.nbytes for item in items))
 
 
-class _GivenUpError(Exception):
-    """Another thread failed, so this one ends, too."""
+class _AbortedError(Exception):
+    """Raised in a thread after another thread failed."""
 
 
 class _Output:
-    """Files and streams that several threads write to; a stream takes its bytes in order, and threads wait for that.
+    """Files and streams that several threads write to. A stream takes its bytes in order, for which threads wait.
 
-    What a thread waits for belongs to a task that was begun before its own, so it comes.
+    A thread only waits for tasks that were begun before its own, so it never waits forever.
     """
 
     def __init__(
         self, files: Sequence[File], regions: Sequence[Region], advance: Callable[[int], Any], tuning: Tuning
     ) -> None:
         self._files, self._advance, self._writeback_bytes = files, advance, tuning.writeback_bytes
-        self._lock, self._turns = threading.Lock(), threading.RLock()  # taken in one step, so Ctrl-C leaves none taken
-        self._turn = threading.Condition(self._turns)
-        self._writing = [threading.Lock() for _ in files]
-        self._unsent = [0] * len(files)
-        self._ends = {region.file: region.first for region in reversed(regions)}  # of the bytes that streams got
+        # both are acquired in one step of the interpreter, so that Ctrl-C leaves neither locked
+        self._advance_lock, self._stream_lock = threading.Lock(), threading.RLock()
+        self._stream_advanced = threading.Condition(self._stream_lock)
+        self._file_locks = [threading.Lock() for _ in files]
+        self._dirty_bytes = [0] * len(files)
+        self._ends = {region.file: region.first for region in reversed(regions)}  # positions of the streams
         self._has_failed = False
 
     def is_stream(self, file: int) -> bool:
-        """Return whether a file, by its number, takes its bytes in order."""
+        """Return True if the file with this number is a stream, which takes its bytes in order."""
         return not isinstance(self._files[file], int)
 
-    def give_up(self) -> None:
-        """Have every other thread end at its next write."""
-        with self._turns:
+    def abort(self) -> None:
+        """Make every other thread end at its next write."""
+        with self._stream_lock:
             self._has_failed = True
-            self._turn.notify_all()
+            self._stream_advanced.notify_all()
 
     def write(self, number: int, data: memoryview, offset: int, *, counted: int = 0) -> None:
-        """Write bytes of a file, by its number; ``counted`` of them are told to the user."""
+        """Write bytes to the file with this number, and report ``counted`` of them to ``advance``."""
         file = self._files[number]
         if self._has_failed:
-            raise _GivenUpError
+            raise _AbortedError
         if isinstance(file, int):
-            with self._writing[number]:  # the kernel lets one thread at a time write to a file; the others would spin
+            with self._file_locks[number]:  # the kernel lets one thread at a time write to a file; others would spin
                 write_at(file, data, offset)
-                self._unsent[number] += len(data)
-                if self._unsent[number] >= self._writeback_bytes:
+                self._dirty_bytes[number] += len(data)
+                if self._dirty_bytes[number] >= self._writeback_bytes:
                     begin_writeback(file)
-                    self._unsent[number] = 0
+                    self._dirty_bytes[number] = 0
         elif len(data):
-            self._give(number, file, data, offset)
+            self._write_to_stream(number, file, data, offset)
         if counted:
-            with self._lock:
+            with self._advance_lock:
                 self._advance(counted)
 
-    def _give(self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int) -> None:
-        with self._turns:
+    def _write_to_stream(
+        self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int
+    ) -> None:
+        with self._stream_lock:
             while self._ends[number] != offset:
-                assert self._ends[number] < offset, f"{self._ends[number]} bytes were given, now come those at {offset}"
+                assert self._ends[number] < offset, f"the stream is at byte {self._ends[number]}, not at {offset}"
                 if self._has_failed:
-                    raise _GivenUpError
-                self._turn.wait()
+                    raise _AbortedError
+                self._stream_advanced.wait()
         stream(data)
-        with self._turns:
+        with self._stream_lock:
             self._ends[number] += len(data)
-            self._turn.notify_all()
+            self._stream_advanced.notify_all()

@@ -1,4 +1,4 @@
-"""Open a checkpoint and verify its indexes, its documents and the headers of its files. No tensor is read."""
+"""Open checkpoints: read and verify indexes, documents and headers of shard files. No tensor is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 
 
 class Checkpoint:
-    """A checkpoint opened for reading: its root index, and the rank indexes that were asked for. Close it after use."""
+    """A checkpoint opened for reading: its root index, and the rank indexes read so far. Not thread-safe.
+
+    Args:
+        storage: the backend.
+        path: the checkpoint's path.
+
+    Raises:
+        CheckpointNotFoundError: if there is no complete checkpoint.
+        CorruptionError, FormatError: if the root index is damaged or not valid.
+    """
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.path = path
@@ -44,7 +53,7 @@ class Checkpoint:
             raise
 
     def close(self) -> None:
-        """Release the files."""
+        """Close all files."""
         self.reader.close()
 
     def __enter__(self) -> Checkpoint:
@@ -54,10 +63,10 @@ class Checkpoint:
         self.close()
 
     def replicas(self, component: str) -> dict[str, int | None]:
-        """Return which replica wrote each tensor of a component, as the save planned it.
+        """Return the number of the replica that wrote each tensor of a component; see ``choose_replicas``.
 
         Raises:
-            FormatError: if the boxes of a tensor leave a gap or overlap.
+            FormatError: if the boxes of a tensor leave a gap.
         """
         if component not in self._replicas:
             tensors = self.root.components[component].tensors
@@ -66,31 +75,36 @@ class Checkpoint:
         return self._replicas[component]
 
     def document(self, name: str) -> bytes:
-        """The content of a JSON document, verified."""
-        return self._verified(self.root.documents[name])
+        """Return the verified content of a JSON document."""
+        return self._read_verified(self.root.documents[name])
 
     def index(self, component: str, rank: int) -> RankIndex:
-        """Return the index of what ``rank`` wrote of ``component``, verified against the root index."""
+        """Return the index of a component that ``rank`` wrote, verified against the root index.
+
+        Raises:
+            CorruptionError: if the file is missing or damaged, or of another save.
+            FormatError: if it is invalid, or the index of another rank or component.
+        """
         if (component, rank) not in self._indexes:
             info = self.root.components[component].indexes.get(rank)
             if info is None:
                 raise FormatError(
                     f"{self._where(ROOT_NAME)}: rank {rank} should have written some of {component!r}, but has no index"
                 )
-            found = rank_index_from_json(self._verified(info), self._where(info.name))
-            self._own(found.save_id, info.name)
-            if (found.component, found.rank) != (component, rank):
+            index = rank_index_from_json(self._read_verified(info), self._where(info.name))
+            self._check_save_id(index.save_id, info.name)
+            if (index.component, index.rank) != (component, rank):
                 raise FormatError(
-                    f"{self._where(info.name)}: this is the index of rank {found.rank} for {found.component!r}"
+                    f"{self._where(info.name)}: this is the index of rank {index.rank} for {index.component!r}"
                 )
-            self._indexes[component, rank] = found
+            self._indexes[component, rank] = index
         return self._indexes[component, rank]
 
     def entry(self, component: str, key: str, overlap: Overlap) -> ShardEntry:
-        """The stored box that a plan refers to.
+        """Return the stored box that a plan refers to.
 
         Raises:
-            FormatError: if the rank's index does not have it as the root index describes it.
+            FormatError: if the rank's index lacks it, or describes it differently from the root index.
         """
         spec, stored = self.root.components[component].tensors[key], overlap.stored
         index = self._indexes.get((component, overlap.writer)) or self.index(component, overlap.writer)
@@ -103,7 +117,12 @@ class Checkpoint:
         )
 
     def check_file(self, component: str, rank: int, name: str) -> None:
-        """Make sure that a shard file is the one that was saved: size, header, save id. Once per file."""
+        """Check the size, header and save id of a shard file; repeated calls for a file do nothing.
+
+        Raises:
+            CorruptionError: if the file is missing or damaged, or of another save.
+            FormatError: if its header contradicts the rank's index.
+        """
         if (component, rank, name) in self._checked:
             return
         info = self.index(component, rank).files[name]
@@ -116,17 +135,17 @@ class Checkpoint:
             raise CorruptionError(
                 f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
             )
-        entries = self._in_file(component, rank, name)
+        entries = self._entries_in_file(component, rank, name)
         if len({key for key, _ in entries}) != len(entries):
             raise FormatError(f"{self._where(name)}: the index of rank {rank} has several boxes of one tensor in it")
-        if start != self._as_written(entries, info):
+        if start != self._own_header(entries, info):
             self._compare_header(start, entries, info, rank)
         if sum(entry.nbytes for _, entry in entries) != info.nbytes - len(start):
             raise FormatError(f"{self._where(name)}: its tensors do not fill the file of {info.nbytes} bytes")
         self._checked.add((component, rank, name))
 
-    def _in_file(self, component: str, rank: int, name: str) -> list[tuple[str, ShardEntry]]:
-        """Return what the index of a rank says that a file holds, in order."""
+    def _entries_in_file(self, component: str, rank: int, name: str) -> list[tuple[str, ShardEntry]]:
+        """Return the entries of a file in a rank's index, sorted by offset."""
         if (component, rank) not in self._files:
             files: dict[str, list[tuple[str, ShardEntry]]] = {}
             for key, entries in self.index(component, rank).shards.items():
@@ -135,12 +154,12 @@ class Checkpoint:
             self._files[component, rank] = files
         return sorted(self._files[component, rank].get(name, ()), key=lambda item: item[1].begin)
 
-    def _as_written(self, entries: list[tuple[str, ShardEntry]], info: FileInfo) -> bytes | None:
-        """Return how this package writes the header of a file with these entries; another writer's may be as good."""
+    def _own_header(self, entries: list[tuple[str, ShardEntry]], info: FileInfo) -> bytes | None:
+        """Return the header that this package writes for these entries; another writer's valid header may differ."""
         try:
-            boxes = {id(entry.box): entry.box for _, entry in entries}  # most have the same one
-            places = {of: (box.shape, box.start) for of, box in boxes.items()}
-            header = plan_header([(key, entry.dtype, *places[id(entry.box)]) for key, entry in entries])
+            boxes = {id(entry.box): entry.box for _, entry in entries}  # most entries share one box
+            extents = {box_id: (box.shape, box.start) for box_id, box in boxes.items()}
+            header = plan_header([(key, entry.dtype, *extents[id(entry.box)]) for key, entry in entries])
         except FormatError:
             return None
         if header.begins != tuple([entry.begin for _, entry in entries]):
@@ -149,7 +168,7 @@ class Checkpoint:
 
     def _compare_header(self, start: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
         header = parse_header(start, self._where(info.name))
-        self._own(save_id_of(header), info.name, info.save_id)
+        self._check_save_id(save_id_of(header), info.name, info.save_id)
         stored = header.tensors
         expected = {key: entry.stored for key, entry in entries}
         for key in sorted(stored.keys() | expected.keys()):
@@ -159,7 +178,7 @@ class Checkpoint:
                     f"{expected.get(key)} in the index of rank {rank}"
                 )
 
-    def _verified(self, info: FileInfo) -> bytes:
+    def _read_verified(self, info: FileInfo) -> bytes:
         self._check_size(info)
         content = self._read(info.name)
         if checksum(content) != info.checksum:
@@ -173,19 +192,17 @@ class Checkpoint:
         try:
             size = self.reader.size(info.name)
         except FileNotFoundError:
-            late = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
-            more = "" if self.reader.high_latency else late
-            raise CorruptionError(f"{self._where(info.name)}: the file is missing{more}") from None
+            hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
+            hint = "" if self.reader.high_latency else hint
+            raise CorruptionError(f"{self._where(info.name)}: the file is missing{hint}") from None
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
 
-    def _own(self, save_id: str, name: str, linked_from: str = "") -> None:
+    def _check_save_id(self, save_id: str, name: str, linked_from: str = "") -> None:
         if linked_from and save_id != linked_from:
-            raise CorruptionError(
-                f"{self._where(name)}: belongs to save {save_id}, this file is of save {linked_from}"
-            )
+            raise CorruptionError(f"{self._where(name)}: belongs to save {save_id}, this file is of save {linked_from}")
         if not linked_from and save_id != self.root.save_id:
             raise CorruptionError(
                 f"{self._where(name)}: belongs to save {save_id}, this checkpoint is save {self.root.save_id}"
@@ -198,7 +215,7 @@ class Checkpoint:
             raise CheckpointNotFoundError(f"{self.path!r} is not a complete checkpoint: it has no {name}") from None
         except EOFError as error:
             raise CorruptionError(f"{self._where(name)}: {error}") from None
-        except ValueError as error:  # too long, or no regular file
+        except ValueError as error:  # too large, or not a regular file
             raise FormatError(f"{self._where(name)}: {error}") from None
 
     def _read_into(self, name: str, offset: int, target: memoryview) -> None:

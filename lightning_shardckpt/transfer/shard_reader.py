@@ -1,8 +1,8 @@
-"""Read what a plan says into memory: read, compare with checksums, put into place, by a few threads.
+"""Execution of read plans: read, verify checksums and copy into the targets, in a few threads.
 
-Tasks are taken in the order of the files, so that the system reads ahead; where a process has two cores, by two
-threads, of which one reads while the other computes checksums. Where every call takes long, there are more. Extra
-memory is a window for each of them. No torch.
+Tasks are executed in the order of the files, so that the kernel reads ahead. With two cores per process there are two
+threads, so that one can read while the other computes checksums; with high latency there are more. Each thread needs
+memory for a window. No torch.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ def fetch(
     tuning: Tuning = TUNING,
     threads: int | None = None,
 ) -> None:
-    """Read what the requests need; compare it with the checksums, put it into their targets, or both in one pass.
+    """Read the regions of the requests into their targets, and verify their checksums, in one pass.
 
     Args:
-        files: an opened checkpoint, whose files were checked by ``Checkpoint.check_file``.
-        requests: in any order; those without a target are only verified.
-        verify: read every block that a request touches whole, and compare it, where there are checksums.
-        tuning: sizes.
-        threads: how many, the calling one included; by default as many as the work is worth.
+        files: an opened checkpoint, whose files ``Checkpoint.check_file`` has checked.
+        requests: requests in any order; those without a target are only verified.
+        verify: read the whole of every block that a request touches, and compare its checksum, if there is one.
+        tuning: buffer sizes.
+        threads: the number of threads, including the calling thread; by default it depends on the work.
 
     Raises:
-        CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be filled in part.
+        CorruptionError: naming the file, the tensor and the rank that wrote it. Targets may be partly filled.
     """
     plan = ReadPlan(verify, files.reader.high_latency, tuning)
-    wanted = plan.in_order(requests)
-    count = threads or _thread_count(plan, wanted)
+    ordered = plan.sort(requests)
+    count = threads or _thread_count(plan, ordered)
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[Task], None]]:
         with clone_reader(files.path, files.reader) if count > 1 else nullcontext(files.reader) as reader:
-            yield ShardReader(files.path, reader, verify=verify, tuning=tuning).do
+            yield ShardReader(files.path, reader, verify=verify, tuning=tuning).execute
 
-    run_tasks(plan.tasks(wanted), open_worker, threads=count, name="shardckpt-reader")
+    run_tasks(plan.tasks(ordered), open_worker, threads=count, name="shardckpt-reader")
 
 
-def planned_reads(
+def plan_reads(
     files: Files, requests: Iterable[Request], *, verify: bool, tuning: Tuning = TUNING
 ) -> Iterator[tuple[str, int, int]]:
-    """The ranged reads that ``fetch`` would make: file, offset, length. Nothing is read, and no target is touched."""
+    """Return (file, offset, length) of the reads that ``fetch`` would make. Nothing is read."""
     plan = ReadPlan(verify, files.reader.high_latency, tuning)
-    return plan.reads(plan.in_order(requests))
+    return plan.reads(plan.sort(requests))
 
 
 def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
@@ -70,7 +70,7 @@ def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
         return 1
     nbytes = sum(request.nbytes for request in requests)
     if plan.high_latency:
-        tasks = max(len(requests), nbytes // plan.window_bytes)  # or fewer
+        tasks = max(len(requests), nbytes // plan.window_bytes)  # an upper bound
         return max(min(plan.tuning.high_latency_threads, tasks), 1)
     return 2 if nbytes >= plan.tuning.threaded_read_bytes else 1
 
@@ -79,15 +79,15 @@ def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
 
 
 class ShardReader:
-    """Reads stored boxes on one thread, through a window that is its own.
+    """Reads stored boxes in one thread, through a window of its own.
 
     Args:
-        path: of the checkpoint, for messages.
-        reader: of its files; stays the caller's to close.
-        verify: whether blocks are compared with their checksums, where there are any.
-        target_bytes: how much ``target`` holds, memory for callers to put results together in; at least a block.
-        span_gap_bytes: how much one read may bring that nobody needs, where neighbours are read together.
-        tuning: sizes.
+        path: the checkpoint's path, for messages.
+        reader: the reader of its files; the caller closes it.
+        verify: compare blocks with their checksums, if there are any.
+        target_bytes: the size of ``target``, a buffer for callers; at least one block.
+        span_gap_bytes: the size of gaps that one read may contain between adjacent requests.
+        tuning: buffer sizes.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class ShardReader:
     ) -> None:
         self.path, self.reader = path, reader
         self._plan = ReadPlan(verify, reader.high_latency, tuning, span_gap_bytes)
-        most = max(self._plan.window_bytes, tuning.verified_part_bytes, target_bytes, MAX_BLOCK_BYTES)
-        self.window = memoryview(allocate_pages(2 * most))  # nothing is paid for memory that is not used
+        window_bytes = 2 * max(self._plan.window_bytes, tuning.verified_part_bytes, target_bytes, MAX_BLOCK_BYTES)
+        self.window = memoryview(allocate_pages(window_bytes))  # pages that are not used cost nothing
         self.target = memoryview(allocate_pages(max(target_bytes, MAX_BLOCK_BYTES)))
 
     def fetch(self, requests: Iterable[Request]) -> None:
-        """Fill the targets of the requests, verified.
+        """Fill the targets of the requests, and verify checksums.
 
         Raises:
-            CorruptionError: naming file, tensor and rank; targets may be filled in part.
+            CorruptionError: naming file, tensor and rank. Targets may be partly filled.
         """
-        for task in self._plan.tasks(self._plan.in_order(requests)):
-            self.do(task)
+        for task in self._plan.tasks(self._plan.sort(requests)):
+            self.execute(task)
 
-    def do(self, task: Task) -> None:
-        """Do one task of a plan that was made with the same arguments."""
+    def execute(self, task: Task) -> None:
+        """Execute one task of a plan with the same arguments; raises like ``fetch``."""
         if isinstance(task, Rows):
             self._read_rows(task)
         elif task.direct:
@@ -138,10 +138,10 @@ class ShardReader:
         read_verbatim(self, span.slices[0].request.entry.file, low, data)
         for piece in span.slices:
             request, first = piece.request, piece.low
-            here = data[first - low : piece.high - low]
-            self._verify(request, here, first)
+            piece_data = data[first - low : piece.high - low]
+            self._verify(request, piece_data, first)
             if request.target is not None:
-                piece.place(here, request.target)
+                piece.place(piece_data, request.target)
 
     def _read_rows(self, task: Rows) -> None:
         request, groups, window = task.request, task.groups, self.window
@@ -149,12 +149,12 @@ class ShardReader:
         assert target is not None
         for source, at in groups.groups():
             first = entry.begin + source
-            done, left = 0, 0  # rows copied; bytes in the window of the row that is not complete
+            done, left = 0, 0  # rows copied; bytes of an incomplete row in the window
             for low, high in self._plan.ranges(request, first, groups.group_bytes):
                 data = window[left : left + high - low]
                 read_verbatim(self, entry.file, low, data)
                 self._verify(request, data, low)
-                begin = low - left  # of the window, in the file
+                begin = low - left  # offset of the window in the file
                 complete = min(max((high - first - groups.row_bytes) // pitch + 1, done), groups.rows)
                 if complete > done:
                     offset = first + done * pitch - begin
@@ -170,13 +170,13 @@ class ShardReader:
 
 @contextmanager
 def clone_reader(path: str, reader: Reader) -> Iterator[Reader]:
-    """Another reader of the checkpoint at ``path``, for this thread; closed at the end."""
+    """Yield a clone of a reader of the checkpoint at ``path``, for another thread, and close it at the end."""
     with errors_with_path(path):
-        found = reader.clone()
+        clone = reader.clone()
     try:
-        yield found
+        yield clone
     finally:
-        found.close()
+        clone.close()
 
 
 # ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,10 +190,10 @@ class Files(Protocol):
 
 
 def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target`` from ``offset`` on in a file; nothing is verified.
+    """Fill ``target`` with a file's bytes from ``offset`` on, without verification.
 
     Raises:
-        CorruptionError: naming the file, if it is missing or ends before that.
+        CorruptionError: naming the file, if it is missing or too short.
     """
     try:
         files.reader.read_into(file, offset, target)
@@ -205,29 +205,29 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
     """Compare whole blocks of a box with its checksums.
 
     Args:
-        path: of the checkpoint, for the message.
-        key: of the tensor, for the message.
+        path: the checkpoint's path, for the message.
+        key: the tensor's key, for the message.
         writer: the rank that wrote the box, for the message.
         entry: the box, with its checksums.
-        data: bytes of the file from ``low`` on; it ends with a block, or with the box.
-        low: where ``data`` begins in the file, in bytes; a block begins there.
+        data: bytes of the file from ``low`` on, up to the end of a block or of the box.
+        low: the offset in the file where ``data`` and a block begin.
 
     Raises:
         CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.
     """
     block = entry.block
-    found = checksum_blocks(data, block)
-    if found == entry.checksums:  # a shortcut: of a box as a whole
+    actual = checksum_blocks(data, block)
+    if actual == entry.checksums:  # a fast path, for a whole box
         return
-    expected = slice_checksums(entry.checksums, (low - entry.begin) // block, count_checksums(found))
-    if found != expected:
-        pairs = zip(found.split(SEPARATOR), expected.split(SEPARATOR), strict=True)
+    expected = slice_checksums(entry.checksums, (low - entry.begin) // block, count_checksums(actual))
+    if actual != expected:
+        pairs = zip(actual.split(SEPARATOR), expected.split(SEPARATOR), strict=True)
         at = next(i for i, (one, other) in enumerate(pairs) if one != other) * block
         raise corruption_error(path, key, writer, entry, low + at, low + min(at + block, len(data)))
 
 
 def corruption_error(path: str, key: str, writer: int, entry: ShardEntry, first: int, last: int) -> CorruptionError:
-    """The error for bytes ``[first, last)`` of a file that are not what was saved."""
+    """Return the error for bytes ``[first, last)`` of a file that don't match their checksum."""
     return CorruptionError(
         f"checkpoint {path!r}: corrupted data of {key!r} in {entry.file}, written by rank {writer}, "
         f"bytes {first} to {last}. Load another checkpoint, or restore the file; verify lists all damage"
@@ -235,9 +235,9 @@ def corruption_error(path: str, key: str, writer: int, entry: ShardEntry, first:
 
 
 class BlockChecksums:
-    """Compares the bytes of a stored box with its checksums as they come by, in order, in pieces of any size.
+    """Compares the bytes of a stored box with its checksums; they are fed in order, in pieces of any size.
 
-    A box without checksums, of another format, is taken as it is.
+    A box of another format has no checksums, and always matches.
     """
 
     def __init__(self, entry: ShardEntry) -> None:
@@ -245,7 +245,7 @@ class BlockChecksums:
         self._entry, self._digest, self._nbytes = entry, xxhash.xxh3_64(), entry.nbytes
 
     def feed(self, data: memoryview) -> Iterator[tuple[int, int]]:
-        """Ranges in the file, ``[first, last)``, of the blocks that ended in ``data`` and are not what was saved."""
+        """Yield file ranges ``[first, last)`` of the blocks that end in ``data`` and don't match their checksums."""
         entry, block, done = self._entry, self._entry.block, 0
         while done < len(data):
             count = min(block - self.at % block, len(data) - done)
@@ -256,10 +256,10 @@ class BlockChecksums:
                 continue
             number = (self.at - 1) // block
             if count == self.at - number * block:
-                found = xxhash.xxh3_64_hexdigest(piece)
+                actual = xxhash.xxh3_64_hexdigest(piece)
             else:
                 self._digest.update(piece)
-                found = self._digest.hexdigest()
+                actual = self._digest.hexdigest()
                 self._digest.reset()
-            if entry.checksums and found != slice_checksums(entry.checksums, number, 1):
+            if entry.checksums and actual != slice_checksums(entry.checksums, number, 1):
                 yield entry.begin + number * block, entry.begin + self.at

@@ -1,4 +1,4 @@
-"""Copy elements between row-major arrays that are bytes in memory."""
+"""Copies of elements between row-major arrays in memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TypeAlias
 
 from lightning_shardckpt.format.box import Box, Shape
 
-_NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only their size matters; numpy copies these fastest
+_NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest
 
 Strided: TypeAlias = tuple[memoryview, int, Shape]
-"""Memory, the offset of the first element in it, and the pitch of each dim; in bytes."""
+"""(memory, offset of the first element, pitch of each dim), in bytes."""
 
 
 def pitches_of(shape: Shape, size: int) -> Shape:
-    """Return the bytes between neighbours along each dim of a row-major array, whose elements have ``size`` bytes.
+    """Return the distance in bytes of adjacent elements along each dim of a row-major array of ``size``-byte elements.
 
     >>> pitches_of((2, 3), 4), pitches_of((), 4)
     ((12, 4), ())
@@ -25,24 +25,24 @@ def pitches_of(shape: Shape, size: int) -> Shape:
 
 
 def copy_strided(shape: Shape, size: int, source: Strided, target: Strided) -> None:
-    """Copy an array of ``shape``, whose elements have ``size`` bytes; the GIL is released meanwhile."""
-    import numpy  # here: where tensors lie in one piece, nothing else needs it
+    """Copy an array of ``shape``, whose elements have ``size`` bytes. The GIL is released meanwhile."""
+    import numpy  # imported here, since only non-contiguous copies need it
 
-    kind = _NUMPY_TYPES[size]
-    numpy.ndarray(shape, kind, *target)[...] = numpy.ndarray(shape, kind, *source)
+    dtype = _NUMPY_TYPES[size]
+    numpy.ndarray(shape, dtype, *target)[...] = numpy.ndarray(shape, dtype, *source)
 
 
-def scatter(data: memoryview, target: memoryview, outer: Shape, where: Box, size: int) -> None:
-    """Copy the row-major elements in ``data`` to the box ``where`` of a row-major array of shape ``outer``."""
+def scatter(data: memoryview, target: memoryview, outer: Shape, box: Box, size: int) -> None:
+    """Copy the row-major elements in ``data`` to a box of a row-major array of shape ``outer``."""
     pitches = pitches_of(outer, size)
-    at = sum(a * pitch for a, pitch in zip(where.start, pitches, strict=True))
-    copy_strided(where.shape, size, (data, 0, pitches_of(where.shape, size)), (target, at, pitches))
+    at = sum(a * pitch for a, pitch in zip(box.start, pitches, strict=True))
+    copy_strided(box.shape, size, (data, 0, pitches_of(box.shape, size)), (target, at, pitches))
 
 
-def gather(data: memoryview, outer: Shape, where: Box, size: int) -> memoryview:
-    """Return the row-major elements of the box ``where`` of a row-major array of shape ``outer``."""
+def gather(data: memoryview, outer: Shape, box: Box, size: int) -> memoryview:
+    """Return the row-major elements of a box of a row-major array of shape ``outer``."""
     pitches = pitches_of(outer, size)
-    at = sum(a * pitch for a, pitch in zip(where.start, pitches, strict=True))
-    found = memoryview(bytearray(where.numel * size))
-    copy_strided(where.shape, size, (data, at, pitches), (found, 0, pitches_of(where.shape, size)))
-    return found
+    at = sum(a * pitch for a, pitch in zip(box.start, pitches, strict=True))
+    elements = memoryview(bytearray(box.numel * size))
+    copy_strided(box.shape, size, (data, at, pitches), (elements, 0, pitches_of(box.shape, size)))
+    return elements

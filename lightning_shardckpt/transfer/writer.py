@@ -1,4 +1,4 @@
-"""Write the files of a save plan: header, data, checksums; each byte is hashed in memory before it is written."""
+"""Write the shard files and indexes of a save plan. Every byte is hashed in memory before it is written."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from lightning_shardckpt.storage.protocol import Draft
 
 MB = 1 << 20
 _MIN_BLOCK, _MAX_BLOCK = 4096, MB
-_PART = MB  # of a large tensor at a time: what was hashed just now is copied from the CPU's cache, and goes on its way
-_BLOCKS = 96  # halves, thirds, quarters … of a shard are whole blocks: a reshard reads hardly more than it needs
+_PART = MB  # of a large tensor: each part is hashed and then written while it is in the CPU's cache
+_BLOCKS = (
+    96  # halves, thirds, quarters … of a shard are whole blocks, so that a reshard reads little more than it needs
+)
 
-Stage = Callable[[Piece], memoryview]
-"""Host memory with the bytes of a piece, row-major; valid until the memoryview is dropped."""
+StagePiece = Callable[[Piece], memoryview]
+"""Returns host memory with the row-major bytes of a piece, valid until the memoryview is released."""
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the bytes that one checksum covers: 1/96 of a shard, or less, so that a part can be read and verified.
+    """Return the bytes that one checksum covers: at most 1/96 of a shard, so that a part of it can be verified.
 
     >>> block_bytes(100), block_bytes(3 << 20), block_bytes(3 << 30)
     (4096, 32768, 1048576)
     """
-    if nbytes <= _BLOCKS * _MIN_BLOCK:  # a shortcut: most tensors are small
+    if nbytes <= _BLOCKS * _MIN_BLOCK:  # a fast path: most tensors are small
         return _MIN_BLOCK
     blocks = _BLOCKS * max(-(-nbytes // (_BLOCKS * _MAX_BLOCK)), 1)
     return max(-(-nbytes // blocks), _MIN_BLOCK)
@@ -38,7 +40,7 @@ def block_bytes(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A shard file to write: its pieces, in the order in which they are stored."""
+    """The plan of a shard file: its header, and its pieces in stored order."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -46,13 +48,13 @@ class FilePlan:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self.header.begins[-1] + self.pieces[-1].nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A shard file that is there, and what the index says of its pieces, in order."""
+    """A shard file that was written, and the (key, entry) of its pieces for the index, in stored order."""
 
     info: FileInfo
     entries: Sequence[tuple[str, ShardEntry]]
@@ -61,9 +63,9 @@ class WrittenFile:
 def plan_files(
     component: str, rank: int, pieces: list[Piece], size_per_shard: float, *, first: int = 1
 ) -> list[FilePlan]:
-    """The shard files, of at most ``size_per_shard`` MB each, that a rank writes its pieces into.
+    """Plan the shard files, of at most ``size_per_shard`` MB each, for a rank's pieces.
 
-    ``first``: the number in the name of the first one.
+    ``first`` is the number in the name of the first file.
     """
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=first):
@@ -78,40 +80,40 @@ def write_component(
     rank: int,
     save_id: str,
     files: list[FilePlan],
-    stage: Stage,
+    stage: StagePiece,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> FileInfo | None:
     """Write a rank's shard files, then their index.
 
     Args:
-        draft: takes the files.
-        component: whose files they are, such as "model".
-        rank: that writes them.
-        save_id: of the save, in the header of every file.
-        files: what to write, from ``plan_files``.
-        stage: gives the bytes of a piece.
-        advance: told of the number of bytes, as they are handed to the storage.
+        draft: the checkpoint that is being written.
+        component: the component, such as "model".
+        rank: the rank that writes.
+        save_id: the id of the save, for the header of every file.
+        files: the plans of the files, from ``plan_files``.
+        stage: returns the bytes of a piece.
+        advance: called with the number of bytes after each part that is passed to the storage.
 
     Returns:
-        The index's name, size and checksum; None if there are no files.
+        Name, size and checksum of the index; None if there are no files.
 
     Raises:
-        StateError: if a piece has another number of bytes than was planned.
+        StateError: if the number of bytes of a piece differs from the plan.
     """
     if not files:
         return None
     written = [write_file(draft, file, save_id, stage, advance) for file in files]
-    return write_index(draft, index_of(component, rank, save_id, written))
+    return write_index(draft, build_rank_index(component, rank, save_id, written))
 
 
 def write_file(
     draft: Draft,
     file: FilePlan,
     save_id: str,
-    stage: Stage,
+    stage: StagePiece,
     advance: Callable[[int], Any] = lambda nbytes: None,
 ) -> WrittenFile:
-    """Write a shard file, with the arguments of ``write_component``; return what the index says of it."""
+    """Write a shard file, and return its entries for the index. Arguments and errors are as in ``write_component``."""
     header = file.header.of(save_id)
     written: list[ShardEntry] = []
     draft.write(file.name, _content(header, file, stage, written, advance))
@@ -119,8 +121,8 @@ def write_file(
     return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
 
 
-def index_of(component: str, rank: int, save_id: str, written: Iterable[WrittenFile]) -> RankIndex:
-    """The index of a rank's shard files."""
+def build_rank_index(component: str, rank: int, save_id: str, written: Iterable[WrittenFile]) -> RankIndex:
+    """Return the index of a rank's shard files."""
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
     for file in written:
@@ -131,7 +133,7 @@ def index_of(component: str, rank: int, save_id: str, written: Iterable[WrittenF
 
 
 def write_index(draft: Draft, index: RankIndex) -> FileInfo:
-    """Write a rank's index; all files that it describes are there."""
+    """Write a rank's index. All files that it describes must already be written."""
     content = rank_index_to_json(index)
     info = FileInfo(rank_index_name(index.component, index.rank), len(content), checksum(content))
     draft.write(info.name, [content])
@@ -139,24 +141,24 @@ def write_index(draft: Draft, index: RankIndex) -> FileInfo:
 
 
 def hash_step(block: int) -> int:
-    """Return how many bytes, which are whole blocks, are hashed at a time."""
+    """Return the number of bytes that are hashed at a time, a multiple of ``block``."""
     return max(_PART // block, 1) * block
 
 
 def _content(
     header: bytes,
     file: FilePlan,
-    stage: Stage,
+    stage: StagePiece,
     written: list[ShardEntry],
     advance: Callable[[int], Any],
 ) -> Iterator[bytes | memoryview]:
-    """The parts of a shard file in order; notes each piece's entry in ``written`` as it goes by."""
+    """Yield the parts of a shard file in order, and append the entry of each piece to ``written``."""
     yield header
     begins = file.header.begins
     for piece, begin, end in zip(file.pieces, begins, (*begins[1:], file.nbytes), strict=True):
         data, box, spec, nbytes = stage(piece), piece.part.box, piece.spec, end - begin
         if len(data) != nbytes:
-            raise StateError(f"{len(data)} bytes of {piece.key!r} are here, {nbytes} were planned for {box}")
+            raise StateError(f"{piece.key!r} has {len(data)} bytes for {box}, expected {nbytes}")
         block, sums = block_bytes(nbytes), list[str]()
         step = hash_step(block)
         for at in range(0, nbytes, step):

@@ -29,7 +29,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.torch_archive import Plain
+from lightning_shardckpt.export.torch_archive import Simplifier
 from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 from lightning_shardckpt.sources.open_source import opened
 from lightning_shardckpt.state.json_values import Dropped
@@ -134,14 +134,14 @@ def test_values_that_torch_load_refuses_become_plain_and_are_listed(
 def test_plain_values_load_by_default_whatever_they_were() -> None:
     odd = [1 << 5000, slice(1), {(1, 2): {frozenset([3])}}, collections_of_everything(), b"x", 1j, torch.device("cpu")]
     buffer = io.BytesIO()
-    torch.save(Plain().of(odd), buffer)
+    torch.save(Simplifier().simplify(odd), buffer)
     buffer.seek(0)
     torch.load(buffer)
 
 
 def test_nothing_moves_or_goes_without_a_word() -> None:
-    gone, plain = Dropped("torch.relu", "a function"), Plain()
-    found = plain.of(
+    gone, plain = Dropped("torch.relu", "a function"), Simplifier()
+    found = plain.simplify(
         {"list": [1, gone, 3], "tuple": (gone, 5), "set": {Path("a"), "a", gone}, "keys": {Path("a"): 1, "a": 2}}
     )
     assert found == {"list": [1, None, 3], "tuple": (None, 5), "set": {"a"}, "keys": {"a": 2}}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, load_model, save_file
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
-from lightning_shardckpt.export.torch_export import in_order_of_layers
+from lightning_shardckpt.export.torch_export import sort_by_layer
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.safetensors_files import name_tensor_file
@@ -279,7 +279,7 @@ def test_a_plain_torch_optimizer_loads_the_file_and_goes_on(
 def test_an_optimizer_whose_order_is_not_known_is_refused_by_name() -> None:
     stored = ["embed.w", "layers.0.w", "layers.1.w", "head.w", "layers.2.w", "layers.3.w"]  # head: made first
     with pytest.raises(StateError, match=r"'head\.w' is stored between the layers .*--optimizer false"):
-        in_order_of_layers(stored)
+        sort_by_layer(stored)
 
 
 @pytest.mark.slow

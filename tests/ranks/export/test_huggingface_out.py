@@ -251,7 +251,7 @@ def test_without_a_model_of_transformers_it_is_plain_files_and_a_note(
     caplog.set_level(logging.WARNING)
     module = nn.Linear(3, 3)
     folder = consolidate(saved(module, tmp_path / "a.ckpt"), format="huggingface")
-    assert "does not tell of a model of transformers" in caplog.text
+    assert "has no record of a model of transformers" in caplog.text
     assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
     assert tiny.differences(load_file(folder / "model.safetensors"), module.state_dict()) == []
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.torch_archive import Plain, of_torch, pickle_of, stored_record
+from lightning_shardckpt.export.torch_archive import Simplifier, archive_stored, of_torch, pickle_value
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 from lightning_shardckpt.state.json_values import decode_with, no_tensor
@@ -31,7 +31,7 @@ def by_torch(value: Any) -> bytes:
 
 
 def by_us(value: Any) -> bytes:
-    return pickle_of(value)[0]
+    return pickle_value(value)[0]
 
 
 def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:
@@ -43,7 +43,7 @@ def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:
 @pytest.mark.parametrize("dtype", TORCH_NAMES)
 def test_records_are_described_as_torch_describes_tensors(dtype: str) -> None:
     tensors = {f"{shape}": torch.empty(shape, dtype=TORCH_DTYPES[dtype]) for shape in SHAPES}
-    records = {name: stored_record(dtype, tuple(one.shape), ("model", name)) for name, one in tensors.items()}
+    records = {name: archive_stored(dtype, tuple(one.shape), ("model", name)) for name, one in tensors.items()}
     first = f"{SHAPES[0]}"
     ours = {"tensors": records, "dtype": of_torch(no_tensor).dtype(dtype), "tied": records[first]}
     theirs = {"tensors": tensors, "dtype": TORCH_DTYPES[dtype], "tied": tensors[first]}
@@ -52,7 +52,7 @@ def test_records_are_described_as_torch_describes_tensors(dtype: str) -> None:
 
 
 def test_dtypes_in_one_file_share_what_they_have_in_common() -> None:
-    ours = [stored_record(name, (2,), ("model", name)) for name in TORCH_NAMES]
+    ours = [archive_stored(name, (2,), ("model", name)) for name in TORCH_NAMES]
     assert by_us(ours) == by_torch([torch.empty(2, dtype=dtype) for dtype in TORCH_DTYPES.values()])
 
 
@@ -60,7 +60,7 @@ def test_objects_of_torch_itself_are_written_as_torch_does() -> None:
     turned = torch.arange(6.0).view(2, 3).t()
     value = [torch.float16, torch.device("cpu"), torch.device("cuda", 1), turned, torch.uint16]
     expected = [torch.float16, torch.device("cpu"), torch.device("cuda", 1), turned.contiguous(), torch.uint16]
-    pickled, (record,) = pickle_of(value)
+    pickled, (record,) = pickle_value(value)
     assert pickled == by_torch(expected)
     assert record.content == memoryview(turned.contiguous().numpy()).cast("B")
 
@@ -74,7 +74,7 @@ def test_a_tensor_without_plain_memory_is_refused_by_name() -> None:
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_an_array_becomes_what_torch_makes_of_it(kind: str) -> None:
     array = numpy.arange(6).reshape(2, 3).astype(kind)
-    found = Plain().of({"a": array})["a"]
+    found = Simplifier().simplify({"a": array})["a"]
     if kind == "g":  # numpy.longdouble
         assert found == array.tolist()
         with pytest.raises(TypeError):
@@ -100,7 +100,7 @@ class Versioned(nn.Linear):
 
 def test_the_versions_of_a_state_dict_reach_the_module_that_loads_it() -> None:
     module = Versioned(2, 2)
-    plain = Plain().of(module.state_dict())
+    plain = Simplifier().simplify(module.state_dict())
     assert type(plain) is OrderedDict
     module.load_state_dict(OrderedDict(plain))  # a copy has no versions
     assert Versioned.seen is None
