@@ -1,7 +1,7 @@
-"""Callbacks: log what saves took, delete older checkpoints by rules, and make dropout depend on the sample.
+"""Callbacks: log the cost of saves, delete older checkpoints by rules, and make dropout depend on the sample.
 
-`CheckpointMonitor` and `CheckpointRetention` ask ``ShardCkptIO`` which saves have ended; no rank talks to another. With
-`DropoutBySample`, dropout depends on the sample and the module, and not on the topology.
+`CheckpointMonitor` and `CheckpointRetention` read the list of finished saves of ``ShardCkptIO``, without communication
+between ranks. `DropoutBySample` makes dropout depend on the sample and the module, and not on the topology.
 """
 
 from __future__ import annotations
@@ -42,42 +42,42 @@ from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.random_generators import rng_checksum
 from lightning_shardckpt.transfer.reader import Checkpoint
 
-# ── what saves took ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cost of saves ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CheckpointMonitor(Callback):
-    """Logs, for every save of ``fit`` that is complete, what it took; under these names, to all loggers of the Trainer:
+    """Logs the time and size of every completed save of ``fit`` to all loggers of the Trainer.
 
-    - ``save/seconds``: from the save's call until the checkpoint was complete on all ranks.
-    - ``save/blocked_seconds``: for which rank 0 could not train meanwhile.
-    - ``save/bytes``: of all files that all ranks wrote.
-    - ``save/pending``: asynchronous saves that waited to be written when this one was done.
+    - ``save/seconds``: from the call of the save until the checkpoint was complete on all ranks.
+    - ``save/blocked_seconds``: the part of this time in which rank 0 could not train.
+    - ``save/bytes``: the size of all files of all ranks.
+    - ``save/pending``: the number of asynchronous saves that were waiting when this one completed.
 
-    They are logged at the step that was saved, which is the one in a checkpoint's name, also if an asynchronous save
-    ends some steps later. That is written when the next batch begins, or training ends; of a run that an exception ends
-    only the saves are logged that were complete by then. A save that fails is not logged: its error is raised.
+    The values are logged for the step that was saved, the one in the checkpoint's name, even if an asynchronous save
+    completes some steps later. They are written when the next batch begins or training ends. If an exception ends the
+    run, only saves that were complete by then are logged. A failed save is not logged; its error is raised.
 
-    Rank 0 logs. For ``ShardCkptIO``, under ``ShardedStrategy`` or those of Lightning's own strategies that it works
-    with.
+    Rank 0 logs. Works with ``ShardCkptIO`` under ``ShardedStrategy`` and the strategies of Lightning that
+    ``ShardCkptIO`` supports.
     """
 
     def __init__(self) -> None:
         self._io: ShardCkptIO | None = None
-        self._known: tuple[FinishedSave, ...] = ()
+        self._logged: tuple[FinishedSave, ...] = ()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look at the Trainer's CheckpointIO from now on.
+        """Start to follow the saves of the Trainer's CheckpointIO.
 
         Raises:
             MisconfigurationException: if the Trainer has no logger.
-            TypeError: if its CheckpointIO is another one than ``ShardCkptIO``.
+            TypeError: if its CheckpointIO is not a ``ShardCkptIO``.
         """
         if stage != "fit":
             return
         if not trainer.loggers:
             raise MisconfigurationException(
-                "CheckpointMonitor has nowhere to log to: give the Trainer a logger, or leave the callback out"
+                "CheckpointMonitor needs a logger: give the Trainer one, or leave the callback out"
             )
         io = trainer.strategy.checkpoint_io
         if not isinstance(io, ShardCkptIO):
@@ -86,7 +86,7 @@ class CheckpointMonitor(Callback):
                 "ShardedStrategy, or give the Trainer plugins=[ShardCkptIO()]"
             )
         if io is not self._io:
-            self._io, self._known = io, io.finished_saves
+            self._io, self._logged = io, io.finished_saves
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -102,18 +102,18 @@ class CheckpointMonitor(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Log what is left: the strategy has waited for all saves by now."""
+        """Log the remaining saves, for which the strategy has waited."""
         self._log_new(trainer)
 
     def _log_new(self, trainer: pl.Trainer) -> None:
         if self._io is None or not trainer.is_global_zero:
             return
-        saves, known = self._io.finished_saves, {id(save) for save in self._known}
+        saves, logged = self._io.finished_saves, {id(save) for save in self._logged}
         for save in saves:
-            if id(save) not in known:
+            if id(save) not in logged:
                 for logger in trainer.loggers:
                     logger.log_metrics(_metrics(save), step=save.step)
-        self._known = saves
+        self._logged = saves
 
 
 def _metrics(save: FinishedSave) -> dict[str, float]:
@@ -125,8 +125,7 @@ def _metrics(save: FinishedSave) -> dict[str, float]:
     }
 
 
-# ── which checkpoints are kept ────────────────────────────────────────────────────────────────────────────────────────
-# Choose which checkpoints of a directory to keep: the last ones, every n-th step, one per hour or day. Pure.
+# ── retention of checkpoints ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 _HOUR_S, _DAY_S = 3600, 86400
@@ -134,7 +133,7 @@ _HOUR_S, _DAY_S = 3600, 86400
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A complete checkpoint: its path, the step that it recorded, and when it was saved, in seconds since the epoch."""
+    """A complete checkpoint: its path, its recorded step, and the time of its save in seconds since the epoch."""
 
     path: str
     step: int
@@ -143,16 +142,16 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """What to keep; a checkpoint that one rule keeps is kept.
+    """Rules that select the checkpoints to keep; one rule is enough to keep a checkpoint.
 
     Attributes:
-        last: how many of those that were saved last.
-        every_n_steps: all whose step is a multiple of it; None for none.
-        hourly: the last one of an hour, for so many of the last hours that have one; -1 for all of them.
-        daily: the same by days. Hours and days are those of UTC.
+        last: the number of most recent checkpoints to keep.
+        every_n_steps: keep every checkpoint whose step is a multiple of this; None disables the rule.
+        hourly: the number of most recent hours with checkpoints of which the last checkpoint is kept; -1 for all hours.
+        daily: the same for days. Hours and days are in UTC.
 
     Raises:
-        ValueError: for a number that cannot be, naming it.
+        ValueError: naming a value that is out of range.
     """
 
     last: int = 1
@@ -162,44 +161,51 @@ class RetentionRules:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"last is how many checkpoints are kept at least, and must be positive, got {self.last}")
+            raise ValueError(f"last is the number of checkpoints to keep and must be positive, got {self.last}")
         if self.every_n_steps is not None and self.every_n_steps < 1:
             raise ValueError(f"every_n_steps is a number of steps and must be positive, got {self.every_n_steps}")
         for name in ("hourly", "daily"):
             if getattr(self, name) < -1:
                 raise ValueError(f"{name} is a number of checkpoints, or -1 for all, got {getattr(self, name)}")
 
-    def superfluous(self, saved: Iterable[SavedCheckpoint], protected: Collection[str] = ()) -> list[SavedCheckpoint]:
-        """The checkpoints that no rule keeps, the oldest first; never one of the ``protected`` paths."""
-        newest_first = sorted(saved, key=lambda one: (one.saved_at_s, one.step), reverse=True)
-        kept = {one.path for one in newest_first[: self.last]}
+    def select_expired(
+        self, saved: Iterable[SavedCheckpoint], protected: Collection[str] = ()
+    ) -> list[SavedCheckpoint]:
+        """Return the checkpoints that no rule keeps, oldest first, without those at ``protected`` paths."""
+        newest_first = sorted(saved, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step), reverse=True)
+        kept = {checkpoint.path for checkpoint in newest_first[: self.last]}
         if self.every_n_steps is not None:
-            kept |= {one.path for one in newest_first if one.step % self.every_n_steps == 0}
+            kept |= {checkpoint.path for checkpoint in newest_first if checkpoint.step % self.every_n_steps == 0}
         for count, period_s in ((self.hourly, _HOUR_S), (self.daily, _DAY_S)):
-            periods: dict[int, str] = {}
-            for one in newest_first:
-                periods.setdefault(int(one.saved_at_s // period_s), one.path)
-            kept.update(list(periods.values())[: None if count == -1 else count])
-        return [one for one in reversed(newest_first) if one.path not in kept and one.path not in protected]
+            last_of_period: dict[int, str] = {}
+            for checkpoint in newest_first:
+                last_of_period.setdefault(int(checkpoint.saved_at_s // period_s), checkpoint.path)
+            kept.update(list(last_of_period.values())[: None if count == -1 else count])
+        kept.update(protected)
+        return [checkpoint for checkpoint in reversed(newest_first) if checkpoint.path not in kept]
 
 
 class CheckpointRetention(Callback):
     """Keeps the last checkpoints, every n-th step, and one per hour or day, and deletes the others.
 
-    For ``ModelCheckpoint(save_top_k=-1)``, which deletes none. It looks at the directories where the Trainer's
-    ModelCheckpoints save, when a save is complete and none is being written: before the next batch, and at the end of
-    ``fit``. So it finds those of earlier runs into the same directory, too.
+    Use it with ``ModelCheckpoint(save_top_k=-1)``, which deletes none. It lists the directories of the Trainer's
+    ModelCheckpoints when a save is complete and no other is running: before the next batch, and at the end of ``fit``.
+    Checkpoints of earlier runs into the same directories are deleted by the same rules.
 
-    Never deleted are: the newest checkpoint; a callback's best one, its ``last``, and the top k of one that has a
-    number of them; what a link in the directory names; the one that ``fit`` resumed from, and that of
-    OnExceptionCheckpoint; what is no complete checkpoint of a Trainer by ``ShardCkptIO``. One that somebody reads is
-    read to its end. Times are those of the root index, which is written last; a copy must preserve them (``cp -a``).
+    Never deleted are: the newest checkpoint; the best checkpoint, the ``last`` and the top k of a ModelCheckpoint; the
+    target of a link in the directory; the checkpoint that ``fit`` resumed from, and that of OnExceptionCheckpoint; and
+    everything that is not a complete checkpoint of a Trainer with ``ShardCkptIO``. A process that is reading a deleted
+    checkpoint can read it to the end. Times are those of the root index, which is written last; a copy must preserve
+    them (``cp -a``).
 
     Args:
-        last: how many of those that were saved last are kept.
-        every_n_steps: keep all whose step is a multiple of it.
-        hourly: keep the last one of an hour, for so many of the last hours that have one; -1 for all of them.
-        daily: the same by days. Hours and days are those of UTC.
+        last: the number of most recent checkpoints to keep.
+        every_n_steps: keep every checkpoint whose step is a multiple of this.
+        hourly: the number of most recent hours with checkpoints of which the last checkpoint is kept; -1 for all hours.
+        daily: the same for days. Hours and days are in UTC.
+
+    Raises:
+        ValueError: naming an argument that is out of range.
     """
 
     def __init__(self, last: int = 1, every_n_steps: int | None = None, hourly: int = 0, daily: int = 0) -> None:
@@ -210,10 +216,10 @@ class CheckpointRetention(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look at the Trainer's CheckpointIO and ModelCheckpoints from now on.
+        """Start to follow the saves of the Trainer's CheckpointIO.
 
         Raises:
-            TypeError: if its CheckpointIO is another one than ``ShardCkptIO``.
+            TypeError: if its CheckpointIO is not a ``ShardCkptIO``.
             MisconfigurationException: if a ModelCheckpoint saves to an object store.
         """
         if stage != "fit":
@@ -248,7 +254,7 @@ class CheckpointRetention(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Delete what the last save made superfluous."""
+        """Delete the checkpoints that expired with the last save."""
         self._delete_superfluous(trainer)
 
     def _delete_superfluous(self, trainer: pl.Trainer) -> None:
@@ -259,30 +265,31 @@ class CheckpointRetention(Callback):
             return
         self._seen = newest
         protected = {os.path.realpath(path) for path in _protected(trainer)} | {os.path.realpath(newest.path)}
-        for directory in {os.path.realpath(save_directory(one, trainer)) for one in _model_checkpoints(trainer)}:
-            checkpoints = list(self._complete(directory, self._io, protected))
-            for one in self.rules.superfluous(checkpoints, protected):
-                self._io.remove_checkpoint(one.path)
+        directories = {os.path.realpath(save_directory(callback, trainer)) for callback in _model_checkpoints(trainer)}
+        for directory in directories:
+            checkpoints = list(self._list_complete(directory, self._io, protected))
+            for checkpoint in self.rules.select_expired(checkpoints, protected):
+                self._io.remove_checkpoint(checkpoint.path)
 
-    def _complete(self, directory: str, io: ShardCkptIO, protected: set[str]) -> Iterator[SavedCheckpoint]:
-        """Complete checkpoints of a Trainer in a directory; adds to ``protected`` what links name."""
+    def _list_complete(self, directory: str, io: ShardCkptIO, protected: set[str]) -> Iterator[SavedCheckpoint]:
+        """Yield the complete checkpoints of a Trainer in a directory; add the targets of links to ``protected``."""
         if not os.path.isdir(directory):
             return
-        with os.scandir(directory) as entries:
-            there = sorted(entries, key=lambda entry: entry.name)
-        protected |= {os.path.realpath(entry.path) for entry in there if entry.is_symlink()}
-        for entry in there:
+        with os.scandir(directory) as iterator:
+            entries = sorted(iterator, key=lambda entry: entry.name)
+        protected |= {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}
+        for entry in entries:
             if entry.name.endswith(ModelCheckpoint.FILE_EXTENSION) and entry.is_dir(follow_symlinks=False):
                 try:
                     root = os.stat(os.path.join(entry.path, ROOT_NAME))
-                    mark = entry.path, root.st_ino, root.st_mtime_ns
-                    if mark not in self._steps:
+                    identity = entry.path, root.st_ino, root.st_mtime_ns
+                    if identity not in self._steps:
                         with Checkpoint(io.storage, entry.path) as checkpoint:
-                            is_trainers = "trainer-state.json" in checkpoint.root.documents
-                            self._steps[mark] = checkpoint.root.step if is_trainers else None
+                            is_of_trainer = "trainer-state.json" in checkpoint.root.documents
+                            self._steps[identity] = checkpoint.root.step if is_of_trainer else None
                 except (ShardCkptError, OSError):
                     continue  # not complete, or gone
-                step = self._steps[mark]
+                step = self._steps[identity]
                 if step is not None:
                     yield SavedCheckpoint(entry.path, step, root.st_mtime)
 
@@ -292,7 +299,7 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _protected(trainer: pl.Trainer) -> Iterator[str]:
-    """Paths that callbacks or the user count on."""
+    """Yield the paths that callbacks or the user rely on."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, OnExceptionCheckpoint):
             yield callback.ckpt_path
@@ -308,38 +315,38 @@ def _protected(trainer: pl.Trainer) -> Iterator[str]:
 
 
 class DropoutBySample(Callback):
-    """Lets each ``nn.Dropout`` of the model drop, in training, by a hash of seed, epoch, sample, module and element.
+    """Makes each ``nn.Dropout`` of the model, in training, a function of seed, epoch, sample, module and element.
 
-    So the same elements are dropped for the same place in the epoch's order of samples, on any number of data-parallel
-    ranks, in any microbatch, under tensor parallelism, and under Lightning's own strategies: a run continues on another
-    topology with the dropout that it would have had. It draws no random numbers.
+    The same elements are dropped for the same position in the epoch's order of samples on any number of data-parallel
+    ranks, in any microbatch, under tensor parallelism, and under Lightning's own strategies. A run that continues on
+    another topology has the same dropout as without the interruption. No random numbers are drawn.
 
-    The samples must be a dim of their own in the input of each dropout. Under tensor parallelism, a dropout of columns
-    or heads is named as ``ShardedDropout`` in ``tensor_parallel_plan``. Where a module is called more than once in a
-    step, its calls are told apart by their number.
+    The samples must be a dim of their own in the input of each dropout. Under tensor parallelism, declare a dropout of
+    columns or heads as ``ShardedDropout`` in ``tensor_parallel_plan``. Several calls of a module in one step are
+    distinguished by their order.
 
     Args:
-        seed: of all streams. A run that resumes takes the one that it was begun with.
-        samples_dim: the dim of a dropout's input that has the samples: for all, or by patterns of module names (the
-            others have 0).
-        strict: whether it is an error that the model draws random numbers otherwise: before training for modules that
-            are known to, else when a step does. What a pipeline's loss draws after its layers is not noticed. If false,
-            those are drawn as ever.
+        seed: the seed. A resumed run uses the seed of the original run.
+        samples_dim: the dim of the dropouts' inputs that holds the samples: one for all, or by patterns of module names
+            (0 for modules that match none).
+        strict: raise an error if the model draws other random numbers: before training for modules that are known to
+            draw, else in the step that draws. Random numbers in the loss of a pipeline, after its layers, are not
+            detected. If False, other random numbers are drawn as without the callback.
     """
 
     def __init__(self, seed: int = 0, samples_dim: int | Mapping[str, int] = 0, strict: bool = True) -> None:
         self.seed, self.samples_dim, self.strict = seed, samples_dim, strict
         self._keyed: list[nn.Module] = []
-        self._drawn: int | None = None
+        self._rng_before: int | None = None
         self._batch_size = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the model's dropouts over.
+        """Replace the random numbers of the model's dropouts.
 
         Raises:
-            MisconfigurationException: if modules of the model draw random numbers that are not known by sample, or a
-                pattern matches no dropout.
+            MisconfigurationException: if other modules of the model draw random numbers, or a pattern matches no
+                dropout.
         """
         modules = named_modules(pl_module)
         if self.strict:
@@ -354,37 +361,38 @@ class DropoutBySample(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Say which samples the batch has."""
-        numbers = self._numbers(trainer, batch, batch_idx)
+        """Set the numbers of the batch's samples."""
+        numbers = self._sample_numbers(trainer, batch, batch_idx)
         set_running_samples(SampleNumbers(trainer.current_epoch, numbers, alone=self.strict))
         topology = getattr(trainer.strategy, "topology", None)
-        pipelined = topology is not None and topology.pipeline > 1
-        self._drawn = rng_checksum() if self.strict and not pipelined else None  # a pipeline draws, and looks itself
+        is_pipelined = topology is not None and topology.pipeline > 1
+        # a pipeline draws random numbers of its own, and checks the layers itself
+        self._rng_before = rng_checksum() if self.strict and not is_pipelined else None
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look whether the step drew random numbers otherwise.
+        """Check that the step drew no random numbers.
 
         Raises:
             UnsupportedCodeError: if it did.
         """
-        if self._drawn is not None and self._drawn != rng_checksum():
+        if self._rng_before is not None and self._rng_before != rng_checksum():
             raise other_draws("the training step")
 
     @override
     def on_train_batch_end(self, *args: Any) -> None:
-        """The samples are used."""
+        """Clear the numbers of the batch's samples."""
         set_running_samples(None)
 
     @override
     def on_train_end(self, *args: Any) -> None:
-        """Give the dropouts back."""
-        self._end()
+        """Restore the dropouts."""
+        self._restore()
 
     @override
     def on_exception(self, *args: Any) -> None:
-        """Give the dropouts back."""
-        self._end()
+        """Restore the dropouts."""
+        self._restore()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -392,27 +400,27 @@ class DropoutBySample(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that is continued."""
+        """Use the seed of the run that is resumed."""
         if state_dict["seed"] != self.seed:
             rank_zero_warn(
-                f"DropoutBySample(seed={self.seed}) continues with seed {state_dict['seed']}, that of the checkpoint"
+                f"DropoutBySample(seed={self.seed}) continues with seed {state_dict['seed']} from the checkpoint"
             )
         self.seed = state_dict["seed"]
 
-    def _end(self) -> None:
+    def _restore(self) -> None:
         set_running_samples(None)
         for module in self._keyed:
             unkey_dropout(module)
         self._keyed.clear()
 
     def _check(self, modules: Mapping[str, nn.Module]) -> None:
-        other = {fqn: what for fqn, module in modules.items() if (what := _draws_otherwise(module)) is not None}
-        if other:
-            named = ", ".join(f"{fqn} ({what})" for fqn, what in other.items())
+        others = {fqn: text for fqn, module in modules.items() if (text := _describe_other_draws(module)) is not None}
+        if others:
+            listed = ", ".join(f"{fqn} ({text})" for fqn, text in others.items())
             raise MisconfigurationException(
                 f"DropoutBySample can key nn.Dropout and nn.Dropout1d to 3d, but these draw random numbers by "
-                f"themselves: {named}. Set their probability to 0, use nn.Dropout modules in their place, or let them "
-                "be with strict=False."
+                f"themselves: {listed}. Set their probability to 0, use nn.Dropout modules in their place, or allow "
+                "them with strict=False."
             )
 
     def _dims(self, modules: Mapping[str, nn.Module]) -> dict[str, int]:
@@ -429,8 +437,8 @@ class DropoutBySample(Callback):
             dims |= dict.fromkeys(matched, dim)
         return dims
 
-    def _numbers(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The places of this rank's samples in the epoch's order of all data-parallel ranks."""
+    def _sample_numbers(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the positions of this rank's samples in the epoch's order of samples over all data-parallel ranks."""
         try:
             count = samples_in(batch)
         except UnsupportedCodeError as error:
@@ -447,8 +455,8 @@ class DropoutBySample(Callback):
         return torch.arange(first + rank, first + rank + count * ranks, ranks)
 
 
-def _draws_otherwise(module: nn.Module) -> str | None:
-    """Return what in a module draws random numbers that are not of a dropout module; None if nothing does."""
+def _describe_other_draws(module: nn.Module) -> str | None:
+    """Return a description of a module that draws random numbers without a dropout module; None for other modules."""
     if isinstance(module, OTHER_RANDOM) and getattr(module, "p", 1.0) > 0:
         return type(module).__name__
     inner = getattr(module, "dropout", 0.0)
@@ -458,7 +466,7 @@ def _draws_otherwise(module: nn.Module) -> str | None:
 
 
 def _tensor_group(strategy: Any) -> dist.ProcessGroup | None:
-    """The tensor-parallel ranks, of ShardedStrategy or Lightning's ModelParallelStrategy; None if there are none."""
+    """Return the tensor-parallel group of ShardedStrategy or Lightning's ModelParallelStrategy, if there is one."""
     mesh: Any = getattr(strategy, "device_mesh", None)
     for name in ("tensor", "tensor_parallel"):
         if mesh is not None and name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:

@@ -1,7 +1,7 @@
 """The command line of the tools: ``python -m lightning_shardckpt {inspect,verify,digest,diff,…} …``.
 
-Exit status: 0, 1 for a problem, 2 for wrong usage; of ``diff`` and ``prove-resume`` 0 for the same, 1 for different, 2
-for trouble, as of diff(1). Problems go to stderr as a message, without a traceback.
+Exit status: 0 for success, 1 for a problem, 2 for wrong usage. ``diff`` and ``prove-resume`` use diff(1)'s: 0 if both
+are the same, 1 if they differ, 2 for trouble. Problems are printed to stderr as a message, without a traceback.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from lightning_shardckpt.tools.prove_resume import DEFAULT_STEPS, DEFAULT_TIMEOU
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one tool with the arguments of a command line, print what it finds, and return the exit status."""
+    """Run one tool with command-line arguments, print its report, and return the exit status."""
 
     def parse() -> Command:
         parsed = _parser().parse_args(list(arguments))
         tool = parsed.subcommand
-        return Command(tool, _TOOLS[tool], parsed[tool], trouble_status=2 if tool in _COMPARES else 1)
+        return Command(tool, _TOOLS[tool], parsed[tool], trouble_status=2 if tool in _COMPARING_TOOLS else 1)
 
     return execute(parse)
 
 
 def _parser() -> ArgumentParser:
-    about = "Tools for sharded checkpoints. None needs a GPU or user code, except prove-resume, which runs a script."
-    parser = ArgumentParser(prog=PROGRAM, description=about)
+    description = (
+        "Tools for sharded checkpoints. Only prove-resume runs user code: a training script. None needs a GPU."
+    )
+    parser = ArgumentParser(prog=PROGRAM, description=description)
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
     tools = parser.add_subcommands(title="tools")
 
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
-    inspect.add_argument("--ranks", action="store_true", help="what each rank held and wrote")
+    inspect.add_argument("--ranks", action="store_true", help="list the tensors that each rank held and wrote")
     add_storage_options(inspect)
-    tools.add_subcommand("inspect", inspect, help="what is in a checkpoint")
+    tools.add_subcommand("inspect", inspect, help="list the contents of a checkpoint")
 
     verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
     verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
     verify.add_argument("--json", action="store_true", help="everything, for programs")
     add_storage_options(verify)
-    tools.add_subcommand("verify", verify, help="whether a checkpoint is whole")
+    tools.add_subcommand("verify", verify, help="check a checkpoint for damage")
 
     _add_digest(tools)
     _add_diff(tools)
     _add_explain(tools)
     _add_map(tools)
     _add_prove_resume(tools)
-    tools.add_subcommand("consolidate", command_parser(), help="files for torch.load, safetensors, transformers")
+    tools.add_subcommand("consolidate", command_parser(), help="export files for torch.load, safetensors, transformers")
     return parser
 
 
@@ -71,9 +73,9 @@ def _version_text() -> str:
 def _inspect(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.inspect import inspect, render  # each tool imports what it needs
 
-    of = arguments
-    report = inspect(of.path, of.tensors, ranks=of.ranks, storage_options=of.storage_options)
-    _print(report, of.json, lambda: render(report, of.all or of.tensors is not None))
+    path, tensors, ranks = arguments.path, arguments.tensors, arguments.ranks
+    report = inspect(path, tensors, ranks=ranks, storage_options=arguments.storage_options)
+    _print(report, arguments.json, lambda: render(report, arguments.all or tensors is not None))
     return 0
 
 
@@ -84,14 +86,11 @@ def _print(report: dict[str, Any], as_json: bool, text: Callable[[], str]) -> No
 def _verify(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.verify import render, verify
 
-    of = arguments
+    path, quick, storage_options = arguments.path, arguments.quick, arguments.storage_options
     with progress() as bar:
-        report = verify(of.path, quick=of.quick, advance=bar, expect=bar.expect, storage_options=of.storage_options)
-    _print(asdict(report), of.json, lambda: render(report, of.path, quick=of.quick))
+        report = verify(path, quick=quick, advance=bar, expect=bar.expect, storage_options=storage_options)
+    _print(asdict(report), arguments.json, lambda: render(report, path, quick=quick))
     return int(bool(report.findings))
-
-
-# ── looking inside ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _add_diff(tools: Any) -> None:
@@ -104,17 +103,17 @@ def _add_diff(tools: Any) -> None:
     diff.add_argument("--quick", action="store_true", help="compare checksums instead of tensors, where both cut alike")
     _add_listing(diff)
     add_storage_options(diff)
-    tools.add_subcommand("diff", diff, help="what has changed between two checkpoints")
+    tools.add_subcommand("diff", diff, help="list the differences of two checkpoints")
 
 
 def _add_explain(tools: Any) -> None:
-    explain = ArgumentParser(description="Tells what a resume on another topology would read. Reads indexes only.")
+    explain = ArgumentParser(description="Shows what a resume on another topology would read. Reads indexes only.")
     explain.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_onto(explain, required=True)
     explain.add_argument("--all", action="store_true", help="every rank")
     explain.add_argument("--json", action="store_true", help="everything, for programs")
     add_storage_options(explain)
-    tools.add_subcommand("explain", explain, help="what a resume on another topology would read")
+    tools.add_subcommand("explain", explain, help="show what a resume on another topology would read")
 
 
 def _add_map(tools: Any) -> None:
@@ -123,7 +122,7 @@ def _add_map(tools: Any) -> None:
     page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
     _add_onto(page, required=False)
     add_storage_options(page)
-    tools.add_subcommand("map", page, help="a picture of which rank has what")
+    tools.add_subcommand("map", page, help="draw which rank has which slices")
 
 
 def _add_listing(parser: ArgumentParser) -> None:
@@ -142,11 +141,11 @@ def _add_digest(tools: Any) -> None:
         "and in every format."
     )
     digest.add_argument("path", type=str, help="the checkpoint, of any format that is read, or a URL")
-    kinds, named = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
-    digest.add_argument("--names", type=kinds, default="stored", help=named)
+    naming, naming_help = Literal["stored", "huggingface"], "huggingface: the model as an export names and splits it"
+    digest.add_argument("--names", type=naming, default="stored", help=naming_help)
     _add_listing(digest)
     add_storage_options(digest)
-    tools.add_subcommand("digest", digest, help="whether two checkpoints hold the same, as a few digits")
+    tools.add_subcommand("digest", digest, help="print digests, which are equal for equal contents")
 
 
 def _digest(arguments: Namespace) -> int:
@@ -163,23 +162,26 @@ def _digest(arguments: Namespace) -> int:
 def _add_prove_resume(tools: Any) -> None:
     prove = ArgumentParser(
         description="Runs a training straight, and interrupted and resumed, and names the first thing that differs. "
-        "Exit status: 0 if nothing does, 1 if something does, 2 if it cannot be run or told."
+        "Exit status: 0 if nothing differs, 1 if something does, 2 if the runs fail or can't be compared."
     )
     script = "after --: a training script and its arguments, or a program that starts one, such as torchrun"
     prove.add_argument("command", type=str, nargs="+", help=script)
     prove.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="batches of training, over epochs")
-    prove.add_argument("--interrupt_at", type=int | None, help="the batch after which it is saved; by default half")
-    arguments = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
-    prove.add_argument("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=arguments)
-    bits = "relative; by default bits are compared, and on another topology values within 1e-4"
-    prove.add_argument("--tolerance", type=float | None, help=bits)
-    names = "what not to compare, such as 'callbacks/Timer*'"
-    prove.add_argument("--ignore", type=str, nargs="+", default=[], metavar="SECTION/NAME", help=names)
-    kept = "a new folder for records, outputs and the checkpoint; by default a temporary one, kept if the runs differ"
-    prove.add_argument("-o", "--output", type=str | None, help=kept)
+    interrupt_help = "the batch after which the run is saved and interrupted; by default half of --steps"
+    prove.add_argument("--interrupt_at", type=int | None, help=interrupt_help)
+    resumed_help = "in quotes: more arguments for the resumed run, such as '--trainer.devices=1'"
+    prove.add_argument("--resumed_args", type=str, default="", metavar="ARGUMENTS", help=resumed_help)
+    tolerance_help = "relative; by default bits are compared, and on another topology values within 1e-4"
+    prove.add_argument("--tolerance", type=float | None, help=tolerance_help)
+    ignore_help = "values to leave out of the comparison, such as 'callbacks/Timer*'"
+    prove.add_argument("--ignore", type=str, nargs="+", default=[], metavar="SECTION/NAME", help=ignore_help)
+    output_help = (
+        "a new folder for records, outputs and the checkpoint; by default a temporary one, kept if the runs differ"
+    )
+    prove.add_argument("-o", "--output", type=str | None, help=output_help)
     prove.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds for each of the three runs")
     prove.add_argument("--json", action="store_true", help="everything, for programs")
-    tools.add_subcommand("prove-resume", prove, help="whether a training resumes as if it had not stopped")
+    tools.add_subcommand("prove-resume", prove, help="check that a resumed training equals an uninterrupted one")
 
 
 def _diff(arguments: Namespace) -> int:
@@ -189,16 +191,15 @@ def _diff(arguments: Namespace) -> int:
     with progress() as bar:
         report = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
     _print(report, arguments.json, lambda: render(report, arguments.all))
-    same = is_same(report)
-    return 2 if same is None else int(not same)
+    are_same = is_same(report)
+    return 2 if are_same is None else int(not are_same)
 
 
 def _explain(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.explain import explain, render
 
-    of = arguments
-    report = explain(of.path, of.onto, storage_options=of.storage_options)
-    _print(report, of.json, lambda: render(report, of.all))
+    report = explain(arguments.path, arguments.onto, storage_options=arguments.storage_options)
+    _print(report, arguments.json, lambda: render(report, arguments.all))
     return 0
 
 
@@ -227,8 +228,8 @@ def _prove_resume(arguments: Namespace) -> int:
     return report.status
 
 
-_COMPARES = ("diff", "prove-resume")
-"""Tools of which exit status 1 is a result, and 2 trouble."""
+_COMPARING_TOOLS = ("diff", "prove-resume")
+"""Tools whose exit status 1 is a result; a problem has status 2."""
 
 _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "inspect": _inspect,

@@ -1,8 +1,8 @@
-"""List what is in a checkpoint and read parts of it, without a process group; names and shapes without torch.
+"""Lazy access to checkpoints: list their contents and read parts, without a process group.
 
-Tensors of the model have their own names; others begin with ``optimizer/`` or ``trainer/``, as in
-``optimizer/0/head.weight/exp_avg``. So do values that are stored in documents, see ``state.documents``; those
-that only one rank knew begin with ``rank/<rank>/``.
+Names and shapes are available without torch. Tensors of the model have their own names; the names of others begin with
+``optimizer/`` or ``trainer/``, such as ``optimizer/0/head.weight/exp_avg``. The same holds for values in documents (see
+``state.documents``); the names of values of a single rank begin with ``rank/<rank>/``.
 """
 
 from __future__ import annotations
@@ -33,66 +33,66 @@ if TYPE_CHECKING:
     from lightning_shardckpt.sources.source import Source
 
 # ── slices of a tensor as boxes ───────────────────────────────────────────────────────────────────────────────────────
-# Turn an index of a tensor, as Python writes it, into the box that has to be read. Pure; no torch.
 
 
 def sliced_box(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...]]:
-    """Return the smallest box that an index needs of a tensor, and the index that remains to be applied to that.
+    """Return the smallest box that contains an indexed part of a tensor, and the index of the part in that box.
 
     Args:
-        index: integers, slices with positive steps, and one ``...``, as for a tensor.
-        shape: of the tensor.
-        name: of the tensor, for errors.
+        index: integers, slices with positive steps, and at most one ``...``, as for a tensor.
+        shape: the tensor's shape.
+        name: the tensor's name, for errors.
 
     Raises:
-        IndexError: if the index is not in the tensor.
+        IndexError: if the index is out of range or not supported.
 
     >>> box, rest = sliced_box((slice(1, 8, 3), ..., -1), (10, 4, 5), "w")
     >>> box.start, box.stop, rest
     ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, None), 0))
     """
     items = index if isinstance(index, tuple) else (index,)
-    holes = [at for at, item in enumerate(items) if item is ...]
-    if len(holes) > 1 or len(items) - len(holes) > len(shape):
+    ellipses = [at for at, item in enumerate(items) if item is ...]
+    if len(ellipses) > 1 or len(items) - len(ellipses) > len(shape):
         raise IndexError(f"too many indices for {name!r} of shape {shape}: {index}")
-    at = holes[0] if holes else len(items)
-    full = (slice(None),) * (len(shape) - len(items) + len(holes))
+    at = ellipses[0] if ellipses else len(items)
+    full = (slice(None),) * (len(shape) - len(items) + len(ellipses))
     start, stop, rest = [], [], list[Any]()
     for dim, item in enumerate((*items[:at], *full, *items[at + 1 :])):
-        low, high, left = _range(item, shape[dim], f"{name!r} of shape {shape}, dim {dim}")
+        low, high, inner = _range(item, shape[dim], f"{name!r} of shape {shape}, dim {dim}")
         start.append(low)
         stop.append(high)
-        rest.append(left)
+        rest.append(inner)
     return Box(tuple(start), tuple(stop)), tuple(rest)
 
 
 def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
-    """Return (start, stop, what remains) of one index."""
+    """Return (start, stop, index in that range) for the index of one dim."""
     if isinstance(item, slice):
         low, high, step = item.indices(length)
         if step < 0:
             raise IndexError(f"{where}: steps must be positive, got {item}")
         return low, max(low, high), slice(None, None, step if step > 1 else None)
-    is_mask = isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")  # to torch; not 0 or 1
+    # torch takes these as masks, not as 0 or 1
+    is_mask = isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")
     try:
         number = None if is_mask else item.__index__()
     except (AttributeError, TypeError):
         number = None
     if number is None:
-        raise IndexError(f"{where}: only integers, slices and ... are understood, got {item!r}")
+        raise IndexError(f"{where}: only integers, slices and ... are supported, got {item!r}")
     if not -length <= number < length:
         raise IndexError(f"{where}: {number} is out of range")
     return number % length, number % length + 1, 0
 
 
-_NEAR = 3
+_MAX_SUGGESTIONS = 3
 _PREFIXES = ("optimizer", "trainer", "rank")
 _RANK = re.compile(r"trainer-state-dist-(\d{5,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A stored tensor as a whole: ``dtype`` as in safetensors (``BF16``), ``nbytes`` of its data."""
+    """Dtype (safetensors' name, such as ``BF16``), shape and size in bytes of a whole stored tensor."""
 
     dtype: str
     shape: Shape
@@ -101,12 +101,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A checkpoint's description of itself. ``tensors`` by name, those of the model first; ties have an entry each.
+    """Description of a checkpoint.
 
-    ``values``: of what is no tensor in a file (numbers, texts, small tensors, …) by name; None unless asked for.
-
-    ``step``, ``epoch``, ``world_size``, ``topology`` and ``software`` inform people; only checkpoints of this package
-    have them.
+    Attributes:
+        tensors: the tensors by name, the model's first; each name of a tied tensor has an entry.
+        step, epoch, world_size, topology, software: information for people; None for checkpoints of other programs.
+        values: the values in documents (numbers, texts, small tensors, …) by name; None unless requested.
     """
 
     tensors: dict[str, TensorInfo]
@@ -125,23 +125,23 @@ def metadata(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Metadata:
-    """Return what is in a checkpoint; reads its root index, with ``values`` its documents, and does not import torch.
+    """Return the description of a checkpoint. Reads its root index and, with ``values``, its documents; no torch.
 
     Args:
-        path: a checkpoint of this package, or a URL of one. Or one of torch.distributed.checkpoint, a directory of
-            Hugging Face's, a file of safetensors or of ``torch.save``: these take torch and have no checksums.
-        values: list everything else that is stored, too: see ``Metadata.values``.
-        storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: see ``ShardCkptIO``.
+        path: a checkpoint of this package, or its URL; or a checkpoint of torch.distributed.checkpoint, a Hugging Face
+            directory, a safetensors file or a file of ``torch.save``, which need torch and have no checksums.
+        values: list the values in documents, too (see ``Metadata.values``).
+        storage_options: options for URLs; see ``ShardCkptIO``.
+        pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+        CheckpointNotFoundError: saying what is at the path, and suggesting another one.
     """
     with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        known = checkpoint.metadata
+        description = checkpoint.metadata
         if not values:
-            return known
-        return replace(known, values={name: entry.info for name, entry in checkpoint.entries().items()})
+            return description
+        return replace(description, values={name: entry.info for name, entry in checkpoint.entries().items()})
 
 
 def load_keys(
@@ -152,32 +152,32 @@ def load_keys(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield whole tensors, and values, by name, in the order of ``keys``; nothing else is read.
+    """Yield whole tensors and values by name, in the order of ``keys``. Nothing else is read.
 
     Args:
-        path: see ``metadata``.
-        keys: names of its ``tensors`` and ``values``; the same may come twice.
-        verify: whether to compare checksums, where the format has some.
-        storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: for URLs, see ``metadata``.
+        path: the checkpoint; see ``metadata``.
+        keys: names from the ``tensors`` and ``values`` of its metadata; repetitions are allowed.
+        verify: compare checksums, if the format has them.
+        storage_options: options for URLs; see ``ShardCkptIO``.
+        pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Yields:
-        Name and tensor, on the CPU, or value; nobody else refers to it.
+        (name, value); a tensor is on the CPU and owned by the caller.
 
     Raises:
-        KeyError: listing all names that are not there with the nearest ones that are, before anything is read.
+        KeyError: listing all missing names with similar existing ones, before anything is read.
         CorruptionError: naming file, tensor and rank.
     """
     if isinstance(keys, str):
         raise TypeError(f"keys are several names, such as [{keys!r}], got {keys!r}")
-    wanted = list(keys)
+    names = list(keys)
     with open(path, verify=verify, storage_options=storage_options, pre_download=pre_download) as checkpoint:
-        others = [key for key in dict.fromkeys(wanted) if key not in checkpoint]
+        others = [name for name in dict.fromkeys(names) if name not in checkpoint]
         entries = checkpoint.entries(others) if others else {}
-        missing = [_unknown(key, [*checkpoint, *entries]) for key in others if key not in entries]
+        missing = [_describe_missing(name, [*checkpoint, *entries]) for name in others if name not in entries]
         if missing:
             raise KeyError(f"{os.fspath(path)!r} does not have {', '.join(missing)}")
-        for key in wanted:
+        for key in names:
             yield key, checkpoint[key][...] if key in checkpoint else decode_entry(entries[key])
 
 
@@ -188,18 +188,18 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
 ) -> OpenCheckpoint:
-    """Return a checkpoint as a mapping from names to tensors that are read where they are sliced. Close it after use.
+    """Open a checkpoint as a mapping from names to lazy tensors, which are read when they are sliced.
 
-    Waits for the asynchronous saves of this process.
+    Close it after use, or use it as a context manager. Waits for the asynchronous saves of this process.
 
     Args:
-        path: see ``metadata``.
-        verify: whether to compare checksums, where the format has some. A block of them is read whole.
-        storage_options: for URLs, see ``ShardCkptIO``.
-        pre_download: for URLs, see ``metadata``.
+        path: the checkpoint; see ``metadata``.
+        verify: compare checksums, if the format has them. Reads the whole of every block that a slice touches.
+        storage_options: options for URLs; see ``ShardCkptIO``.
+        pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+        CheckpointNotFoundError: saying what is at the path, and suggesting another one.
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
@@ -207,20 +207,20 @@ def open(
 
 
 class LazyTensor:
-    """A stored tensor: its shape is known, its values are read by slicing. See ``OpenCheckpoint``."""
+    """A stored tensor with a known dtype and shape, whose values are read by slicing. See ``OpenCheckpoint``."""
 
-    def __init__(self, opened: OpenCheckpoint, name: str, component: str, key: str, spec: TensorSpec) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, name: str, component: str, key: str, spec: TensorSpec) -> None:
         self.name, self.dtype, self.shape = name, spec.dtype, spec.shape
-        self._opened, self._component, self._key = opened, component, key
+        self._checkpoint, self._component, self._key = checkpoint, component, key
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Number of dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its values."""
+        """Size of the whole tensor in bytes."""
         return bytes_in(self.shape, self.dtype)
 
     def __len__(self) -> int:
@@ -232,46 +232,44 @@ class LazyTensor:
         return f"<LazyTensor {self.name!r}, {self.dtype} {self.shape}>"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the values of a slice as a new tensor on the CPU.
-
-        Only the checksum blocks that it touches are read, now.
+        """Read a slice, and return it as a new tensor on the CPU. Reads only the blocks that the slice touches.
 
         Args:
-            index: integers, slices with positive steps, and one ``...``, as for a tensor; ``[...]`` is all of it.
+            index: integers, slices with positive steps, and at most one ``...``, as for a tensor; ``[...]`` reads all.
 
         Raises:
-            IndexError: if it is not in the tensor.
+            IndexError: if the index is out of range or not supported.
             CorruptionError: naming file, tensor and rank.
         """
         box, rest = sliced_box(index, self.shape, self.name)
-        return self._opened.read(self._component, self._key, self.dtype, box)[rest]
+        return self._checkpoint.read(self._component, self._key, self.dtype, box)[rest]
 
 
 class OpenCheckpoint(Mapping[str, LazyTensor]):
-    """A checkpoint opened by ``open``: names and lazy tensors, those of the model first. For one thread at a time."""
+    """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
 
     def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
         self.path, self._verify = path, verify
         self._source: Source | None = None
         self._checkpoint: Checkpoint | None = None
-        known = recognise(path) if storage is None else None
-        if known is None:
+        foreign_format = recognise(path) if storage is None else None
+        if foreign_format is None:
             self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
             self._components: Mapping[str, Component] = self._checkpoint.root.components
         else:
-            self._source = known.open(path, True)
+            self._source = foreign_format.open(path, True)
             self._components = self._source.components()
-        self._where: dict[str, tuple[str, str]] = {}
+        self._keys_by_name: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):
             stored = self._components[component]
             prefix = "" if component == "model" else f"{component}/"
             keys = {**dict(zip(stored.tensors, stored.tensors, strict=True)), **stored.aliases}
             for name, key in keys.items():
-                self._where.setdefault(prefix + name, (component, key))  # a name of the model's may be like another
+                self._keys_by_name.setdefault(prefix + name, (component, key))  # on a collision, the model's name wins
 
     @property
     def metadata(self) -> Metadata:
-        """The description that the function ``metadata`` returns."""
+        """The description of the checkpoint, without ``values``."""
         tensors = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}
         if self._checkpoint is None:
             return Metadata(tensors)
@@ -279,20 +277,27 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
 
     def entries(self, names: Iterable[str] | None = None) -> dict[str, DocumentEntry]:
-        """Return the entries of documents by name; only those that may have one of ``names``."""
-        first = None if names is None else [name.partition("/") for name in names]
-        parts: list[dict[str, DocumentEntry]] = []
+        """Return the entries of documents by name.
+
+        With ``names``, only documents that may contain one of them are read.
+        """
+        split_names = None if names is None else [name.partition("/") for name in names]
+        documents: list[dict[str, DocumentEntry]] = []
         for role in ("model", "optimizer", "trainer", "frozen", "peft", "huggingface"):
-            own = role in ("optimizer", "trainer")
-            if first is None or any(start == role or (not own and start not in _PREFIXES) for start, _, _ in first):
-                parts.append(entries_of(role, self._document(role)))
+            has_prefix = role in ("optimizer", "trainer")
+            if split_names is None or any(
+                start == role or (not has_prefix and start not in _PREFIXES) for start, _, _ in split_names
+            ):
+                documents.append(entries_of(role, self._document(role)))
         ranks = [int(match[1]) for name in self._documents() if (match := _RANK.fullmatch(name))]
         for rank in sorted(ranks):
-            if first is None or any((s, rest.partition("/")[0]) == ("rank", str(rank)) for s, _, rest in first):
-                parts.append(entries_of("rank", self._document("rank", rank), rank))
+            if split_names is None or any(
+                (start, rest.partition("/")[0]) == ("rank", str(rank)) for start, _, rest in split_names
+            ):
+                documents.append(entries_of("rank", self._document("rank", rank), rank))
         entries: dict[str, DocumentEntry] = {}
-        for name, entry in chain.from_iterable(part.items() for part in parts):
-            if name not in self._where:  # what is the model's comes first
+        for name, entry in chain.from_iterable(document.items() for document in documents):
+            if name not in self._keys_by_name:  # a tensor's name takes precedence
                 entries.setdefault(name, entry)
         return entries
 
@@ -305,14 +310,18 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         assert self._source is not None
         if role != "trainer":
             return self._source.document(role)
-        from lightning_shardckpt.state.json_tree import Encoder  # of another format, which took torch already
+        from lightning_shardckpt.state.json_tree import Encoder  # other formats have already imported torch
 
         rest = self._source.trainer(_no_tensor)
         return Encoder(droppable=("",), inline_bytes=None).encode(rest)
 
     def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
-        """Return the values in a box of a stored tensor."""
-        import torch  # names and shapes are there without it
+        """Return the values of a box of a stored tensor, as a new tensor on the CPU.
+
+        Raises:
+            CorruptionError: naming file, tensor and rank.
+        """
+        import torch  # imported here, since names and shapes don't need it
 
         from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
         from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -327,10 +336,10 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return target.tensor
 
     def close(self) -> None:
-        """Release the files."""
-        opened = self._checkpoint or self._source
-        if opened is not None:
-            opened.close()
+        """Close all files."""
+        checkpoint = self._checkpoint or self._source
+        if checkpoint is not None:
+            checkpoint.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -339,38 +348,38 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if name not in self._where:
-            raise KeyError(f"{self.path!r} does not have {_unknown(name, self)}")
-        component, key = self._where[name]
+        if name not in self._keys_by_name:
+            raise KeyError(f"{self.path!r} does not have {_describe_missing(name, self)}")
+        component, key = self._keys_by_name[name]
         return LazyTensor(self, name, component, key, self._components[component].tensors[key])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._keys_by_name)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._keys_by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._where
+        return name in self._keys_by_name
 
 
 def decode_entry(entry: DocumentEntry) -> Any:
-    """Return the value of an entry of a document.
+    """Return the value of a document's entry.
 
     Raises:
-        FormatError: if it is not what its tag says.
+        FormatError: if the value contradicts its tag.
     """
     if entry.is_plain:
         return entry.value
-    from lightning_shardckpt.state.json_tree import decode_small  # names are there without torch
+    from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
 
     return decode_small(entry.value)
 
 
 def _no_tensor(key: str) -> torch.Tensor:
-    raise KeyError(key)  # other formats have none beside the trainer's state
+    raise KeyError(key)  # in other formats, the trainer's state has no separate tensors
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=_NEAR, cutoff=0.7)
-    return f"{name!r}" + (f" (but {', '.join(map(repr, near))})" if near else "")
+def _describe_missing(name: str, existing: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(name, list(existing), n=_MAX_SUGGESTIONS, cutoff=0.7)
+    return f"{name!r}" + (f" (but {', '.join(map(repr, similar))})" if similar else "")

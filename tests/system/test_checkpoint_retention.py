@@ -31,7 +31,7 @@ def after_each_save(rules: RetentionRules, count: int, every_s: float) -> list[S
     there: list[SavedCheckpoint] = []
     for step in range(1, count + 1):
         there.append(SavedCheckpoint(f"{step}.ckpt", step, MONDAY_S + step * every_s))
-        gone = rules.superfluous(there)
+        gone = rules.select_expired(there)
         assert there[-1] not in gone
         there = [one for one in there if one not in gone]
     return there
@@ -61,7 +61,7 @@ def test_what_is_superfluous_is_kept_by_no_rule(seed: int) -> None:
     last, every = draw.randint(1, 5), draw.choice([None, 7])
     hourly, daily = draw.choice([-1, 0, 4]), draw.randint(-1, 3)
     protected = {one.path for one in found if draw.random() < 0.1}
-    gone = RetentionRules(last, every, hourly, daily).superfluous(found, protected)
+    gone = RetentionRules(last, every, hourly, daily).select_expired(found, protected)
 
     def is_last_of(one: SavedCheckpoint, period_s: int, most: int) -> bool:
         number = one.saved_at_s // period_s

@@ -288,5 +288,5 @@ def lenient() -> tuple[list[str], dict[str, Any], list[type]]:
 
 def test_the_seed_is_that_of_the_run_which_began_and_modules_are_given_back() -> None:
     ((said, state, kinds),) = run_ranks(1, lenient)
-    assert said == ["DropoutBySample(seed=9) continues with seed 4, that of the checkpoint"]
+    assert said == ["DropoutBySample(seed=9) continues with seed 4 from the checkpoint"]
     assert state == {"seed": 4} and kinds == [nn.Dropout, nn.Dropout]
