@@ -1,6 +1,6 @@
-"""``ShardedStrategy`` of the Trainer: Lightning's hooks in the order in which it calls them.
+"""``ShardedStrategy`` of the Trainer: Lightning's hooks in the order of their calls.
 
-How modules are sharded and steps run is in ``parallel/``, what both strategies do around hooks in ``strategy/``.
+``parallel/`` shards modules and runs steps; ``strategy/`` has the code around the hooks that both strategies share.
 """
 
 from __future__ import annotations
@@ -76,23 +76,25 @@ __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
     """Trains one LightningModule under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
-    The module is an ordinary one: layers built in ``__init__`` or ``configure_model``, steps unchanged. One that
-    shards itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and ``["tensor_parallel"]``, as for
-    Lightning's ModelParallelStrategy, is left as it is. Initial weights are the same on every topology.
+    The module needs no changes: layers are built in ``__init__`` or ``configure_model``, and steps are as usual. A
+    module that shards itself in ``configure_model`` with ``self.device_mesh["data_parallel"]`` and
+    ``["tensor_parallel"]``, as for Lightning's ModelParallelStrategy, is not sharded again. Initial weights are the
+    same on every topology.
 
     Sharded parameters are DTensors that act as whole tensors in steps, hooks and optimizers; see ``parallel.tensors``.
-    ``fully_shard`` gathers each layer's at once while it runs, and frees them until the backward. Every rank must read
-    and change them alike. Where the shard axis has size 1, parameters are plain tensors, and gradients are averaged.
+    ``fully_shard`` gathers the parameters of a layer at once for its forward, and frees them until its backward. Every
+    rank must read and change them in the same way. If the shard axis has size 1, parameters are plain tensors, and
+    gradients are averaged.
 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.
 
-    The tests run on CPU with gloo, and on a pretend device with NCCL's rules; no real GPU has been run. Several nodes
-    were tested as two hosts that one machine simulates, in network namespaces over one directory, with one and two
+    The tests run on CPU with gloo, and on a simulated device with NCCL's rules; not tested on a GPU. Multi-node runs
+    were tested on two hosts that one machine simulates in network namespaces over one directory, with one and two
     processes each; see "Clusters" in the documentation.
     """
 
-    is_distributed = True  # Lightning knows its own strategies by class; others must say so to get a sampler
+    is_distributed = True  # Lightning recognizes its own strategies by class; others need this to get a sampler
 
     @override
     def _prepare(self) -> None:
@@ -104,7 +106,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._joint_updates = JointUpdates()
         self._checkpoints = RunCheckpoints()
 
-    # --- what it is ---
+    # --- the sharded module ---
 
     @property
     def _steps(self) -> TrainerSteps:
@@ -114,7 +116,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @property
     def sharded(self) -> ShardedModule:
-        """The LightningModule as it was sharded."""
+        """The sharded LightningModule."""
         return self._steps.sharded
 
     @property
@@ -124,7 +126,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @property
     def canonical_names(self) -> dict[str, str]:
-        """Every parameter name as registered → its clean canonical FQN."""
+        """Maps every registered parameter name to its clean canonical FQN."""
         return self.sharded.canonical_names
 
     # --- processes ---
@@ -154,7 +156,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.begin(TrainerRun(self._trainer, self._launcher, self._ranks, share, meeting_s))
 
     def _meet(self) -> Ranks:
-        """Return the ranks that run, validate, … together. The launcher calls it before any code of the user's runs."""
+        """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
         assert self.accelerator is not None
         if self._meshes is None:
             self.accelerator.setup_device(self.root_device)
@@ -216,15 +218,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
-        wanted, lacks_weights = self._pretrained, partial(self._checkpoints.lacks_weights, self.checkpoint_io)
-        phase = "deciding whether weights to begin with are needed"
+        pretrained, lacks_weights = self._pretrained, partial(self._checkpoints.lacks_weights, self.checkpoint_io)
+        phase = "deciding whether initial weights are needed"
 
         def restores() -> bool:
             return not self._ranks.step(phase, lacks_weights, any)
 
-        wanted = None if wanted is not None and restores() else wanted
+        pretrained = None if pretrained is not None and restores() else pretrained
         sharded = self._shard_module(
-            module, self._build.first_values(), wanted, precision=self.precision_plugin, restores=restores
+            module, self._build.first_values(), pretrained, precision=self.precision_plugin, restores=restores
         )
         remember(self._module, sharded)
         for size, group in (
@@ -237,12 +239,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return sharded
 
     def _loss_scale(self) -> float:
-        """Return the factor by which Lightning is going to multiply the loss."""
+        """Return the factor by which Lightning multiplies the loss."""
         return scaler_factor(self.precision_plugin) / self._trainer.accumulate_grad_batches
 
     @override
     def model_to_device(self) -> None:
-        """Parameters and buffers were placed when they were sharded; what remains is what Lightning remembers."""
+        """Set the device that Lightning records, and move metrics; sharding has placed parameters and buffers."""
         set_device(self._module, self.root_device)
         for module in self._module.modules():
             if isinstance(module, Metric):
@@ -263,7 +265,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Workers are seeded by data-parallel rank: ranks of one tensor group must draw the same batches."""
+        """Seed workers by data-parallel rank, since the ranks of a tensor group must draw the same batches."""
         refuse_batches_of_batches(dataloader)
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
@@ -273,17 +275,17 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     # --- steps ---
 
-    def _heed_preemption(self) -> None:
-        self._preemption.agree(self._trainer, self._any_rank_told)
+    def _check_preemption(self) -> None:
+        self._preemption.agree(self._trainer, self._any_rank_preempted)
 
-    def _any_rank_told(self, told: bool) -> bool:
-        """Return whether any rank was told to end. Collective: every rank of the world must call it."""
+    def _any_rank_preempted(self, is_preempted: bool) -> bool:
+        """Return True if any rank was told to stop. Collective: every rank of the world must call it."""
         if self._apart:
-            return told
-        return self._agreement.any_rank_told(told, self.meshes, self.root_device, self.tuning)
+            return is_preempted
+        return self._agreement.any_rank_told(is_preempted, self.meshes, self.root_device, self.tuning)
 
-    def _compare_written(self) -> None:
-        """Find ranks that have drifted apart. Collective: every rank of the world must call it."""
+    def _compare_ranks(self) -> None:
+        """Check that ranks have not diverged. Collective: every rank of the world must call it."""
         if not self._apart:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
 
@@ -292,7 +294,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.stopping.forget()
         if self._agreement.values is not None and batch_idx == 0:
             self._agreement.values.begin()
-        self._heed_preemption()
+        self._check_preemption()
         self._steps.begin_batch(batch, batch_idx)
 
     @override
@@ -313,17 +315,17 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def _evaluate(self, name: str, context: StepContext, args: Any, kwargs: Any) -> Any:
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._heed_preemption()  # a validation may be longer than the time that is left
+            self._check_preemption()  # a validation may be longer than the time that is left
         return self._steps.evaluate(name, context, args, kwargs)
 
     def reshard(self) -> None:
-        """Free what FSDP2 has gathered, where the module has applied it by itself. No communication."""
+        """Free parameters that FSDP2 has gathered, if the module applied it by itself. No communication."""
         if self._own_steps is not None:
             self._own_steps.reshard()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Gradients are final before the on_after_backward hooks see them."""
+        """Run the backward. Gradients are reduced before the on_after_backward hooks run."""
         plugin, module = self.precision_plugin, self._module
         self._steps.check_loss(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
@@ -352,15 +354,15 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     @override
     def _apart(self) -> bool:
-        """True also where hooks after an exception run here, and it is not known that they do on the other ranks, too.
+        """True also while hooks run after an exception, if the other ranks may not be running them.
 
-        What they ask of the others is then answered by this rank alone; the others may be in the middle of training.
+        Collectives in such hooks then use only this rank's values, since the other ranks may still be training.
         """
         return super()._apart or self._checkpoints.answers_alone
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
-        """Reduce over the data-parallel group by default: the ranks of a tensor group hold the same value."""
+        """Reduce over the data-parallel group by default, since the ranks of a tensor group have equal values."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not isinstance(tensor, Tensor) or self._apart:
@@ -381,13 +383,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def teardown(self) -> None:
-        """Tear down all but the model, which stays where it is: DTensors cannot leave their mesh's device."""
+        """Tear down all but the model, which stays on its device: DTensors cannot leave their mesh's device."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._ranks.wait_until_read()  # it may keep the store: the others end a complete run with an error without it
+        # this rank may host the store, without which the others would end a complete run with an error
+        self._ranks.wait_until_read()
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
@@ -406,7 +409,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return False  # load_checkpoint has done it
 
     def _attached_io(self) -> ShardCkptIO:
-        """The CheckpointIO, told who saves together."""
+        """Return the CheckpointIO after attaching the current ranks and names."""
         self.checkpoint_io.attach(self._ranks, self._module, self._sizes_by_axis, names=whole_names(self.sharded))
         return self.checkpoint_io
 
@@ -431,7 +434,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Put into the module what load_checkpoint could not fill in place, and what hooks have changed since.
+        """Load the tensors that load_checkpoint could not fill in place, and those that hooks have changed since.
 
         Collective: every rank must call it.
         """
@@ -443,7 +446,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> None:
         """Write this rank's slices. Collective: every rank must call it, with the same path."""
         if not self._trainer.interrupted:
-            self._compare_written()
+            self._compare_ranks()
         self._checkpoints.save(self._attached_io(), checkpoint, filepath, storage_options)
 
     @override
@@ -472,9 +475,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_train_end(self) -> None:
-        self._compare_written()
+        self._compare_ranks()
 
-    # --- what Lightning has given ---
+    # --- objects of Lightning ---
 
     @property
     def _module(self) -> pl.LightningModule:
