@@ -311,12 +311,12 @@ def command_parser() -> ArgumentParser:
     add("checkpoint_folder", type=str, help="the checkpoint: a directory or a URL")
     default = "by default the name of the checkpoint with '.consolidated' appended"
     add("--output_file", type=str, help=f"file, directory or URL, must not exist yet; {default}")
-    add("--overwrite", action="store_true", help="replace what an earlier run wrote there, at once")
+    add("--overwrite", action="store_true", help="replace the output of an earlier run, atomically")
     formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
     add("--format", type=Format, default="torch", help=formats)
     add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
-    add("--optimizer", type=bool | None, help="whether to write optimizers; by default with torch alone")
+    add("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")
     add("--dtype", type=str, help="float64, float32, float16 or bfloat16: of all floating tensors of the model")
     add("--include", action="append", type=str, metavar="PATTERN", help="take only such names; repeatable")
     add("--exclude", action="append", type=str, metavar="PATTERN", help="leave such names out; repeatable")

@@ -434,7 +434,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the tensors that load_checkpoint could not fill in place, and those that hooks have changed since.
+        """Load tensors that load_checkpoint could not fill in place, or that hooks have changed since.
 
         Collective: every rank must call it.
         """

@@ -101,9 +101,9 @@ def _plan_weights(name: str, folder: str, adapter: Adapter, components: Mapping[
     """Return the plan of the file with an adapter's weights."""
     model = components.get("model", Component({}))
     names = adapter.names({**model.tensors, **model.aliases}.keys())
-    if not any(".lora_" in own or own.startswith("lora_") for own in names):
+    if not any(".lora_" in name or name.startswith("lora_") for name in names):
         raise FormatError(f"checkpoint {folder!r} has no tensors of adapter {adapter.name!r} below {adapter.prefix!r}")
-    keys = {own: model.aliases.get(stored, stored) for own, stored in names.items()}
-    specs = {own: model.tensors[key] for own, key in keys.items()}
-    tensors = [OutputTensor(own, spec.dtype, spec.shape, ("model", keys[own])) for own, spec in specs.items()]
+    keys = {peft_name: model.aliases.get(stored, stored) for peft_name, stored in names.items()}
+    specs = {peft_name: model.tensors[key] for peft_name, key in keys.items()}
+    tensors = [OutputTensor(name, spec.dtype, spec.shape, ("model", keys[name])) for name, spec in specs.items()]
     return plan_file(name, tensors, {"format": "pt"})

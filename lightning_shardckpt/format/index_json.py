@@ -66,8 +66,8 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     metadata = []
     for name, entries in zip(to_json_texts(list(index.shards)), index.shards.values(), strict=True):
         first, *more = [_entry_to_json(entry, index.rank, fields) for entry in entries]
-        others = f',"more":[{",".join(f"{{{one}}}" for one in more)}]' if more else ""
-        metadata.append(f"{name}:{{{first}{others}}}")
+        more_text = f',"more":[{",".join(f"{{{entry}}}" for entry in more)}]' if more else ""
+        metadata.append(f"{name}:{{{first}{more_text}}}")
     text = f'{compact(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
     check_json_size(text, "an index")
     return text

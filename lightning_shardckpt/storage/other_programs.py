@@ -13,7 +13,7 @@ _READ = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt
 _STEP = re.compile(r"step-\d+")
 _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
 
-RANK_FILES = "what ranks wrote with ColossalAI's gather_dtensor=False"
+RANK_FILES = "a model that ColossalAI saved with gather_dtensor=False"
 _RANK_FILE = r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json"
 
 # (pattern of a name in the folder, description of the folder, remedy); the first match counts.

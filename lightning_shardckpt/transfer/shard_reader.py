@@ -222,7 +222,7 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
     expected = slice_checksums(entry.checksums, (low - entry.begin) // block, count_checksums(actual))
     if actual != expected:
         pairs = zip(actual.split(SEPARATOR), expected.split(SEPARATOR), strict=True)
-        at = next(i for i, (one, other) in enumerate(pairs) if one != other) * block
+        at = next(i for i, (left, right) in enumerate(pairs) if left != right) * block
         raise corruption_error(path, key, writer, entry, low + at, low + min(at + block, len(data)))
 
 

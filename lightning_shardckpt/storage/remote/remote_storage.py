@@ -119,7 +119,7 @@ class RemoteDraft:
         try:
             self._delete_others(*others, replaced)
         except OSError as error:
-            self.notes.append(f"could not remove what was replaced at {self._path!r}: {error}")
+            self.notes.append(f"could not remove the replaced checkpoint at {self._path!r}: {error}")
 
     def discard(self) -> None:
         """Delete this save's objects and abort its uploads, as far as possible."""
@@ -272,7 +272,7 @@ class RemoteOutputs:
         self._objects.drop_folder(folder)
 
 
-_DOWNLOAD = "; what other programs wrote is not read at URLs: download it first"
+_DOWNLOAD = "; checkpoints of other programs can't be read at a URL: download it first"
 _ATTEMPTS = 5  # to open a checkpoint that other processes replace
 
 

@@ -233,7 +233,7 @@ def test_what_another_program_wrote_is_refused_with_what_to_do(url: str, name: s
     fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"x")
     place = f"{url}/{name}" if name == "a.ckpt" else f"{url}/hub"
     for read in (lightning_shardckpt.load, lightning_shardckpt.metadata):
-        with pytest.raises(CheckpointNotFoundError, match="not read at URLs: download it first"):
+        with pytest.raises(CheckpointNotFoundError, match="can't be read at a URL: download it first"):
             read(place)
 
 
