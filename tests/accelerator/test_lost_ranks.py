@@ -23,10 +23,10 @@ from tests.support.tiny import TinyLM, loader, trainer
 
 pytestmark = pytest.mark.gpu
 
-QUICK = Tuning(heartbeat_s=0.1, silent_s=1.0, exception_meeting_s=0.3)
+QUICK = Tuning(heartbeat_s=0.1, silent_s=2.0, exception_meeting_s=0.3)
 ENDS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 is lost: its process, pid "),
-    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "rank 1 gave no sign of life for 1 s"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "rank 1 gave no sign of life for 2 s"),
 }
 
 

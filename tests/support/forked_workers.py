@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LEAVING_S = 20  # workers have ended by then, or never will
+LEAVING_S = 120  # workers have ended by then, or never will
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     timeout_s: float = 120,
-    grace_s: float = 6,
+    grace_s: float = 20,
     init_process_group: bool = True,
     bare: bool = False,
     expect_errors: bool = False,

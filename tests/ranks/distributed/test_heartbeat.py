@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,9 @@ from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks
 
 QUICK = Tuning(heartbeat_s=0.01, silent_s=0.5, exception_meeting_s=0.05)
-PATIENT = Tuning(heartbeat_s=0.05, silent_s=2, exception_meeting_s=0.05)  # busy machines stall whole processes
+# Busy machines stall whole processes.
+PATIENT = Tuning(heartbeat_s=0.05, silent_s=2, exception_meeting_s=0.05)
+ALIVE = Tuning(heartbeat_s=0.01, silent_s=20, exception_meeting_s=0.05)
 WORLD = 4
 
 
@@ -39,8 +42,8 @@ def store(tmp_path: Path) -> Store:
 
 
 @contextmanager
-def beating(store: Store, *ranks: int) -> Iterator[list[Heartbeat]]:
-    hearts = [Heartbeat(store, "hearts", rank, WORLD, QUICK) for rank in ranks]
+def beating(store: Store, *ranks: int, tuning: Tuning = ALIVE) -> Iterator[list[Heartbeat]]:
+    hearts = [Heartbeat(store, "hearts", rank, WORLD, tuning) for rank in ranks]
     for heart in hearts:
         heart.start()
     try:
@@ -54,20 +57,20 @@ def texts(hearts: list[Heartbeat], rounds: int) -> list[str | None]:
     """Return what the hearts take for lost, when all do or each has looked so often."""
     deadline = [heart.beats + rounds for heart in hearts]
     while any(h.lost is None and h.beats < most for h, most in zip(hearts, deadline, strict=True)):
-        pass
+        threading.Event().wait(0.01)
     return [heart.lost for heart in hearts]
 
 
 def test_a_rank_that_falls_silent_is_named_on_all_others(store: Store) -> None:
     put_bytes(own_view(store, "hearts"), "2", b"7")
-    with beating(store, 0, 1, 3) as hearts:
+    with beating(store, 0, 1, 3, tuning=QUICK) as hearts:
         found = texts(hearts, 1000)
     assert all(text is not None and text.startswith("rank 2 gave no sign of life for 0.5 s") for text in found)
 
 
 def test_ranks_that_have_left_or_not_begun_are_not_lost(store: Store) -> None:
     put_bytes(own_view(store, "hearts"), "2", b"left")
-    with beating(store, 0, 1) as hearts:
+    with beating(store, 0, 1, tuning=QUICK) as hearts:
         assert texts(hearts, 60) == [None, None]
 
 
@@ -139,7 +142,7 @@ def fails_in_a_script(who: int) -> None:
         store = dist.TCPStore("127.0.0.1", int(rendezvous.get("port")), 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     strategy = ShardedStrategy()
-    strategy.tuning = QUICK
+    strategy.tuning = ALIVE
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     model = fabric.setup(nn.Linear(4, 4))

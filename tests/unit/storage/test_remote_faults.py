@@ -34,7 +34,7 @@ def proxy(s3_port: int) -> Iterator[Proxy]:
 @pytest.fixture
 def storage(s3: Bucket, proxy: Proxy) -> StorageRouter:
     """The bucket behind the proxy; large objects go in parts, which are small here."""
-    options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
+    options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 3, "connect_timeout": 3}}
     tuning = Tuning(upload_part_bytes=5 << 20)  # S3's least
     return StorageRouter(storage_options=options, retry_policy=IMPATIENT, tuning=tuning)
 
