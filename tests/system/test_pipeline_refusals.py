@@ -26,8 +26,8 @@ from tests.support.pool import run_ranks
 from tests.support.tiny import full_state, trainer
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
-PROMPT_S = 10  # from the start of a run to its error on the last rank; a test machine may be busy
-TOGETHER = 10  # cases in the same processes: each run leaves a dozen groups behind, whose threads slow down the next
+PROMPT_S = 30  # from the start of a run to its error on the last rank; a test machine may be busy
+TOGETHER = 6  # cases in the same processes, one after another, before a run that is not refused
 
 # ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -891,18 +891,22 @@ CASES = {
 }
 
 
+Trained = tuple[list[float], dict[str, Tensor]]
+"""Losses and weights."""
+
+
 @dataclass(frozen=True)
 class Refused:
-    """What one rank saw of a case; ``after``: the losses and weights of a good run that followed."""
+    """What one rank saw of a case."""
 
     kind: str
     message: str
     seconds: float
-    after: tuple[list[float], dict[str, Tensor]]
 
 
-def refuse_all(names: list[str]) -> dict[str, Refused]:
-    return {name: refuse(CASES[name]) for name in names}
+def refuse_all(names: list[str]) -> tuple[dict[str, Refused], Trained]:
+    """Each case, and then a good run."""
+    return {name: refuse(CASES[name]) for name in names}, good()
 
 
 def refuse(case: Case) -> Refused:
@@ -913,10 +917,10 @@ def refuse(case: Case) -> Refused:
         getattr(run, case.run)(case.module())
     except Exception as error:
         kind, message = type(error).__name__, str(error)
-    return Refused(kind, message, time.monotonic() - started, good())
+    return Refused(kind, message, time.monotonic() - started)
 
 
-def good() -> tuple[list[float], dict[str, Tensor]]:
+def good() -> Trained:
     pl.seed_everything(1, verbose=False)
     module = Good()
     run_of({}, limit_val_batches=0).fit(module)
@@ -935,23 +939,23 @@ def run_of(strategy: dict[str, Any], limit_val_batches: int = 1) -> pl.Trainer:
 # ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+Found = tuple[dict[str, list[Refused]], list[list[Trained]]]
+"""The cases by name, on each rank; the good runs, on each rank."""
+
+
 @pytest.fixture(scope="module")
-def refused(request: pytest.FixtureRequest) -> dict[str, list[Refused]]:
+def refused(request: pytest.FixtureRequest) -> Found:
     """All selected cases, one after another, several in the same processes."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = list(dict.fromkeys(item.callspec.params["case"] for item in items if "case" in item.callspec.params))
     found: dict[str, list[Refused]] = {}
+    after = []
     for start in range(0, len(names), TOGETHER):
         together = names[start : start + TOGETHER]
         ranks = run_ranks(2, refuse_all, together, timeout_s=480)
-        found |= {name: [rank[name] for rank in ranks] for name in together}
-    return found
-
-
-@pytest.fixture(scope="module")
-def fresh() -> list[tuple[list[float], dict[str, Tensor]]]:
-    """A good run in processes that saw nothing else."""
-    return run_ranks(2, good)
+        found |= {name: [cases[name] for cases, _ in ranks] for name in together}
+        after.append([trained for _, trained in ranks])
+    return found, after
 
 
 QUICK = (
@@ -970,23 +974,21 @@ every_case = pytest.mark.parametrize(
 
 
 @every_case
-def test_every_rank_is_told_what_is_wrong_and_what_to_do(case: str, refused: dict[str, list[Refused]]) -> None:
-    for rank, found in enumerate(refused[case]):
+def test_every_rank_is_told_what_is_wrong_and_what_to_do(case: str, refused: Found) -> None:
+    for rank, found in enumerate(refused[0][case]):
         missing = [word for word in CASES[case].words if word not in found.message]
         assert missing == [], f"rank {rank}: {found.kind}: {found.message}"
         assert found.seconds < PROMPT_S
-    kinds, expected = {found.kind for found in refused[case]}, CASES[case].kinds
+    kinds, expected = {found.kind for found in refused[0][case]}, CASES[case].kinds
     assert "" not in kinds if expected is None else kinds == set(expected)
 
 
-@every_case
-def test_the_same_processes_train_afterwards_as_fresh_ones(
-    case: str, refused: dict[str, list[Refused]], fresh: list[tuple[list[float], dict[str, Tensor]]]
-) -> None:
-    for found, (losses, state) in zip(refused[case], fresh, strict=True):
-        assert found.after[0] == losses
-        assert found.after[1].keys() == state.keys()
-        assert [name for name, value in state.items() if not torch.equal(value, found.after[1][name])] == []
+def test_the_same_processes_train_afterwards_as_fresh_ones(refused: Found) -> None:
+    fresh = run_ranks(2, good)
+    for ranks in refused[1]:
+        for (losses, state), (losses_fresh, state_fresh) in zip(ranks, fresh, strict=True):
+            assert losses == losses_fresh and state.keys() == state_fresh.keys()
+            assert [name for name, value in state.items() if not torch.equal(value, state_fresh[name])] == []
 
 
 def train_on_noise(strategies: list[dict[str, Any]]) -> list[list[float]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pool import ROOT
+from tests.support.warm_python import Run
+
 TRAINING = """
 import copy, sys, warnings
+warnings.simplefilter("ignore")
 import lightning.pytorch as pl, torch, torch.distributed as dist
 from lightning.fabric import strategies as fabric_strategies, wrappers
 from lightning.pytorch import cli, strategies
@@ -74,12 +75,13 @@ REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
         pytest.param(REPLICAS, id="replicas", marks=pytest.mark.sweep),
     ],
 )
-def test_torch_and_lightning_are_as_before_after_a_training(options: dict[str, int], tmp_path: Path) -> None:
+def test_torch_and_lightning_are_as_before_after_a_training(
+    options: dict[str, int], tmp_path: Path, python: Run
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING.replace("{options}", repr(options)))
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    run = python([script, tmp_path], env=env)
     assert run.returncode == 0, run.stderr
     during, after = run.stdout.split("while it trains:\n")[1].split("after it:\n")
     assert set(during.splitlines()) >= WHILE_IT_TRAINS
