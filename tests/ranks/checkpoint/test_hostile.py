@@ -283,7 +283,7 @@ CASES = [
     # the rest of the indexes
     Case("aliases in a circle", root(("components/model/aliases", {"x": "y", "y": "x"})), "not a stored tensor"),
     Case("save id of another kind", root(("save_id", "../../x")), "not a save id"),
-    Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "only a 1"),
+    Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "nothing or a 1"),
     # headers
     Case("header length lies", lying_length(1 << 62), "claims"),
     Case("header length of 0", lying_length(0), "header"),
@@ -518,7 +518,7 @@ def mutated(count: int, files: fuzz.Files) -> Counter[str]:
 @pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_or_right() -> None:
     """`python -m tests.sweeps.fuzz` makes more."""
-    count = 3000
+    count = 1500
     one, other = run_ranks(2, mutated, count, fuzz.good_files(), timeout_s=300, init_process_group=False)
     counts = one + other
     ends = Counter(kind.rpartition(": ")[2] for kind in counts.elements())
