@@ -108,7 +108,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, checkpointed": (2, PP2 | {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}),
 }
 QUICK = {"pp2"}
-SLOW = {"fsdp4", "fsdp2 x tp2"}
+SLOW = {"fsdp4"}  # what is resumed ends as the topology that goes on
 RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp4", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
 """The topology whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
 

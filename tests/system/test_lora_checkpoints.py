@@ -98,7 +98,7 @@ def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dic
 @pytest.mark.parametrize(
     ("kind", "world", "strategy"),
     [
-        pytest.param("directory", 2, TP, id="directory, tp2", marks=pytest.mark.slow),
+        pytest.param("directory", 2, TP, id="directory, tp2", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param("directory", 2, PP, id="directory, pp2", marks=pytest.mark.slow),
         pytest.param("file", 2, FSDP, id="file, fsdp2"),
     ],

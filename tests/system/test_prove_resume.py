@@ -152,15 +152,17 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
 # ── twins ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+SWEPT = (("tp2", "Adam", 2), ("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "name", "interrupt_at"),
     [
         ("pp2", "Adam", 2),
-        ("tp2", "Adam", 2),
         ("one", "AccumulatesByEpoch", 2),  # GradientAccumulationScheduler in an epoch that goes on
         ("one", "Finetunes", 4),  # after BaseFinetuning has thawed layers
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT),
     ],
 )
 def test_natural_training_code_resumes(topology: str, name: str, interrupt_at: int) -> None:

@@ -54,6 +54,8 @@ RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
 }
 
+SWEPT = [pytest.mark.slow, pytest.mark.sweep]
+
 Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 
 
@@ -74,7 +76,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world == 4 else [])
+        pytest.param(world, name, id=name, marks=SWEPT if name == "pp2 x tp2" else SWEPT[:1] if world == 4 else [])
         for world in RUNS
         for name in RUNS[world]
     ],

@@ -82,7 +82,7 @@ class OutOfTime(Timer):
 
 
 PER_EPOCH = 6  # batches
-STEPS = 15
+STEPS = 13
 
 
 def ended(kind: str) -> tuple[dict[str, Any], list[pl.Callback]]:

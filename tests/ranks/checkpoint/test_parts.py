@@ -210,7 +210,7 @@ def each_part_alone(directory: str, strategies: list[State]) -> list[tuple[str, 
     found = []
     for strategy in strategies:
         fresh = run(strategy, 2).found
-        for part in (part for part in PARTS if part != "data"):
+        for part in ("model", "optimizer") if strategy else (part for part in PARTS if part != "data"):
             found.append((part, stored, fresh, run(strategy, 2, ckpt_path=path, resume=[part]).found))
     return found
 

@@ -34,8 +34,8 @@ def load(strategy: dict[str, Any], path: str, optimizer: str, save_as: str | Non
 
 # Name, ranks, strategy and optimizer of the run that saves; ranks and strategy of each that loads.
 CASES: list[tuple[str, int, dict[str, Any], str, list[tuple[int, dict[str, Any]]]]] = [
-    ("fsdp4", 4, FSDP, "adamw", [(3, FSDP), (8, FSDP)]),
-    ("fsdp4-to-fewer", 4, FSDP, "adamw", [(1, FSDP), (2, FSDP)]),
+    ("fsdp4", 4, FSDP, "adamw", [(3, FSDP)]),
+    ("fsdp4-to-others", 4, FSDP, "adamw", [(1, FSDP), (2, FSDP), (8, FSDP)]),
     ("tp2", 2, TP2, "amsgrad", [(4, TP4), (1, FSDP)]),
     ("tp2-fsdp2", 4, TP2, "momentum", [(4, FSDP)]),
     ("fsdp4-to-tp", 4, FSDP, "momentum", [(4, TP2)]),
@@ -47,7 +47,7 @@ CASES: list[tuple[str, int, dict[str, Any], str, list[tuple[int, dict[str, Any]]
 ]
 
 
-SWEPT = ("fsdp4-to-fewer", "tp2", "fsdp4-to-tp", "tp4", "offloaded")
+SWEPT = ("fsdp4-to-others", "tp2", "fsdp4-to-tp", "tp4", "offloaded")
 """What others combine."""
 
 
@@ -134,5 +134,5 @@ def test_a_chain_of_topologies_keeps_every_bit(tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
     expected = run_ranks(4, save, TP2, first, "adamw")[0]
     run_ranks(3, load, FSDP, first, "adamw", second)
-    run_ranks(4, load, TP4, second, "adamw", third)
+    run_ranks(2, load, TP2, second, "adamw", third)
     assert tiny.differences(expected, run_ranks(1, load, FSDP, third, "adamw")[0]) == []

@@ -190,7 +190,10 @@ def resumed(path: str, strategy: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(1, "auto"), (2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ddp"), (4, TP2)))],
+    [
+        *((1, "auto"), (2, {})),
+        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sweep]) for case in ((2, "ddp"), (4, TP2))),
+    ],
 )
 def test_training_resumes_from_it(training: tuple[str, dict[str, Any]], world: int, strategy: Any) -> None:
     file, expected = training
@@ -375,7 +378,7 @@ def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
 
-@pytest.mark.parametrize("number", [1, 2, 30, 150])
+@pytest.mark.parametrize("number", [2, 150])
 @pytest.mark.parametrize("kind", ["full disk", "interrupt in a thread", "interrupt by a user"])
 def test_an_error_of_any_thread_ends_all_and_leaves_nothing_behind(
     number: int, kind: str, copy: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,10 +116,17 @@ def content(place: str | Path, options: dict[str, Any] | None = None) -> dict[st
 
 
 QUICK = ("one file", "huggingface")
+SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.mark.parametrize(
-    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS if kind not in QUICK)]
+    ("store", "kind"),
+    [
+        pytest.param(store, kind, id=f"{kind}-{store}", marks=[] if kind in QUICK else rest)
+        for store, rest in (("s3", [pytest.mark.slow]), ("memory", SWEPT), ("another", SWEPT))
+        for kind in FORMATS
+    ],
+    indirect=["store"],
 )
 def test_a_store_gets_the_bytes_of_the_local_export(
     kind: str, store: tuple[str, dict[str, Any]], saved: Path, tmp_path: Path
@@ -131,15 +138,15 @@ def test_a_store_gets_the_bytes_of_the_local_export(
     assert content(url, options).keys() == {f"/out{name}" for name in expected}
 
 
+QUICK_WINDOWS = {("torch", 3000), ("torch converted", 3000), ("torch converted", 70_000)}
+QUICK_WINDOWS |= {("chunks with optimizer", 70_000)}
+
+
 @pytest.mark.parametrize(
     ("kind", "nbytes"),
     [
-        pytest.param(kind, nbytes, marks=marks if nbytes == 400 else [])
-        for kind, *marks in (
-            ("torch", pytest.mark.slow, pytest.mark.sweep),
-            ("torch converted", pytest.mark.slow),
-            ("chunks with optimizer", pytest.mark.slow, pytest.mark.sweep),
-        )
+        pytest.param(kind, nbytes, marks=[] if (kind, nbytes) in QUICK_WINDOWS else SWEPT)
+        for kind in ("torch", "torch converted", "chunks with optimizer")
         for nbytes in (400, 3000, 70_000)
     ],
 )
@@ -241,7 +248,6 @@ def test_a_url_of_a_file_is_a_path(saved: Path, tmp_path: Path) -> None:
 
 REPLACED = {"file": FILE, "folder": CHUNKS, "torch": {}}
 QUICK_PAIRS = {("s3", "folder"), ("memory", "file"), ("another", "torch")}
-SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.mark.parametrize(

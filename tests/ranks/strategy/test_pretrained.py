@@ -184,7 +184,7 @@ def through_other_doors(kinds: list[str], folder: str) -> list[str]:
 
 @pytest.mark.slow
 def test_every_door_takes_files_of_hugging_face_as_transformers_does(saved: str) -> None:
-    kinds = ["mixtral", "vit", "llama-tied", *OLD]
+    kinds = ["mixtral", "vit", *OLD]
     for wrong in run_ranks(2, through_other_doors, kinds, saved):
         assert wrong == []
 

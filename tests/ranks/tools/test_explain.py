@@ -74,13 +74,13 @@ TARGETS: list[dict[str, Any]] = [
 
 
 CASES: list[Case] = [*(("a", target) for target in TARGETS), ("pipelined", TARGETS[0]), ("pipelined", PP2_TP2)]
-QUICK = (0,)
+MARKS: dict[int, list[Any]] = {0: [], 2: [pytest.mark.slow, pytest.mark.sweep]}
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=f"{name} {onto(to)}", marks=() if number in QUICK else pytest.mark.slow)
+        pytest.param(number, id=f"{name} {onto(to)}", marks=MARKS.get(number, [pytest.mark.slow]))
         for number, (name, to) in enumerate(CASES)
     ],
 )

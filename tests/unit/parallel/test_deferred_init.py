@@ -667,8 +667,12 @@ def check_parallelised(how: str, where: str) -> int:
     [
         *(("fsdp", 2, "inside"), ("tp", 2, "outside"), ("fsdp and tp", 4, "inside")),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("fsdp", 2, "outside"), ("tp", 2, "inside"), ("fsdp and tp", 4, "outside"))
+            pytest.param(*case, marks=[pytest.mark.slow, *more])
+            for *case, more in (
+                ("fsdp", 2, "outside", []),
+                ("tp", 2, "inside", []),
+                ("fsdp and tp", 4, "outside", [pytest.mark.sweep]),
+            )
         ),
     ],
 )
