@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support import nets, tiny
 from tests.support.pool import run_ranks
@@ -202,22 +201,6 @@ def test_a_pipeline_consolidates_as_any_other_topology(saved: tuple[Path, State]
     module = Deep.load_from_checkpoint(file, optimizer="adamw", build_late=False)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     assert torch.isfinite(module(tokens)).all()
-
-
-def mismatched(path: str) -> str:
-    module = Deep()
-    module.blocks = nn.ModuleList([tiny.Block() for _ in range(4)])
-    module.blocks[0].extra = nn.Linear(2, 2)
-    module.blocks[3].other = nn.Linear(2, 2)
-    run = tiny.trainer(PP2, max_steps=3, limit_val_batches=0)
-    with pytest.raises(MismatchError, match="cannot load") as raised:
-        run.fit(module, tiny.loader(), ckpt_path=path)
-    return str(raised.value)
-
-
-def test_differences_of_all_stages_are_in_one_error(saved: tuple[Path, State]) -> None:
-    for message in run_ranks(2, mismatched, str(saved[0])):
-        assert "blocks.0.extra.weight" in message and "blocks.3.other.bias" in message
 
 
 def all_initial(strategies: list[State]) -> list[tuple[dict[str, Tensor], int]]:

@@ -287,17 +287,6 @@ def audited(name: str) -> tuple[list[str], list[str]]:
     return seen, [audited_as.get(name, name) for name in (call.split()[0] for call in interposer.calls)]
 
 
-def calls(name: str) -> list[list[str]]:
-    with scratch() as folder:
-        return [[call.split()[0] for call in end.calls] for end in prepared(saves.scenario(name), folder)[1]]
-
-
-@pytest.mark.parametrize("world", ["1 rank", "2 ranks"])
-def test_a_save_without_syncs_syncs_nothing(world: str) -> None:
-    for names in in_a_fork(calls, f"save without syncs over an older one, {world}"):
-        assert {"fsync", "fdatasync"} & set(names) == set() and "writev" in names
-
-
 @rest_is_slow(ALONE)
 def test_no_call_escapes_the_harness(name: str) -> None:
     seen, counted = in_a_fork(audited, name)
