@@ -302,7 +302,7 @@ class Pipeline:
             seed_rng(state.seed)
             with torch.no_grad(), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
-                self._stages.run_stage(run, lambda: state.step.run(copied(state.batches[0]), None))
+                self._gates.run(run, lambda: state.step.run(copied(state.batches[0]), None))
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
             state.carries[stage] = run.carry
         self._checks.check_draws(state)
@@ -319,7 +319,7 @@ class Pipeline:
         hidden = self._layers if count > 1 else {}
         seed_rng(seed)
         with results_as_placeholders(hidden, self._device):
-            self._stages.run_stage(run, lambda: state.step.run(copied(state.step.batch), 1.0))
+            self._gates.run(run, lambda: state.step.run(copied(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
         self._checks.check_draws(state)
         state.outputs.append((run.returned, 1.0))

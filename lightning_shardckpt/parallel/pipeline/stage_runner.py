@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +35,6 @@ class StageRunner:
         self._gates, self._plan = gates, plan
         self._schedule, self._transport = schedule, transport
         self._last = schedule.stages - 1
-
-    def run_stage(self, run: StageRun, step: Callable[[], Any]) -> None:
-        """Run ``step`` as one stage does."""
-        self._gates.run(run, step)
 
     def flush(self) -> None:
         """Wait until all messages have arrived. Call when every peer has received what it is going to."""
@@ -111,7 +106,7 @@ class StageRunner:
         share = state.shares[microbatch]
         seed_rng(state.seed + microbatch)
         with for_samples(state.samples[microbatch]), state.watched(stage, microbatch):
-            self.run_stage(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
+            self._gates.run(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
         outputs = run.outputs
         if whole:
             loss = state.step.loss(run.returned)
