@@ -33,6 +33,7 @@ from tests.sweeps.twins import (
     manual,
     models,
     optimizers,
+    packages,
     reads,
     recipes,
     surgery,
@@ -59,7 +60,7 @@ __all__ = [
 ]
 MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers, kept)  # they register the cases
 # Those that the suite leaves out:
-SWEPT = (weights, surgery, updates, growth, buffers, architectures, flags, columns, recipes, adapters)
+SWEPT = (weights, surgery, updates, growth, buffers, architectures, flags, columns, recipes, adapters, packages)
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

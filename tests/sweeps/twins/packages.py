@@ -1,0 +1,320 @@
+"""Models of transformers and adapters of PEFT as they are installed, with random weights.
+
+What draws random numbers is turned off: ranks draw their own. Tolerances are those of float32, to which many of these
+models cast inside. The oracle is the same module on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.sweeps.twins.base import CASES, Case, Natural
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+NO_RANDOM_NUMBERS = dict.fromkeys(
+    (
+        "activation_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "classifier_dropout",
+        "classifier_dropout_prob",
+        "drop_path_rate",
+        "dropout",
+        "dropout_rate",
+        "embd_pdrop",
+        "feat_proj_dropout",
+        "final_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "resid_pdrop",
+        "summary_last_dropout",
+    ),
+    0.0,
+)
+HEADS = {"head_dim": 8}
+GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+SEQUENCES = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+PIXELS = {"image_size": 32, "patch_size": 8}
+
+
+def tokens_of(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch[3] + 1, "labels": batch[3] + 1}
+
+
+def long_tokens_of(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {name: tokens.repeat(1, 4) for name, tokens in tokens_of(batch).items()}
+
+
+def classes_of_tokens(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch[3] + 1, "labels": batch[1] % 2}
+
+
+def images(batch: list[Tensor]) -> Tensor:
+    return F.interpolate(batch[0].reshape(-1, 1, 6, 1).expand(-1, 3, -1, 6), size=(32, 32))
+
+
+def classes_of_images(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"pixel_values": images(batch), "labels": batch[1] % 2}
+
+
+def captions(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch[3] + 1, "pixel_values": images(batch)}
+
+
+def classes_of_sounds(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_values": batch[0].repeat(1, 100), "labels": batch[1] % 2}
+
+
+def speech(batch: list[Tensor]) -> dict[str, Tensor]:
+    features = batch[0].repeat(1, 8)[:, None, :40].expand(-1, 8, -1)
+    return {"input_features": features, "labels": batch[3] + 1}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model of transformers.
+
+    Attributes:
+        model: its class.
+        config: name of its configuration.
+        sizes: arguments of the configuration, besides ``SIZES``; those that are None are left out.
+        inputs: arguments of the model's forward.
+        adapters: name and arguments of a configuration of PEFT.
+    """
+
+    model: str
+    config: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    inputs: Callable[[list[Tensor]], dict[str, Tensor]] = tokens_of
+    adapters: tuple[str, dict[str, Any]] | None = None
+
+    def build(self) -> Any:
+        import peft  # here: the suite imports this file, and has no need of the packages
+        import transformers
+
+        arguments = {**SIZES, **NO_RANDOM_NUMBERS, **self.sizes}
+        config_class = transformers.CONFIG_MAPPING[self.config]
+        config = config_class(**{name: value for name, value in arguments.items() if value is not None})
+        model = getattr(transformers, self.model)(config)
+        if self.adapters is not None:
+            name, options = self.adapters
+            model = peft.get_peft_model(model, getattr(peft, name)(**options))
+        return model.train()
+
+
+class FromPackage(Natural):
+    """Trains a model of transformers, or its adapters, by the model's own loss."""
+
+    recipe: Recipe
+    net: Any
+
+    def build(self) -> None:
+        self.net = self.recipe.build()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        outputs = self.net(**self.recipe.inputs(batch))
+        loss: Tensor | None = outputs.loss
+        if loss is None:  # of images and captions: their loss compares samples of the batch, which ranks divide
+            loss = (outputs.text_embeds * outputs.image_embeds).sum(1).mean() * self.net.logit_scale.exp()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.recipe.adapters is None:
+            return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.recipe.adapters is not None and self.recipe.adapters[0] == "AdaLoraConfig":
+            self.net.base_model.update_and_allocate(self.global_step)
+
+
+MODELS = {
+    "Gpt2": Recipe("GPT2LMHeadModel", "gpt2", GPT),
+    "Llama": Recipe("LlamaForCausalLM", "llama", HEADS),
+    "LlamaTied": Recipe("LlamaForCausalLM", "llama", {"tie_word_embeddings": True}),
+    "Gemma2": Recipe("Gemma2ForCausalLM", "gemma2", {**HEADS, "query_pre_attn_scalar": 8}),
+    "Gemma3": Recipe("Gemma3ForCausalLM", "gemma3_text", {**HEADS, "query_pre_attn_scalar": 8}),
+    "Phi3": Recipe("Phi3ForCausalLM", "phi3"),
+    "Falcon": Recipe("FalconForCausalLM", "falcon"),
+    "Bloom": Recipe("BloomForCausalLM", "bloom", {"n_layer": 2, "n_head": 2}),
+    "Opt": Recipe("OPTForCausalLM", "opt", {"ffn_dim": 32, "word_embed_proj_dim": 16}),
+    "NeoX": Recipe("GPTNeoXForCausalLM", "gpt_neox"),
+    "GptJ": Recipe("GPTJForCausalLM", "gptj", {**GPT, "rotary_dim": 4}),
+    "Mamba": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}),
+    "Mamba2": Recipe(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {**HEADS, "state_size": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4},
+    ),
+    "Rwkv": Recipe("RwkvForCausalLM", "rwkv", {"attention_hidden_size": 16}),
+    "RecurrentGemma": Recipe("RecurrentGemmaForCausalLM", "recurrent_gemma", {"lru_width": 16, "num_hidden_layers": 3}),
+    "T5": Recipe("T5ForConditionalGeneration", "t5", {"d_model": 16, "d_kv": 8, "d_ff": 32}),
+    "Bart": Recipe("BartForConditionalGeneration", "bart", SEQUENCES),
+    "Bert": Recipe("BertForMaskedLM", "bert"),
+    "Roberta": Recipe("RobertaForSequenceClassification", "roberta", inputs=classes_of_tokens),
+    "Albert": Recipe("AlbertForMaskedLM", "albert", {"embedding_size": 8}),
+    "Deberta": Recipe(
+        "DebertaV2ForMaskedLM",
+        "deberta-v2",
+        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
+    ),
+    "Electra": Recipe("ElectraForSequenceClassification", "electra", {"embedding_size": 8}, classes_of_tokens),
+    "XLNet": Recipe(
+        "XLNetForSequenceClassification",
+        "xlnet",
+        {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "max_position_embeddings": None},
+        classes_of_tokens,
+    ),
+    "Reformer": Recipe(
+        "ReformerForMaskedLM",
+        "reformer",
+        {
+            "attention_head_size": 8,
+            "attn_layers": ["local", "local"],
+            "axial_pos_embds_dim": [8, 8],
+            "axial_pos_shape": [4, 4],
+            "feed_forward_size": 32,
+            "is_decoder": False,
+            "local_attn_chunk_length": 4,
+            "max_position_embeddings": 16,
+        },
+        long_tokens_of,
+    ),
+    "Longformer": Recipe("LongformerForMaskedLM", "longformer", {"attention_window": 4}),
+    "BigBird": Recipe("BigBirdForMaskedLM", "big_bird", {"attention_type": "original_full"}),
+    "Funnel": Recipe(
+        "FunnelForMaskedLM",
+        "funnel",
+        {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "block_sizes": [1, 1], "num_hidden_layers": None},
+    ),
+    "FNet": Recipe("FNetForMaskedLM", "fnet"),
+    "ModernBert": Recipe("ModernBertForMaskedLM", "modernbert"),
+    "Vit": Recipe("ViTForImageClassification", "vit", PIXELS, classes_of_images),
+    "Dino": Recipe("Dinov2ForImageClassification", "dinov2", PIXELS, classes_of_images),
+    "ConvNext": Recipe(
+        "ConvNextForImageClassification",
+        "convnext",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+        classes_of_images,
+    ),
+    "Segformer": Recipe(
+        "SegformerForImageClassification",
+        "segformer",
+        {
+            "depths": [1, 1],
+            "hidden_sizes": [8, 8],
+            "mlp_ratios": [2, 2],
+            "num_attention_heads": [1, 2],
+            "num_encoder_blocks": 2,
+            "patch_sizes": [7, 3],
+            "sr_ratios": [2, 1],
+            "strides": [4, 2],
+        },
+        classes_of_images,
+    ),
+    "Clip": Recipe(
+        "CLIPModel",
+        "clip",
+        {
+            "projection_dim": 8,
+            "text_config": {**SIZES, "decoder_start_token_id": None},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, **PIXELS},
+        },
+        captions,
+    ),
+    "Wav2Vec2": Recipe(
+        "Wav2Vec2ForSequenceClassification",
+        "wav2vec2",
+        {
+            "apply_spec_augment": False,
+            "conv_dim": (8, 8),
+            "conv_kernel": (10, 3),
+            "conv_stride": (5, 2),
+            "num_conv_pos_embedding_groups": 2,
+            "num_conv_pos_embeddings": 4,
+            "num_feat_extract_layers": 2,
+        },
+        classes_of_sounds,
+    ),
+    "Whisper": Recipe(
+        "WhisperForConditionalGeneration",
+        "whisper",
+        {**SEQUENCES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16},
+        speech,
+    ),
+}
+
+LINEAR, SQUARE = ["q_proj", "v_proj", "up_proj"], ["q_proj", "v_proj"]
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Lora": ("LoraConfig", {"target_modules": LINEAR}),
+    "LoraDora": ("LoraConfig", {"target_modules": LINEAR, "use_dora": True}),
+    "LoraPissa": ("LoraConfig", {"target_modules": LINEAR, "init_lora_weights": "pissa"}),
+    "LoraOlora": ("LoraConfig", {"target_modules": LINEAR, "init_lora_weights": "olora"}),
+    "LoraBiases": ("LoraConfig", {"target_modules": LINEAR, "bias": "all", "lora_bias": True}),
+    "LoraAndHead": ("LoraConfig", {"target_modules": LINEAR, "modules_to_save": ["lm_head", "norm"]}),
+    "LoraOfEmbedding": ("LoraConfig", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "LoraAndTokens": ("LoraConfig", {"target_modules": LINEAR, "trainable_token_indices": [1, 2, 3]}),
+    "LoraOfParameters": ("LoraConfig", {"target_modules": [], "target_parameters": ["self_attn.q_proj.weight"]}),
+    "LoraOnRepeatedLayers": ("LoraConfig", {"target_modules": LINEAR, "layer_replication": [(0, 2), (1, 2)]}),
+    "AdaLora": (
+        "AdaLoraConfig",
+        {"target_modules": LINEAR, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 1},
+    ),
+    "Ia3": ("IA3Config", {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "LoHa": ("LoHaConfig", {"r": 4, "target_modules": LINEAR}),
+    "LoKr": ("LoKrConfig", {"r": 4, "target_modules": LINEAR}),
+    "Oft": ("OFTConfig", {"oft_block_size": 8, "target_modules": SQUARE}),
+    "Boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": SQUARE}),
+    "Vera": ("VeraConfig", {"r": 4, "target_modules": SQUARE}),
+    "Hra": ("HRAConfig", {"r": 4, "target_modules": SQUARE}),
+    "VbLora": ("VBLoRAConfig", {"r": 2, "num_vectors": 8, "vector_length": 4, "target_modules": SQUARE}),
+    "Miss": ("MissConfig", {"r": 4, "target_modules": SQUARE}),
+    "RandLora": ("RandLoraConfig", {"r": 4, "target_modules": SQUARE}),
+    "Shira": ("ShiraConfig", {"r": 2, "target_modules": SQUARE}),
+    "C3a": ("C3AConfig", {"block_size": 8, "target_modules": SQUARE}),
+    "NormTuning": ("LNTuningConfig", {"target_modules": ["norm"]}),
+    "PromptTuning": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
+    "PrefixTuning": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
+    "PromptEncoder": (
+        "PromptEncoderConfig",
+        {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 16},
+    ),
+    "AdaptionPrompt": (
+        "AdaptionPromptConfig",
+        {"task_type": "CAUSAL_LM", "adapter_len": 3, "adapter_layers": 1},
+    ),
+}
+
+RECIPES = {**MODELS, **{name: Recipe("LlamaForCausalLM", "llama", HEADS, adapters=of) for name, of in ADAPTERS.items()}}
+for name, recipe in RECIPES.items():
+    CASES[name] = Case(name, type(name, (FromPackage,), {"recipe": recipe}), tolerance=2e-5)
