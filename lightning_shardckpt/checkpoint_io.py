@@ -30,10 +30,9 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_path
-from lightning_shardckpt.checkpoint.lightning_save import Attached, LightningSave
+from lightning_shardckpt.checkpoint.lightning_dict import Attached, LightningSave, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
 from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
-from lightning_shardckpt.checkpoint.whole_load import is_torch_file, load_whole
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN

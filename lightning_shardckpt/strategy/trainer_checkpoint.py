@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.lightning_save import RANK_STATE
+from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
