@@ -296,7 +296,7 @@ def test_what_a_reader_opens_is_replaced(
     exchange: bool, after: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = ready(path, OF_ONE_MACHINE if exchange else WITHOUT_FLAGS)
-    once(monkeypatch, LocalReader, "stays", draft.publish, after=after)
+    once(monkeypatch, LocalReader, "lock_against_deletion", draft.publish, after=after)
     assert held(path) == save_id(0, 0 if after else 1)
 
 
