@@ -344,6 +344,7 @@ class Carrier:
             self.free()
         if any(now[0] != then[0] for now, then in zip(state, self._gathered, strict=True)):
             self._take_shards()
+            state = self._state_of_leaves()  # torch gives rows that it pads other memory
         self._gathered = state
         if torch.is_inference_mode_enabled():  # torch must not make its memory there
             with torch.inference_mode(False), torch.no_grad():
