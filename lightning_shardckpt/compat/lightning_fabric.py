@@ -6,7 +6,7 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import atexit
-import signal
+import os
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +17,7 @@ from lightning.fabric import wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,8 +31,10 @@ def init_process_group(
 ) -> str:
     """Make the default process group, where there is none yet, and return its backend. Collective over the world.
 
-    Leaves no ``MASTER_PORT`` in the environment: a program that this process starts would take the port for that of its
-    own ranks, while this process still listens there.
+    Relies on ``_init_dist_connection``, which leaves ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment, and on
+    ``_destroy_dist_connection``, which destroys NCCL's group when the process ends. One process alone takes the names
+    out again: a program that it starts would take the port for that of its own ranks, while this process still listens
+    there.
 
     Args:
         environment: knows address, rank and world size.
@@ -42,29 +45,17 @@ def init_process_group(
     chosen: str = backend or dist.get_default_backend_for_device(device)
     if backend is None and chosen == "nccl":
         chosen = f"cpu:gloo,{device.type}:nccl"
-    if dist.is_initialized():
-        return chosen
-    address = environment.main_address
-    host = f"[{address}]" if ":" in address else address
-    dist.init_process_group(
-        chosen,
-        init_method=f"tcp://{host}:{environment.main_port}",
-        rank=environment.global_rank(),
-        world_size=environment.world_size(),
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type != "cpu" else None,
-    )
-    if chosen.rpartition(":")[2] == "nccl":
-        atexit.register(_destroy_process_group)
+    bound = device if device.type != "cpu" else None
+    names = ("MASTER_ADDR", "MASTER_PORT") if environment.world_size() == 1 else ()
+    before = {name: os.environ.get(name) for name in names}
+    is_new = not dist.is_initialized()
+    _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    if is_new and chosen.endswith(":nccl"):
+        atexit.register(_destroy_dist_connection)  # as Lightning does for "nccl"
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
     return chosen
-
-
-def _destroy_process_group() -> None:
-    """Destroy NCCL's groups when the process ends, of which torch warns otherwise; Ctrl-C does not interrupt it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    signal.signal(signal.SIGINT, before)
 
 
 def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
 
 EndBatch = Callable[[], None]
 
@@ -293,7 +294,7 @@ def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
     """Make Lightning begin an epoch as a run does that has just finished one.
 
     By itself, where there is a ``max_steps``, it takes up the epoch that is over, for one more batch or none. Relies on
-    ``_batches_that_stepped`` and the setter of ``restarting`` of all loops, beside public progress counters.
+    ``_batches_that_stepped`` and the setter of ``_Loop.restarting``, beside public progress counters.
 
     Args:
         trainer: whose loops have loaded their state.
@@ -306,6 +307,6 @@ def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
         progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
     if not ended:
         loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted after its hooks
-    super(type(fit), type(fit)).restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
+    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
     for each in (fit, loop, loop.val_loop):
         each.reset_restart_stage()

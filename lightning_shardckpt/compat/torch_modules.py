@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 # ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,10 +269,10 @@ def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
 # ── what is registered ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BatchNorm: Any = nn.BatchNorm1d.__base__
+BatchNorm = _BatchNorm
 """What every batch norm derives from, synchronized and lazy ones included."""
 
-NormWithStatistics: Any = BatchNorm.__base__
+NormWithStatistics = _NormBase
 """What every norm with running statistics derives from: batch and instance norms."""
 
 
