@@ -109,6 +109,7 @@ class Recipe:
         sizes: arguments of the configuration, besides ``SIZES``; those that are None are left out.
         inputs: arguments of the model's forward.
         adapters: name and arguments of a configuration of PEFT.
+        tolerance: relative.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Recipe:
     sizes: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[list[Tensor]], dict[str, Tensor]] = tokens_of
     adapters: tuple[str, dict[str, Any]] | None = None
+    tolerance: float = 2e-5
 
     def build(self) -> Any:
         import peft  # here: the suite imports this file, and has no need of the packages
@@ -209,6 +211,7 @@ MODELS = {
             "max_position_embeddings": 16,
         },
         long_tokens_of,
+        tolerance=1e-3,  # it computes activations back from outputs, which rounds once more
     ),
     "Longformer": Recipe("LongformerForMaskedLM", "longformer", {"attention_window": 4}),
     "BigBird": Recipe("BigBirdForMaskedLM", "big_bird", {"attention_type": "original_full"}),
@@ -317,4 +320,4 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 RECIPES = {**MODELS, **{name: Recipe("LlamaForCausalLM", "llama", HEADS, adapters=of) for name, of in ADAPTERS.items()}}
 for name, recipe in RECIPES.items():
-    CASES[name] = Case(name, type(name, (FromPackage,), {"recipe": recipe}), tolerance=2e-5)
+    CASES[name] = Case(name, type(name, (FromPackage,), {"recipe": recipe}), tolerance=recipe.tolerance)
