@@ -185,6 +185,21 @@ class BuiltForEvaluation(Plain):
         self.train()
 
 
+class Shifted(Layer):
+    """Looks up its buffer and its parameter as containers do, such as PEFT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self._buffers["shift"]) * self.down._parameters["bias"].cos()
+
+
+class LooksUpWeights(Plain):
+    Layer = Shifted
+
+
 class DetachedHead(Plain):
     def trunk(self, x: Any) -> Any:
         return super().trunk(x).detach()

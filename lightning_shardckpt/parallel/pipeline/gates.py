@@ -166,11 +166,12 @@ class Stub:
         try:
             with torch.no_grad(), derive_rng(self._fqn):  # it draws when it meets new shapes only
                 out = self._copy.forward(*args, **kwargs)
-        except UnsupportedCodeError:
+        except (UnsupportedCodeError, AttributeError, LookupError, ValueError):
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
             if like is None:
                 raise
-            # Its shapes depend on values (experts do): a layer returns what it got, or the entry finds the difference.
+            # Its shapes depend on values, as those of experts, or it looks up weights in _buffers or _parameters, as PEFT
+            # does: a layer returns what it got, or the entry finds the difference. Its stage raises its own errors.
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
