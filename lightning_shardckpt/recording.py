@@ -8,6 +8,7 @@ would not have written. ``tools.prove_resume`` has the plan, the records and the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -92,8 +93,7 @@ class RunRecorder(Callback):
             arguments["ckpt_path"] = self._plan.resume_from
         self._redirect_saves()
         set_default_root_dir(trainer, self._plan.files)
-        stand_in = type("StandInLogger", (DummyLogger,), dict.fromkeys(("save_dir", "log_dir"), self._plan.files))
-        trainer.loggers = [stand_in() for _ in trainer.loggers]  # writes and sends nothing
+        trainer.loggers = [_StandInLogger(self._plan.files) for _ in trainer.loggers]
 
     def _redirect_saves(self) -> None:
         for number, callback in enumerate(self._trainer.checkpoint_callbacks):
@@ -146,10 +146,7 @@ class RunRecorder(Callback):
         """Write the values of a moment by section and name; returns whether this run is recorded."""
         if self._file is None or trainer is not self._trainer:
             return False
-        entries = {
-            section: {key: entry for name, value in named.items() for key, entry in self._values.entries(name, value)}
-            for section, named in sections().items()
-        }
+        entries = {section: self._values.of_section(named) for section, named in sections().items()}
         self._write(step=self._step, phase=phase, sections=entries, unobserved=self._values.unobserved)
         return True
 
@@ -206,11 +203,13 @@ class RunRecorder(Callback):
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
         for number, callback in enumerate(self._trainer.callbacks):
             name, kind = f"{type(callback).__name__} ({number})", type(callback).__module__
+            if callback is self:
+                continue
             if isinstance(callback, Timer):
                 self._values.unobserved[f"callback {name}"] = "it measures time, which is never the same"
-            elif kind.startswith("lightning."):
+            elif kind.startswith(("lightning.", _OURS)):
                 yield name, {"state_dict": callback.state_dict()}
-            elif callback is not self:
+            else:
                 yield name, _with_attributes(callback, {"_trainer"})
 
     def _position(self) -> dict[str, dict[str, Any]]:
@@ -235,6 +234,28 @@ class RunRecorder(Callback):
                 (synced if logged.synced else own)[logged.name] = logged.of_batch
             own |= {f"{logged.name} over the epoch so far ({part})": value for part, value in logged.of_epoch.items()}
         return {"logged": synced, "logged_by_rank": own}
+
+
+class _StandInLogger(DummyLogger):
+    """Takes the place of a logger: nothing is written or sent anywhere.
+
+    Args:
+        directory: for code that asks a logger where to write.
+    """
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._directory = directory
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._directory
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._directory
 
 
 _NO_PARAMETER = "a tensor that is no parameter"
@@ -267,7 +288,7 @@ def _given_by(kind: type) -> frozenset[str]:
 # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _OURS = "lightning_shardckpt."
-_SHORT, _DEEPEST, _MOST = 80, 6, 1000
+_SHORT, _DEEPEST, _MOST = 80, 7, 1000
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range)
 
@@ -282,6 +303,19 @@ class _Values:
     def __init__(self, replaced: Mapping[str, str]) -> None:
         self._replaced = replaced
         self.unobserved: dict[str, str] = {}
+
+    def of_section(self, named: Mapping[str, Any]) -> dict[str, Entry]:
+        """Return the entries of values by name; of equal names, such as of 1 and "1", the later ones are numbered."""
+        found: dict[str, Entry] = {}
+        for name, value in named.items():
+            for key, entry in self.entries(name, value):
+                unique = key
+                for number in itertools.count(2):
+                    if unique not in found:
+                        break
+                    unique = f"{key} ({number})"
+                found[unique] = entry
+        return found
 
     def entries(self, name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Entry]]:
         """Yield the entries of a value and of all values in it, by name."""
@@ -305,7 +339,9 @@ class _Values:
         items = _items(value)
         if items is None or depth == _DEEPEST:
             self.unobserved[name] = f"a value of {type(value).__module__}.{type(value).__qualname__}"
-        elif len(items) <= _MOST:
+        elif not items:
+            yield name, Entry(f"empty {type(value).__name__}")
+        elif len(items) <= _MOST or isinstance(value, nn.Module):
             for key, item in items:
                 yield from self.entries(f"{name}/{key}" if name else str(key), item, depth + 1)
         elif all(isinstance(item, _SCALARS) for _, item in items):

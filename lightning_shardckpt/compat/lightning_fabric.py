@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Generator, MutableMapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,8 +16,12 @@ import torch.distributed as dist
 from lightning.fabric import wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -59,32 +63,27 @@ def init_process_group(
 
 
 def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
-    """Return a tensor reduced over a group, in its own memory, as Lightning spells operations: "mean" for None.
+    """Return a tensor reduced over a group, in place, as Lightning spells operations.
 
     A mean of integers is not rounded down, as Lightning's own is: it divides epochs' sums by mean numbers of samples.
+    Gradients of the tensor stay those of this rank's value, so that a loss which is reduced for a log trains as it did.
 
-    Collective: every rank of ``group`` must call it.
+    Relies on ``_sync_ddp_if_available``. Collective: every rank of ``group`` must call it.
     """
-    is_mean = reduce_op in (None, "mean", "avg")
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    total = tensor.to(torch.int64, copy=True) if is_mean and is_integer else tensor
-    op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
-    dist.all_reduce(total, op=dist.ReduceOp.SUM if is_mean else op, group=group)
-    if not is_mean:
-        return total
-    if not is_integer:
-        return total.div_(dist.get_world_size(group))
-    mean = total / dist.get_world_size(group)
-    return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
+    if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
+        total = _sync_ddp_if_available(tensor.to(torch.int64, copy=True), group, reduce_op="sum")
+        mean = total / dist.get_world_size(group)
+        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
+    _sync_ddp_if_available(tensor.detach(), group, reduce_op=reduce_op)
+    return tensor
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to a device, but for ``step``, which optimizers keep on the CPU."""
-    for parameter, values in optimizer.state.items():
-        if isinstance(values, MutableMapping):
-            values.update({k: move_data_to_device(v, device) for k, v in values.items() if k != "step"})
-        else:  # of an optimizer that is not torch's
-            optimizer.state[parameter] = move_data_to_device(values, device)
+    """Move the state of an optimizer to a device, but for what optimizers keep on the CPU.
+
+    Relies on ``_optimizer_to_device``.
+    """
+    _optimizer_to_device(optimizer, device)
 
 
 @contextmanager

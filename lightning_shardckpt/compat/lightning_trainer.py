@@ -24,9 +24,9 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import RandomSampler
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -52,7 +52,8 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
 
     Where one rank has all data, a training loader with a state of its own keeps its sampler, which is a part of that.
 
-    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage).
+    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
+    ``_is_dataloader_shuffled``.
     """
     connector = trainer._data_connector
     prepare = type(connector)._prepare_dataloader
@@ -61,8 +62,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
             return dataloader
-        shuffled = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
-        return prepare(connector, dataloader, shuffle and shuffled, mode)
+        return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
 
     connector._prepare_dataloader = prepared  # type: ignore[method-assign]  # of this Trainer alone
 

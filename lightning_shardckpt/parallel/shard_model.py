@@ -177,7 +177,7 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined so, saying what to change.
     """
     _refuse_lazy(root)
-    if meshes.topology.world_size > 1:
+    if meshes.topology.world_size > 1 or is_parallel(root):
         refuse_node_hooks(root)
         replace_functions()
     names = parameter_names(root)

@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatt
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
-from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed
+from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
@@ -60,7 +60,7 @@ class StageRun:
         draws: whether the step draws random numbers before its layers, so that stages compare them.
         facts: the state of the random generators when this run left, if that matters.
         entered: where the received tensors entered, by position; None: without gradient.
-        peer_failed: whether the stage before failed, so that this run left, too.
+        failure: of waiting for that message, such as that the stage before failed; this run left because of it.
         outputs: the tensors at ``carry``, then those that the last layer returned if the run left after it.
         returned: what the step returned, if it was not left.
         early: modules of the last stage that were called before the first layer.
@@ -80,7 +80,7 @@ class StageRun:
     draws: bool = False
     facts: tuple[int, ...] = ()
     entered: dict[int, GraphEntry | None] = field(default_factory=dict)
-    peer_failed: bool = False
+    failure: Exception | None = None
     outputs: list[Tensor] = field(default_factory=list)
     returned: Any = None
     next: int = 0
@@ -110,8 +110,8 @@ class Gates:
             with guarded_step(), in_stage_run():
                 run.returned = step()
         except StageExit:
-            if run.peer_failed:
-                raise PeerFailed from None
+            if run.failure is not None:
+                raise run.failure from None
             return tuple(run.outputs)
         finally:
             self.running = None
@@ -170,8 +170,8 @@ class Stub:
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
             if like is None:
                 raise
-            # Its shapes depend on values, as those of experts, or it looks up weights in _buffers or _parameters, as PEFT
-            # does: a layer returns what it got, or the entry finds the difference. Its stage raises its own errors.
+            # Its shapes depend on values, as those of experts, or it looks up weights in _buffers, as in PEFT: a layer
+            # returns what it got, or the entry finds the difference. An error of its own is raised where it runs.
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
@@ -295,8 +295,8 @@ class Gate:
             return
         try:
             message = run.receive()
-        except PeerFailed:  # which user code must not catch
-            run.peer_failed = True
+        except Exception as failure:  # which user code must not catch
+            run.failure = failure
             raise StageExit from None
         incoming = message.tensors
         unknown = next((position for position in found if position not in incoming), None)

@@ -40,7 +40,6 @@ from lightning_shardckpt.compat.torch_modules import parameter_slots
 from lightning_shardckpt.compat.torch_tensors import (
     keep_version,
     storage_uses,
-    version_of,
     with_hooks,
     without_torch_function,
 )
@@ -57,7 +56,7 @@ from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.saved_parameters import saves_elsewhere
+from lightning_shardckpt.parallel.tensors.saved_parameters import saves_elsewhere, state_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 
@@ -319,11 +318,13 @@ class Carrier:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
-    def _state_of_leaves(self) -> list[tuple[int, int, bool]]:
+    def _state_of_leaves(self) -> list[tuple[int, tuple[int, int], bool]]:
         """What tells whether memory, values or requires_grad changed."""
-        rows = [local_tensor(leaf) for leaf in self._leaves]
         with without_torch_function():
-            return [(a.data_ptr(), version_of(a), p.requires_grad) for a, p in zip(rows, self._leaves, strict=True)]
+            return [
+                (local_tensor(leaf).untyped_storage().data_ptr(), state_of(leaf), leaf.requires_grad)
+                for leaf in self._leaves
+            ]
 
     def begin_step(self) -> None:
         """Note how the leaves are when torch's streams wait for what was done to them."""
@@ -342,7 +343,7 @@ class Carrier:
             if state == self._gathered:
                 return
             self.free()
-        if any(now[0] != then[0] for now, then in zip(state, self._gathered, strict=True)):
+        if any((now[0], now[1][1]) != (then[0], then[1][1]) for now, then in zip(state, self._gathered, strict=True)):
             self._take_shards()
             state = self._state_of_leaves()  # torch gives rows that it pads other memory
         self._gathered = state

@@ -282,11 +282,19 @@ def _refuse_whole(module: nn.Module, name: str) -> None:
         raise error
 
 
+_refused_loads = WeakSet[nn.Module]()
+"""Modules whose load is under way, and ends with an error."""
+
+
 def _raise_after_load(module: nn.Module, error: UnsupportedCodeError) -> None:
-    """Raise an error once more when the module is loaded: torch makes a RuntimeError of what is raised before."""
+    """Raise the first error again when the module is loaded: torch makes a RuntimeError of what is raised before."""
+    if module in _refused_loads:
+        return
 
     def raise_it(*_: Any) -> None:
         hook.remove()
+        _refused_loads.discard(module)
         raise error
 
+    _refused_loads.add(module)
     hook = module.register_load_state_dict_post_hook(raise_it)  # type: ignore[no-untyped-call]  # torch's

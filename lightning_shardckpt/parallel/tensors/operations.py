@@ -185,7 +185,8 @@ def _moved(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     moved = func(empty, *rest, **keywords)
     if moved.device != empty.device:
         return func(whole(tensor, name_of(func)), *rest, **keywords)  # type: ignore[no-any-return]  # a Tensor
-    return _elementwise(Tensor.to, (tensor, moved.dtype), {}) if has_examples else None
+    copies = {"copy": kwargs.get("copy", False)}
+    return _elementwise(Tensor.to, (tensor, moved.dtype), copies) if has_examples else None
 
 
 def _written(

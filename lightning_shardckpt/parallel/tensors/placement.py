@@ -22,6 +22,9 @@ DATA_AXES = ("replicate", "shard")
 NAME = "_shardckpt_name"
 """Attribute of a sharded parameter, and of what is made of it alone: its name, which the ranks compare in reads."""
 
+ASSIGNMENTS = "_shardckpt_assignments"
+"""Attribute of a sharded tensor: how often its ``data`` was assigned."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placements:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
+from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS
 
 
 class _Other(NamedTuple):
@@ -106,9 +107,12 @@ def saves_elsewhere() -> bool:
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what differs after a change of a tensor's values, in place or to other memory. No communication."""
-    local = local_tensor(tensor)
-    return version_of(local), local.data_ptr()
+    """Return what differs after a change of a tensor's values, in place or by an assignment to ``data``.
+
+    It changes on all ranks or on none. Addresses are no part of it: a rank without rows has none, and new memory may be
+    where other memory was before. No communication.
+    """
+    return version_of(local_tensor(tensor)), tensor.__dict__.get(ASSIGNMENTS, 0)
 
 
 def _saved_parameters(hook: Any) -> SavedParameters | None:

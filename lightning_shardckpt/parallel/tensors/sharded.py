@@ -42,7 +42,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
-from lightning_shardckpt.parallel.tensors.placement import DATA_AXES, NAME, local_part
+from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
 
 Function = Callable[..., Any]
@@ -95,6 +95,7 @@ class ShardedTensor(DTensor):
             found = like(self, rows.detach())
             _data.__set__(self, found)
             replace_local(self, found)
+            self.__dict__[ASSIGNMENTS] = self.__dict__.get(ASSIGNMENTS, 0) + 1
 
     @property
     def grad(self) -> Tensor | None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy
@@ -85,3 +93,22 @@ def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
         assert by_torch == batches[rank::2], "torch's own class keeps its batches"
     for error in run_ranks(2, load_by_fabric):
         assert error.startswith("LoadsBatches, whose sampler gives batches"), error
+
+
+class Shuffles(Net):
+    """Shuffles by a batch sampler: the sampler of the loader itself is torch's default then, in order."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), 4, drop_last=False))
+
+
+def see_shuffled() -> list[float]:
+    pl.seed_everything(3, verbose=False)
+    module = Shuffles(own=False)
+    tiny.trainer({}, max_epochs=1).fit(module)
+    return [row for batch in module.seen for row in batch]
+
+
+def test_a_random_sampler_in_a_batch_sampler_shuffles() -> None:
+    for rank, rows in enumerate(run_ranks(2, see_shuffled)):
+        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]  # type: ignore[arg-type]  # a Sequence does

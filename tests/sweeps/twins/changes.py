@@ -462,3 +462,36 @@ class WritesThroughViews(Natural):
         w.masked_fill_(w > 0.6, 0.6).index_fill_(0, torch.tensor([1]), 0.1)
         w.scatter_(1, torch.zeros(5, 1, dtype=torch.long), 0.05).fill_diagonal_(0.2)
         w.copy_(w.flip(0))
+
+
+@case()
+class AssignsTwiceInStep(Natural):
+    """New memory may lie where memory of the values before the last ones was."""
+
+    def build(self) -> None:
+        super().build()
+        self.weight = nn.Parameter(torch.ones(64, WIDTH))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        for _ in range(4):
+            self.weight.data = self.weight.data * 0.9
+            self.weight.data = self.weight.data + 1
+            self.seen += [float(self.weight.sum()), float((self.weight.t() @ self.weight).sum())]
+        return self.loss(batch) + self.weight.square().mean()
+
+
+@case()
+class AssignsOneElement(Natural):
+    """One rank has no row of the bias."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        total = batch[0].new_zeros(())
+        for bound in (0.0, 0.1, 0.2):
+            self.net.head.bias.data = self.net.head.bias.data.clamp(-bound, bound) + 1
+            total = total + self.net(batch[0]).square().mean()
+            self.seen.append(float(self.net.head.bias.sum()))
+        return total

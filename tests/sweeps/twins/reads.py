@@ -118,3 +118,13 @@ class NotesOnWeights(Natural):
     def on_train_batch_end(self, *args: Any) -> None:
         for p in self.parameters():
             p.boost = getattr(p, "boost", 1.0) * 0.9
+
+
+@case()
+class ReducesLoss(Natural):
+    """For a log, in place: the loss trains as it did."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.seen.append(float(self.trainer.strategy.reduce(loss)))
+        return loss
