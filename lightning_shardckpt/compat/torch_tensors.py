@@ -161,7 +161,7 @@ def storage_uses(tensor: Tensor) -> int:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Overload: TypeAlias = Any
+Overload: TypeAlias = torch._ops.OpOverload[..., Any]
 """One operator as a dispatch mode gets it, such as ``torch.ops.aten.add.Tensor``."""
 
 
@@ -200,7 +200,7 @@ def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, 
 
 def is_in_place(func: Overload) -> bool:
     """Return whether an operator changes its first argument and returns it."""
-    return bool(func._schema.name.endswith("_"))
+    return func._schema.name.endswith("_")
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

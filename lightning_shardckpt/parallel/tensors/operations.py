@@ -125,9 +125,9 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function to this rank's rows, in the case of which the steps of optimizers are made; else return None.
+    """Apply a function to this rank's rows; return None unless its arguments are numbers and tensors sharded alike.
 
-    That is: sharded tensors that are laid out alike, the first argument being one, and numbers.
+    The first argument must be such a tensor. Steps of optimizers are made of these calls.
     """
     if not args or type(args[0]) is not ShardedTensor or (name := name_of(func)) in _MOVES:
         return None
@@ -274,19 +274,19 @@ def _norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args or (kwargs["input"],)
     names = ("p", "ord") if name_of(func) == "norm" else ("ord",)
     orders = [*rest, *(kwargs[name] for name in names if name in kwargs)] or [2.0]
-    is_of_all = len(orders) == 1 and not kwargs.keys() - {*names, "dtype", "input"}
+    is_of_all = len(orders) == 1 and not kwargs.keys() - {*names, "input"}  # no dims, no other dtype
     order = 2.0 if orders[0] in (None, "fro") else orders[0]
     with without_torch_function():
         if not is_of_all or not is_sharded(tensor) or not _has_norm([tensor], order):
             return on_wholes(func, args, kwargs)
-        return _norms([tensor], order, kwargs.get("dtype"))[0]
+        return _norms([tensor], order)[0]
 
 
 def _norm_of_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, *rest = args
     order = [*rest, kwargs.get("ord", 2.0)][0]
     with without_torch_function():
-        if not _has_norm(tensors, order):
+        if len(rest) > 1 or "dtype" in kwargs or not _has_norm(tensors, order):
             return on_wholes(func, args, kwargs)
         found: list[Any] = [None if is_sharded(t) else func([t], *rest, **kwargs)[0] for t in tensors]
         alike: dict[int, list[int]] = {}
@@ -294,7 +294,7 @@ def _norm_of_each(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
             if found[n] is None:
                 alike.setdefault(id(where_is(tensor)), []).append(n)
         for places in alike.values():
-            norms = _norms([tensors[n] for n in places], order, kwargs.get("dtype"))
+            norms = _norms([tensors[n] for n in places], order)
             for n, norm in zip(places, norms, strict=True):
                 found[n] = norm
         return tuple(found)
@@ -309,14 +309,14 @@ def _has_norm(tensors: Sequence[Tensor], order: Any) -> bool:
     return not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
 
 
-def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each of some tensors that are laid out alike; computed in double precision from those of the rows."""
+def _norms(tensors: Sequence[Any], order: float) -> list[Tensor]:
+    """Return the norm of each of some tensors that are laid out alike, joined in double precision from the rows'."""
     rows = [local_tensor(tensor) for tensor in tensors]
     wide = [part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in rows]
     own = [float(torch.linalg.vector_norm(part, order)) if part.numel() else 0.0 for part in wide]
     every = joined_norms(tensors, own, order)
     return [
-        torch.tensor(norm, dtype=torch.float64).to(part.device, dtype or part.dtype)
+        torch.tensor(norm, dtype=torch.float64).to(part.device, part.dtype)
         for norm, part in zip(every, rows, strict=True)
     ]
 

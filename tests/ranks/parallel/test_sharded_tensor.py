@@ -218,3 +218,19 @@ def test_what_is_made_with_a_value_of_another_stage_is_unknown_and_written_nowhe
     for unknown, said, finite in run_ranks(2, under_fsdp, combine_with_unknown):
         assert unknown == [True] * 5 and finite
         assert len(said) == 4 and all("writes a gradient, whose value this pipeline stage" in one for one in said)
+
+
+def norms_in_double(module: Any) -> list[bool]:
+    rows = module.net.head.weight.detach().float()
+    norms = [
+        lambda w: torch._foreach_norm([w], 2.0, torch.float64)[0],
+        lambda w: torch._foreach_norm([w], dtype=torch.float64)[0],
+        lambda w: torch.linalg.vector_norm(w, 3, dtype=torch.float64),
+        lambda w: torch.norm(w, dtype=torch.float64),
+    ]
+    pairs = [(norm(rows), norm(rows.full_tensor())) for norm in norms]
+    return [found.dtype == expected.dtype and torch.equal(found, expected) for found, expected in pairs]
+
+
+def test_norms_in_another_dtype_are_computed_in_it() -> None:
+    assert run_ranks(2, under_fsdp, norms_in_double) == [[True] * 4] * 2
