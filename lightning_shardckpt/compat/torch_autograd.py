@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
+from torch.utils import _foreach_utils as clipping
 
 
 def accumulated_leaf(node: Node) -> Tensor | None:
@@ -168,6 +169,26 @@ def copy_each(tensors: Sequence[Tensor], copies: Sequence[Tensor], *, non_blocki
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def allow_lists_of(kind: type[Tensor]) -> Callable[[], None]:
+    """Let torch's optimizers and clipping run functions of lists on a tensor class by default, as on plain tensors.
+
+    They do so on GPUs, if all parameters are of the classes in ``_foreach_supported_types``, of which torch has two
+    lists, and to which torch adds DTensor.
+
+    Returns:
+        A function that ends it.
+    """
+    allowed: list[list[type]] = [optimizer._foreach_supported_types, clipping._foreach_supported_types]  # type: ignore[list-item]
+    for kinds in allowed:
+        kinds.append(kind)
+
+    def put_back() -> None:
+        for kinds in allowed:
+            kinds.remove(kind)
+
+    return put_back
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from tests.accelerator.ranks import run_on_gpus
@@ -105,3 +106,28 @@ def _choose() -> None:
 def test_ranks_that_run_different_modules_are_an_error() -> None:
     outcomes = run_on_gpus(2, _choose, expect_errors=True)
     assert all("the ranks gather parameters of different modules at a time" in o.error.message for o in outcomes)
+
+
+class _Names(TorchFunctionMode):
+    """Records the names of functions of lists."""
+
+    names: set[str]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith("_foreach_"):
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _functions_of_lists(strategy: Mapping[str, Any]) -> set[str]:
+    with _Names() as mode:
+        mode.names = set()
+        fit(strategy, 2, accelerator="cuda")
+    return mode.names
+
+
+@pytest.mark.parametrize("strategy", [{}, TENSOR_PARALLEL], ids=["FSDP", "tensor parallel"])
+def test_an_optimizer_steps_by_functions_of_lists_as_on_one_process(strategy: Mapping[str, Any]) -> None:
+    (expected,) = run_on_gpus(1, _functions_of_lists, {})
+    assert "_foreach_addcdiv_" in expected
+    assert run_on_gpus(2, _functions_of_lists, strategy) == [expected] * 2

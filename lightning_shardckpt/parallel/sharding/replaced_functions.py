@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
-from lightning_shardckpt.compat.torch_autograd import change_arguments, on_node_hook
+from lightning_shardckpt.compat.torch_autograd import allow_lists_of, change_arguments, on_node_hook
 from lightning_shardckpt.compat.torch_modules import on_deepcopy
 from lightning_shardckpt.parallel.sharding.gathered_parameters import sharded_for
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
 from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hook
 from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 _put_back: list[Callable[[], None]] = []
 _watchers: list[Callable[[type, tuple[Any, ...]], None]] = []
@@ -24,11 +25,12 @@ def replace_functions() -> None:
     * ``autograd.Function.apply``: custom functions get whole tensors for sharded ones;
     * ``copy.deepcopy`` of a parameter: gradients of the copy are averaged as those of the original;
     * ``detect_anomaly`` on a DTensor: looks at this rank's rows;
-    * hooks on nodes of autograd's graph are refused.
+    * hooks on nodes of autograd's graph are refused;
+    * torch's optimizers and clipping take sharded tensors by lists on GPUs, as they take plain ones.
     """
     if not _put_back:
         _put_back.extend([change_arguments(_whole_arguments), on_deepcopy(average_copy), look_for_anomalies_in_rows()])
-        _put_back.append(on_node_hook(refuse_node_hook))
+        _put_back.extend([on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
 
 
 def put_back_functions() -> None:

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer, optimizer
+from torch.utils import _foreach_utils
 
 from lightning_shardckpt.compat.torch_autograd import (
+    allow_lists_of,
     changed_parameters,
     has_load_hooks,
     loads_in_its_own_way,
@@ -31,6 +34,19 @@ def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
     assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
     with pytest.raises(ValueError, match="empty parameter list"):
         torch.optim.SGD([], lr=0.1)
+
+
+class Plain(Tensor):
+    """A class of tensors that torch does not know."""
+
+
+def test_a_class_of_tensors_is_taken_by_lists_until_the_end() -> None:
+    lists = [optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    before = [list(kinds) for kinds in lists]
+    put_back = allow_lists_of(Plain)
+    assert lists == [[*kinds, Plain] for kinds in before]
+    put_back()
+    assert lists == before and DTensor in before[0] and DTensor in before[1]
 
 
 class Own(SGD):
