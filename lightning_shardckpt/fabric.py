@@ -139,7 +139,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         watch_until_exit(self.tuning)
         self._enable_async()
-        written_numbers.forget_numbers()
+        written_numbers.reset_numbers()
         if self.topology.data_parallel > 1:
             self._agreement.values = ReplicatedValues(tuning=self.tuning)
         if self.topology.tensor > 1:

@@ -188,7 +188,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.accelerator.setup(trainer)
         keep_order_of_training(trainer)
         self._checkpoints.begin_setup()
-        written_numbers.forget_numbers()
+        written_numbers.reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
         sharded = recall(self._module, self.topology) or self._shard()

@@ -55,9 +55,9 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import (
 )
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
 from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hooks
-from lightning_shardckpt.parallel.tensors.parameters import hand_over, shard_parameters
+from lightning_shardckpt.parallel.tensors.parameters import retire_parameter, shard_parameters
 from lightning_shardckpt.parallel.tensors.peers import peers_of
-from lightning_shardckpt.parallel.tensors.views import kept_wholes
+from lightning_shardckpt.parallel.tensors.views import keep_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ShardedModule:
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step of the module."""
-        with kept_wholes():
+        with keep_gathered():
             return step() if self.engine is None else self.engine.run(step)
 
     def ranks_of(self, parameter: Tensor) -> int:
@@ -216,7 +216,7 @@ def shard(
         elsewhere |= {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
-        hand_over(old, replaced.get(old))
+        retire_parameter(old, replaced.get(old))
     parameters = _Parameters(before, replaced, elsewhere)
     return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, device, engine)
 

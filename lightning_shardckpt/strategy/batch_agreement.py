@@ -223,7 +223,7 @@ def _judge(written: list[int], values: list[int], look: Look | None, meshes: Mes
         raise UnsupportedCodeError(
             "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
             "so their shards belong to different models now. Here the last was "
-            f"{written_numbers.last_noted()}. Reduce "
+            f"{written_numbers.describe_last_numbers()}. Reduce "
             "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
             "self.log(…, sync_dist=True) for what schedulers and callbacks read."
         )

@@ -25,7 +25,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, Memory
-from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leaked
+from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error
 
 _HOST = torch.device("cpu")
 
@@ -345,7 +345,7 @@ def sent(what: str, value: Any) -> Any:
     """
     placeholder = first_placeholder(value)
     if placeholder is not None:
-        raise leaked(what, placeholder)
+        raise leak_error(what, placeholder)
     return portable(tree_map(_plain, value))
 
 

@@ -86,7 +86,7 @@ def undropped_losses(case: Case) -> list[float]:
     return losses
 
 
-def placements_of(plan: Any, builder: str, **options: Any) -> dict[str, tuple[Any, ...]]:
+def resolve_sharding(plan: Any, builder: str, **options: Any) -> dict[str, tuple[Any, ...]]:
     """Placements of what was sharded in the first layer, by the name in the layer; two tensor-parallel ranks."""
     pl.seed_everything(3, verbose=False)
     net = lora(BUILDERS[builder](), **options)
@@ -104,7 +104,7 @@ def test_a_plan_of_the_base_model_shards_the_adapters_with_it() -> None:
 
 def check_placements() -> None:
     rows, columns = (Shard(0),), (Shard(1),)
-    found = placements_of("auto", "llama", target_modules=["q_proj", "o_proj", "lm_head"])
+    found = resolve_sharding("auto", "llama", target_modules=["q_proj", "o_proj", "lm_head"])
     head = "net.base_model.model.lm_head"
     assert found["self_attn.q_proj.base_layer.weight"] == rows == found["self_attn.q_proj.lora_B.default.weight"]
     assert found["self_attn.o_proj.base_layer.weight"] == columns == found["self_attn.o_proj.lora_A.default.weight"]
@@ -113,14 +113,14 @@ def check_placements() -> None:
     whole = {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"}
     assert not whole & found.keys()
     plan = {"net.model.layers.*.mlp.up_proj": "colwise"}
-    found = placements_of(plan, "llama", modules_to_save=["mlp"], target_modules=["q_proj"])
+    found = resolve_sharding(plan, "llama", modules_to_save=["mlp"], target_modules=["q_proj"])
     assert found == {
         "mlp.original_module.up_proj.weight": rows,
         "mlp.modules_to_save.default.up_proj.weight": rows,
     }
     named = "net.base_model.model.model.layers.0.self_attn."
     plan = {f"{named}q_proj": "colwise", f"{named}o_proj.base_layer": "rowwise_rep"}
-    assert placements_of(plan, "llama", target_modules=["q_proj", "o_proj"]).keys() == {
+    assert resolve_sharding(plan, "llama", target_modules=["q_proj", "o_proj"]).keys() == {
         "self_attn.q_proj.base_layer.weight",
         "self_attn.q_proj.lora_B.default.weight",
         "self_attn.o_proj.base_layer.weight",
@@ -134,12 +134,12 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
 def check_refusals() -> None:
     name = r"net\.base_model\.model\.model\.layers\.0\.self_attn\.q_proj \(peft\..*"
     with pytest.raises(TopologyError, match=name + "only plain LoRA can be sharded, not DoraLinearVariant"):
-        placements_of("auto", "llama", target_modules=["q_proj"], use_dora=True)
+        resolve_sharding("auto", "llama", target_modules=["q_proj"], use_dora=True)
     with pytest.raises(TopologyError, match=r"embed_tokens \(peft\..*only modules_to_save can be sharded"):
-        placements_of("auto", "llama", target_modules=["q_proj"], trainable_token_indices=[1])
+        resolve_sharding("auto", "llama", target_modules=["q_proj"], trainable_token_indices=[1])
     plan = {"net.model.layers.*.self_attn.q_proj": ColwiseParallel(input_layouts=Shard(1))}
     with pytest.raises(TopologyError, match="not by ColwiseParallel with other layouts"):
-        placements_of(plan, "llama", target_modules=["q_proj"])
+        resolve_sharding(plan, "llama", target_modules=["q_proj"])
     with pytest.raises(TopologyError, match=name + "only LoRA can be sharded"):
         root = torch.nn.ModuleDict({"net": ia3(BUILDERS["llama"]())})
         resolve_plan(root, "auto", [], 2)

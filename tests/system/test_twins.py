@@ -50,7 +50,7 @@ REFUSED_IN_PIPELINES = {
     "SlowsDown": "training_step changes net.scale",
     "IsPositive": "training_step changes net.layers.1.b.weight",
     "MomentumContrast": "training_step changes key.embed.weight",
-    "ConfiguresClipping": "What joins parameters of several stages, such as a norm over all of them, needs",
+    "ConfiguresClipping": "combine parameters of several stages, such as a norm over all of them, need",
     "Lbfgs": "looks at all parameters at once, which are on different stages of a pipeline",
     "Reparametrized": "is a buffer that training changes in a layer",
     "SimSiam": "was called a second time",

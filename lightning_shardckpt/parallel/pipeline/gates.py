@@ -29,7 +29,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
     first_placeholder,
     in_stage_run,
-    leaked,
+    leak_error,
     placeholder_positions,
 )
 from lightning_shardckpt.system.random_generators import advance_rng, checksum_after, derive_rng, rng_checksum
@@ -122,7 +122,7 @@ class Gates:
             )
         placeholder = first_placeholder(run.returned)
         if placeholder is not None and run.kind != "probe":
-            raise leaked("what the step returns", placeholder)
+            raise leak_error("what the step returns", placeholder)
         return tuple(leaf for leaf in tree_flatten(run.returned)[0] if isinstance(leaf, Tensor))
 
 
@@ -291,7 +291,7 @@ class Gate:
             if found and run.early:
                 raise _misplaced(run.early, "last", "before", "first")
             if found:
-                raise leaked(f"the input of the first layer {self._fqn}", leaves[found[0]])
+                raise leak_error(f"the input of the first layer {self._fqn}", leaves[found[0]])
             return
         try:
             message = run.receive()
@@ -301,7 +301,7 @@ class Gate:
         incoming = message.tensors
         unknown = next((position for position in found if position not in incoming), None)
         if unknown is not None:
-            raise leaked(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
+            raise leak_error(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
         if len(found) != len(incoming):
             raise UnsupportedCodeError(
                 f"the arguments of layer {self._fqn} (flattened) that come from the stage before are at positions "
@@ -326,7 +326,7 @@ class Gate:
 
     def _checked(self, leaf: Tensor) -> Tensor:
         if isinstance(leaf, Placeholder):
-            raise leaked(f"an argument or result of layer {self._fqn}", leaf)
+            raise leak_error(f"an argument or result of layer {self._fqn}", leaf)
         if isinstance(leaf, DTensor):
             raise UnsupportedCodeError(
                 f"an argument or result of layer {self._fqn} is a DTensor ({leaf.placements}); only plain tensors "

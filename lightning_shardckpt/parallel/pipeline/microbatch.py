@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, leaked
+from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, leak_error
 
 _PLAIN = (str, bytes, int, float, bool, complex)
 _WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)
@@ -222,7 +222,7 @@ class Results:
         for outputs, carry in zip(self._all, self._carries, strict=True):
             missing = next((position for position in unknown if position not in carry), None)
             if missing is not None:
-                raise leaked(f"argument {missing} of layer {self._layer}", unknown[missing])
+                raise leak_error(f"argument {missing} of layer {self._layer}", unknown[missing])
             self._chosen.append([*map(carry.index, unknown), *range(len(carry), len(outputs))])
         self._outputs = [[some[k] for k in chosen] for some, chosen in zip(self._all, self._chosen, strict=True)]
         placeholders = [*unknown.values()]

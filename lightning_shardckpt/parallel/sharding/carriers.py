@@ -53,10 +53,10 @@ from lightning_shardckpt.parallel.sharding.carrier_modules import (
 )
 from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
-from lightning_shardckpt.parallel.tensors.derivatives import CARRIED, REMEDY
+from lightning_shardckpt.parallel.tensors.derivatives import GATHERED_BY_FSDP, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.saved_parameters import saves_elsewhere, state_of
+from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks, version_key
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 
@@ -252,7 +252,7 @@ class Carrier:
         self._dtype = self._leaves[0].dtype
         stand_ins = [
             nn.Parameter(
-                item.wrapped(torch.empty(item.shape, dtype=leaf.dtype, device="meta")), requires_grad=leaf.requires_grad
+                item.wrap(torch.empty(item.shape, dtype=leaf.dtype, device="meta")), requires_grad=leaf.requires_grad
             )
             for leaf, item in zip(self._leaves, self._items, strict=True)
         ]
@@ -322,7 +322,7 @@ class Carrier:
         """What tells whether memory, values or requires_grad changed."""
         with without_torch_function():
             return [
-                (local_tensor(leaf).untyped_storage().data_ptr(), state_of(leaf), leaf.requires_grad)
+                (local_tensor(leaf).untyped_storage().data_ptr(), version_key(leaf), leaf.requires_grad)
                 for leaf in self._leaves
             ]
 
@@ -424,7 +424,7 @@ class Carrier:
         if torch.is_grad_enabled():
             self._token = token
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
-        copies = torch.is_grad_enabled() and saves_elsewhere()  # checkpointing may keep them for longer than torch
+        copies = torch.is_grad_enabled() and uses_other_hooks()  # checkpointing may keep them for longer than torch
         uses = self._count_uses(numbers)
         wholes, histories = self._as_seen(numbers, token, copies=copies)
         if torch.is_grad_enabled():
@@ -462,7 +462,7 @@ class Carrier:
             wholes = [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
             return wholes, [self._without_memory(n) if self.is_cast else None for n in numbers]
         for n in numbers:
-            self._leaves[n].__dict__[CARRIED] = self._names[n]
+            self._leaves[n].__dict__[GATHERED_BY_FSDP] = self._names[n]
             self._order_direct_gradients(n)
         if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
             token = token.detach().requires_grad_()
@@ -488,7 +488,7 @@ class Carrier:
     def _over(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
         """A tensor of its own over the memory of torch's."""
         memory = local_tensor(whole).data  # no view, so that it may be changed in place; with a version of its own
-        return self._items[number].wrapped(memory.clone() if copies else memory)
+        return self._items[number].wrap(memory.clone() if copies else memory)
 
     def _count_uses(self, numbers: Sequence[int]) -> list[int]:
         return [storage_uses(local_tensor(self._wholes[n])) for n in numbers]
@@ -643,7 +643,7 @@ class _Whole(torch.autograd.Function):
         ctx: Any, carrier: Carrier, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.carrier, ctx.numbers, ctx.copies = carrier, numbers, copies
-        setattr(ctx, CARRIED, [id(carrier._leaves[n]) for n in numbers])
+        setattr(ctx, GATHERED_BY_FSDP, [id(carrier._leaves[n]) for n in numbers])
         ctx.set_materialize_grads(False)
         if carrier.is_cast:
             wholes = [carrier._without_memory(n) for n in numbers]

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt.compat.torch_autograd import in_backward
 from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import no_gradient
+from lightning_shardckpt.parallel.tensors.gather import absent_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.sharded import ANSWER_FIRST, Function, mapped
-from lightning_shardckpt.parallel.tensors.views import on_wholes
+from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, map_nested
+from lightning_shardckpt.parallel.tensors.views import run_gathered
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
@@ -147,9 +147,9 @@ class _Outlives(_StandsForLeaf):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tuple(mapped(tuple(args), sharded_for)), mapped(kwargs or {}, sharded_for)
+        args, kwargs = tuple(map_nested(tuple(args), sharded_for)), map_nested(kwargs or {}, sharded_for)
         if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # for autograd, from hooks that saved it
-            return on_wholes(func, args, kwargs)
+            return run_gathered(func, args, kwargs)
         return func(*args, **kwargs)
 
     @property
@@ -179,7 +179,7 @@ class OutlivingPart(_Outlives, DTensor):
     __slots__: list[str] = []
 
 
-ANSWER_FIRST.update((OutlivingCopy, OutlivingPart))
+TAKES_PRECEDENCE.update((OutlivingCopy, OutlivingPart))
 _AFTER_FORWARD: dict[type, type] = {GatheredCopy: OutlivingCopy, GatheredPart: OutlivingPart}
 _IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
 
@@ -248,7 +248,7 @@ class KeptGathers:
                     with without_torch_function():
                         gradient = _grad.__get__(copy)
                     wholes.append(whole)
-                    gradients.append(no_gradient(whole) if gradient is None else gradient)
+                    gradients.append(absent_gradient(whole) if gradient is None else gradient)
         if wholes:
             torch.autograd.backward(wholes, gradients)
 

@@ -35,9 +35,9 @@ from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     all_reduce_gradients,
     is_reduced,
 )
-from lightning_shardckpt.parallel.tensors.derivatives import name_unused_arguments
+from lightning_shardckpt.parallel.tensors.derivatives import explain_unused_inputs
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import where_is
+from lightning_shardckpt.parallel.tensors.values import sharding_of
 
 Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -124,7 +124,7 @@ class GradientSync:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self._blocked, recurse=False)
         try:
-            with self.no_sync(self._blocked), name_unused_arguments():
+            with self.no_sync(self._blocked), explain_unused_inputs():
                 yield
         except BaseException:
             for replicated in (self._partial, self._averaged):
@@ -271,7 +271,7 @@ def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Para
 def _refuse_whole(module: nn.Module, name: str) -> None:
     """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
     present: Any = parameter_slots(module).get(name)
-    if isinstance(present, ShardedTensor) and where_is(present).model_mesh is not None:
+    if isinstance(present, ShardedTensor) and sharding_of(present).model_mesh is not None:
         error = UnsupportedCodeError(
             f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
             "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "

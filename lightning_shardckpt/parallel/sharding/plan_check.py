@@ -30,7 +30,7 @@ from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import leaf_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import whole
+from lightning_shardckpt.parallel.tensors.values import gather_whole
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value; sums in another order are off by less
@@ -170,7 +170,7 @@ def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: di
 
 def _whole(parameter: Tensor) -> Tensor:
     leaf = leaf_of(parameter)  # of one that a unit around the block has gathered
-    return whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
+    return gather_whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
 
 
 def _own(dtype: torch.dtype, value: Any) -> Any:

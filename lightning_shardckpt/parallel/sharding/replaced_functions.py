@@ -12,7 +12,7 @@ from lightning_shardckpt.compat.torch_modules import on_deepcopy
 from lightning_shardckpt.parallel.sharding.gathered_parameters import sharded_for
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_copy
 from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hook
-from lightning_shardckpt.parallel.tensors.derivatives import whole_arguments
+from lightning_shardckpt.parallel.tensors.derivatives import gather_arguments
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 _put_back: list[Callable[[], None]] = []
@@ -50,7 +50,7 @@ def watched_functions(watch: Callable[[type, tuple[Any, ...]], None]) -> Iterato
 
 
 def _whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    args = whole_arguments(function, tuple(map(sharded_for, args)))
+    args = gather_arguments(function, tuple(map(sharded_for, args)))
     if _watchers:
         watch = _watchers.pop()
         try:

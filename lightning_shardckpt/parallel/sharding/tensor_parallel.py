@@ -39,7 +39,7 @@ from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, nam
 from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import Scatter, where_is
+from lightning_shardckpt.parallel.tensors.values import Scatter, sharding_of
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -434,8 +434,8 @@ def note_planned_shards(root: nn.Module) -> None:
     for module in root.modules():
         parameters: dict[str, Any] = dict(parameter_slots(module))
         for name, parameter in parameters.items():
-            if isinstance(parameter, ShardedTensor) and (where := where_is(parameter)).model_mesh is not None:
-                spec = DTensorSpec(where.model_mesh, where.model, tensor_meta=spec_of(parameter).tensor_meta)
+            if isinstance(parameter, ShardedTensor) and (sharding := sharding_of(parameter)).model_mesh is not None:
+                spec = DTensorSpec(sharding.model_mesh, sharding.model, tensor_meta=spec_of(parameter).tensor_meta)
                 _planned.setdefault(module, {})[name] = spec
 
 

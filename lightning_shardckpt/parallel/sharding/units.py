@@ -65,8 +65,8 @@ from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWe
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import check_same, where_is, whole
-from lightning_shardckpt.parallel.tensors.views import connected
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.views import connect_to_shards
 
 _log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -198,7 +198,7 @@ class UnitForward:
         for leaf in leaves:
             if (given := carried.get(id(leaf))) is not None:
                 wholes[id(leaf)] = as_gathered(given.whole, leaf) if given.history is None else given.whole
-            elif are_plain or where_is(leaf).model_mesh is not None:
+            elif are_plain or sharding_of(leaf).model_mesh is not None:
                 wholes[id(leaf)] = _gathered(self.unit, leaf)
         if is_compiled:
             planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
@@ -232,7 +232,7 @@ class UnitForward:
             again = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
             saved = SavedParameters(name, leaves, wholes, again)
         try:
-            noted = nullcontext() if saved is None else saved.context()
+            noted = nullcontext() if saved is None else saved.hooks()
             with sharded_as_planned(self._places), _put_in_place(slots, gathered), cast_weights(cast), noted:
                 set_frame_callback(compiler)
                 try:
@@ -246,7 +246,7 @@ class UnitForward:
                     views[:] = [view for view in views if view() is not None]
                     _views[leaf] = views, version_of(local_tensor(leaf))
             if saved is not None:
-                saved.end()
+                saved.end_forward()
             freed = {memory_id(local_tensor(one.whole)) for one in carried.values()}
             return _handed_out(found, leaves, wholes, freed)
         finally:
@@ -280,7 +280,7 @@ def _run_carried(
 def _gathered(unit: Unit, leaf: ShardedTensor) -> Tensor:
     """A whole parameter that torch's engine does not gather, as a forward is to see it."""
     with without_torch_function():
-        return as_gathered(whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
+        return as_gathered(gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
 
 
 def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor], freed: Collection[int]) -> Any:
@@ -307,7 +307,7 @@ def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor], 
             if memory_id(memory) in freed:
                 memory = memory.clone()
                 value = memory.as_strided(value.size(), value.stride(), value.storage_offset())
-            return connected(value, known[id(base)], memory)
+            return connect_to_shards(value, known[id(base)], memory)
         return value.clone() if value.layout == torch.strided and freed and memory_id(value) in freed else value
 
     return map_tensors(handed_out, found)
@@ -373,7 +373,7 @@ def _multiplied(unit: nn.Module) -> set[int]:
         is_plain = type(module) in LAYERS and not isinstance(getattr(module, "padding", None), str)
         slots: dict[str, Any] = {**parameter_slots(module)}
         for name, leaf in slots.items():
-            is_whole = isinstance(leaf, ShardedTensor) and where_is(leaf).model_mesh is None
+            is_whole = isinstance(leaf, ShardedTensor) and sharding_of(leaf).model_mesh is None
             (inside if is_plain and is_whole and name in ("weight", "bias") else others).add(id(leaf))
     return inside - others
 
@@ -437,7 +437,8 @@ def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
             f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism shards. "
             "Leave its module out of tensor_parallel_plan."
         )
-    where = where_is(leaf)
+    sharding = sharding_of(leaf)
     with without_torch_function(), torch.no_grad():
-        check_same(values_of(whole).clone(), where, f"the forward of {name}")  # a copy: NumPy pins what it has seen
-        local_tensor(leaf).copy_(local_part(values_of(whole), where))
+        values = values_of(whole).clone()  # NumPy makes the memory of an array's tensor not resizable
+        check_equal_on_ranks(values, sharding, f"the forward of {name}")
+        local_tensor(leaf).copy_(local_part(values_of(whole), sharding))

@@ -1,7 +1,7 @@
-"""Parameters that are sharded over ranks, and act as whole ones to the code that uses them.
+"""Parameters that are sharded over ranks, and behave like whole tensors in user code.
 
-In come modules with plain parameters, or DTensors of a tensor-parallel plan. Nothing here knows checkpoints, pipelines
-or Lightning.
+The input is a module with plain parameters, or with DTensors of a tensor-parallel plan. Nothing here knows checkpoints,
+schedules or Lightning.
 """
 
-from lightning_shardckpt.parallel.tensors import operations as operations  # a sharded tensor finds its functions there
+from lightning_shardckpt.parallel.tensors import operations as operations  # registers its functions

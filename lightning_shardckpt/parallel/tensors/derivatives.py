@@ -17,86 +17,90 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
+    as_sharded,
     is_alike,
     is_sharded,
-    like,
-    mapped,
+    map_nested,
+    new_like,
     rows_like,
-    sharded,
 )
-from lightning_shardckpt.parallel.tensors.values import whole
+from lightning_shardckpt.parallel.tensors.values import gather_whole
 
-CARRIED = "_shardckpt_carried"
-"""Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of a node in autograd's graph
-that gave such parameters to a forward: their ids."""
+GATHERED_BY_FSDP = "_shardckpt_gathered_by_fsdp"
+"""Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of the autograd node whose
+outputs are such parameters: their ids."""
 REMEDY = 'Use ShardedStrategy(fsdp_engine="exact")'
 
 
-def whole_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an autograd function of the user's with whole tensors, whose gradients come back."""
+def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a custom autograd function with sharded tensors gathered. Differentiable."""
     if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
         return args
-    _given.add(function.__qualname__)
+    _custom_functions.add(function.__qualname__)
     with without_torch_function():
-        return tuple(whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
+        return tuple(gather_whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
 
 
-_given = set[str]()
-"""The names of functions that `whole_arguments` gave whole tensors."""
+_custom_functions = set[str]()
+"""The names of functions that got whole tensors from `gather_arguments`."""
 
 
 @contextmanager
-def name_unused_arguments() -> Iterator[None]:
-    """Inside a backward, name the functions of users whose own backward may have asked for gradients of whole tensors.
+def explain_unused_inputs() -> Iterator[None]:
+    """Inside a backward, turn autograd's error about unused inputs into one that names the custom functions.
 
     Raises:
-        UnsupportedCodeError: if autograd found no use of a tensor, and a function got whole parameters.
+        UnsupportedCodeError: if autograd found an unused input, and a custom function got whole parameters.
     """
     try:
         yield
     except RuntimeError as error:
-        if not _given or "appears to not have been used in the graph" not in str(error):
+        if not _custom_functions or "appears to not have been used in the graph" not in str(error):
             raise
         raise UnsupportedCodeError(
-            f"an autograd function ({', '.join(sorted(_given))}) runs a module in its backward, and asks for gradients "
-            "of parameters that it was given. It gets whole tensors in their place, but the module has the parameters: "
-            "use torch.utils.checkpoint, or call torch.autograd.backward there, and give it no parameters."
+            f"a custom autograd function ({', '.join(sorted(_custom_functions))}) runs a module in its backward, and "
+            "asks for gradients of parameters that were its arguments. It got gathered copies of them, but the module "
+            "uses the parameters: use torch.utils.checkpoint, or call torch.autograd.backward there, and don't pass "
+            "the parameters."
         ) from error
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Differentiate by edges of the graph in place of tensors: in hooks of users, tensors must act as ever."""
+    """Run torch.autograd.grad or backward with graph edges in place of sharded inputs.
+
+    So ``__torch_function__`` stays enabled while hooks of the user run.
+    """
     if func is not torch.autograd.grad and func is not torch.autograd.backward:
         with without_torch_function():
             return func(*args, **kwargs)
     outputs, *rest = args
-    given = rest.pop(0) if func is torch.autograd.grad and rest else kwargs.pop("inputs", None)
-    inputs = () if given is None else tuple(given.values() if isinstance(given, dict) else given)
+    argument = rest.pop(0) if func is torch.autograd.grad and rest else kwargs.pop("inputs", None)
+    inputs = () if argument is None else tuple(argument.values() if isinstance(argument, dict) else argument)
     if func is torch.autograd.grad and any(not t.requires_grad for t in inputs):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
-    _refuse_carried(func, outputs, inputs)
+    _refuse_gathered_by_fsdp(func, outputs, inputs)
     materialize = kwargs.pop("materialize_grads", False)
     kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
     if func is torch.autograd.backward:
         del kwargs["allow_unused"]
     with without_torch_function():
         edges = [get_gradient_edge(t) if is_sharded(t) else t for t in inputs]
-        heads, rest, kwargs = mapped([*outputs], _total), mapped(rest, _total), mapped(kwargs, _total)
+        heads, rest, kwargs = map_nested([*outputs], _gather), map_nested(rest, _gather), map_nested(kwargs, _gather)
     if func is torch.autograd.backward:
-        return func(heads, *rest, **kwargs, **({"inputs": edges} if given is not None else {}))
-    batched = kwargs.pop("is_grads_batched", False)
-    found = _batched(heads, edges, **kwargs) if batched else func(heads, edges, *rest, **kwargs)
+        return func(heads, *rest, **kwargs, **({"inputs": edges} if argument is not None else {}))
+    is_batched = kwargs.pop("is_grads_batched", False)
+    gradients = _grad_one_by_one(heads, edges, **kwargs) if is_batched else func(heads, edges, *rest, **kwargs)
     with without_torch_function():
-        found = [_of_input(g, t) for g, t in zip(found, inputs, strict=True)]
+        gradients = [_shard_gradient(g, t) for g, t in zip(gradients, inputs, strict=True)]
         if materialize:
-            found = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
-    return tuple(found)
+            gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
+    return tuple(gradients)
 
 
-def _refuse_carried(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> None:
+def _refuse_gathered_by_fsdp(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> None:
     """Raise if the graph of ``outputs`` uses one of ``inputs`` in a forward for which ``fully_shard`` gathered it."""
-    carried = {id(tensor): tensor for tensor in inputs if CARRIED in vars(tensor)}
-    if not carried:
+    candidates = {id(tensor): tensor for tensor in inputs if GATHERED_BY_FSDP in vars(tensor)}
+    if not candidates:
         return
     with without_torch_function():
         heads = [outputs] if isinstance(outputs, Tensor | GradientEdge) else outputs
@@ -104,76 +108,76 @@ def _refuse_carried(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> N
     seen = {None, *nodes}
     while nodes:
         node = nodes.pop()
-        for tensor in (carried[number] for number in getattr(node, CARRIED, ()) if number in carried):
+        for tensor in (candidates[n] for n in getattr(node, GATHERED_BY_FSDP, ()) if n in candidates):
             raise UnsupportedCodeError(
-                f"{func.__name__} asks for the gradient of a parameter of {vars(tensor)[CARRIED] or 'the module'}, of "
-                f"shape {tuple(tensor.shape)}. fully_shard has the gradients of parameters in a whole backward alone: "
-                f"loss.backward(). {REMEDY}"
+                f"{func.__name__} asks for the gradient of a parameter of "
+                f"{vars(tensor)[GATHERED_BY_FSDP] or 'the module'}, of shape {tuple(tensor.shape)}. fully_shard "
+                f"computes gradients of parameters only in loss.backward(). {REMEDY}"
             )
         following = {edge[0] for edge in node.next_functions} - seen if node is not None else ()
         seen.update(following)
         nodes.extend(following)
 
 
-def _batched(heads: list[Any], edges: list[Any], *, grad_outputs: Any, **kwargs: Any) -> list[Tensor | None]:
-    """Return the gradients for each of a batch of ``grad_outputs``, stacked: collectives take no batches of vmap."""
+def _grad_one_by_one(heads: list[Any], edges: list[Any], *, grad_outputs: Any, **kwargs: Any) -> list[Tensor | None]:
+    """Return the stacked gradients for a batch of ``grad_outputs``; collectives can't run under vmap."""
     batch = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
     count = next(len(g) for g in batch if g is not None)
-    kwargs["retain_graph"] = True  # the first ones must leave it, and what holds it is freed with it
-    each = []
+    kwargs["retain_graph"] = True  # also after the last: the graph is freed with its outputs
+    rows = []
     for n in range(count):
-        given = [None if g is None else g[n] for g in batch]
-        found = torch.autograd.grad(heads, edges, grad_outputs=given, **kwargs)
-        each.append([whole(g, "gradients") if isinstance(g, DTensor) else g for g in found])
-    return [None if any(g is None for g in some) else torch.stack(some) for some in zip(*each, strict=True)]
+        row = [None if g is None else g[n] for g in batch]
+        gradients = torch.autograd.grad(heads, edges, grad_outputs=row, **kwargs)
+        rows.append([gather_whole(g, "gradients") if isinstance(g, DTensor) else g for g in gradients])
+    return [None if any(g is None for g in column) else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def _of_input(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+def _shard_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Return the gradient of an input with the sharding of the input."""
     if not is_sharded(tensor) or not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(tensor, DTensor)
     if gradient.placements != tensor.placements:  # such as a partial sum
         gradient = gradient.redistribute(placements=tensor.placements)
-    return sharded(gradient)
+    return as_sharded(gradient)
 
 
-def _total(output: Tensor) -> Tensor:
-    """Return what is sharded as a whole: a parameter or a gradient that is differentiated."""
-    return whole(output, "backward") if isinstance(output, DTensor) and is_sharded(output) else output
+def _gather(output: Tensor) -> Tensor:
+    return gather_whole(output, "backward") if isinstance(output, DTensor) and is_sharded(output) else output
 
 
 def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, hook = args
     with without_torch_function():
-        return func(tensor, wrapped_hook(tensor, hook, after=name_of(func) != "register_hook"))
+        return func(tensor, wrap_hook(hook, after=name_of(func) != "register_hook"))
 
 
-def wrapped_hook(tensor: Tensor, hook: Function, *, after: bool) -> Function:
-    """A hook under the names of the user's that gets the gradient of all batches, sharded, and may return a plain one.
+def wrap_hook(hook: Function, *, after: bool) -> Function:
+    """Return a hook that calls the user's with the sharded gradient of all batches; the user's may return a plain one.
 
     Args:
-        tensor: whose hook it is.
-        after: for a hook that is called with the tensor itself, after its gradient has been accumulated.
+        hook: the user's.
+        after: whether it is called with the tensor, after its gradient has been accumulated.
     """
     if after:
 
         @wraps(hook)
-        def accumulated(leaf: Tensor) -> None:
+        def on_accumulated(leaf: Tensor) -> None:
             with with_torch_function():
                 if leaf.grad is not None:
                     hook(leaf)
 
-        return accumulated
+        return on_accumulated
 
     @wraps(hook)
-    def changed(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # other tensors that were gathered together have one
+    def on_gradient(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # only other tensors of the same gather have one
             return None
         with with_torch_function():
-            found: Tensor | None = hook(sharded(gradient) if isinstance(gradient, DTensor) else gradient)
-        if found is None or not isinstance(gradient, DTensor):
-            return found
+            new: Tensor | None = hook(as_sharded(gradient) if isinstance(gradient, DTensor) else gradient)
+        if new is None or not isinstance(gradient, DTensor):
+            return new
         with without_torch_function():
-            return found if is_alike(found, gradient) else like(gradient, rows_like(found, gradient, "a hook"))
+            return new if is_alike(new, gradient) else new_like(gradient, rows_like(new, gradient, "a hook"))
 
-    return changed
+    return on_gradient

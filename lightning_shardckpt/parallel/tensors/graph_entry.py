@@ -15,7 +15,7 @@ class GraphEntry:
 
     Attributes:
         token: an empty leaf that the activation depends on.
-        grad: the activation's gradient, once a backward came by.
+        grad: the activation's gradient, after the backward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,9 +37,9 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(value: Tensor) -> GraphEntry:
-    """Make ``value`` itself depend on an entry. Not a leaf, so that user code may change it in place; not a copy."""
+    """Make ``value`` itself depend on a new entry: user code may change it in place, as it is no leaf."""
     entry = GraphEntry(value.device)
-    # Also where the first use is under no_grad; and checkpoint may have saved it for backward already.
+    # enable_grad: the first use may be under no_grad. keep_version: checkpoint may have saved the tensor already.
     with torch.enable_grad(), keep_version(value):
         _Enter.apply(value, entry.token, entry)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return entry

@@ -1,6 +1,6 @@
-"""Sort the functions of torch by what they mean for a tensor that is sharded. Pure: knows names only.
+"""Kinds of torch functions, by how they are run on sharded tensors. Pure: knows names only.
 
-What is in no list is a function of whole tensors, which is always right. The lists say where less is enough.
+A function in no list runs on gathered tensors, which is always right. The lists name those that need less.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import Any
 
 
 class Kind(Enum):
-    """The way in which a function treats sharded arguments."""
+    """How a function is run on sharded tensors."""
 
     METADATA = auto()
-    """Shapes, types and flags, the same for the whole tensor and its shards."""
+    """Reads shapes, dtypes and flags, which DTensor answers for the whole tensor."""
     ACCESSOR = auto()
-    """Of an attribute that the class defines itself."""
+    """Reads or writes ``data`` or ``grad``, which ShardedTensor defines."""
     AUTOGRAD = auto()
-    """Hooks and gradients of the tensor itself."""
+    """Computes gradients, or acts on the tensor's place in the graph."""
     HOOK = auto()
     """Registers a hook on the tensor's gradient."""
     EXAMPLE = auto()
-    """Sharded arguments but the first give a shape, dtype or device."""
+    """Uses the shape, dtype or device of every argument after the first."""
     LIKE = auto()
-    """Makes a tensor of the same layout."""
+    """Makes a tensor with the same sharding."""
     RANDOM = auto()
-    """Draws values; what one process would draw."""
+    """Draws values, the same ones as a single process."""
     ELEMENTWISE = auto()
-    """Each element by itself, or with those at its place."""
+    """Computes each element from the elements at its position."""
     NORM = auto()
-    """The norm of all elements."""
+    """Computes a norm over all elements."""
     LISTS = auto()
-    """Elementwise, on lists of tensors."""
+    """Computes elementwise on lists of tensors."""
     LIST_OF_NORMS = auto()
-    """The norm of each tensor of a list."""
+    """Computes the norm of each tensor of a list."""
     ADDRESS = auto()
-    """The address of memory."""
+    """Asks for memory, or its address."""
     TEXT = auto()
-    """How the tensor is shown."""
+    """Formats the tensor."""
     WHOLE = auto()
-    """Everything else."""
+    """Needs the gathered tensor."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -59,26 +59,10 @@ _METADATA = _words(
     is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to
     """
 )
-_AUTOGRAD = _words(
-    """
-    backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn
-    """
-)
-_HOOKS = _words(
-    """
-    register_hook register_post_accumulate_grad_hook
-    """
-)
-_EXAMPLES = _words(
-    """
-    type_as view_as expand_as reshape_as
-    """
-)
-_LIKE = _words(
-    """
-    zeros_like ones_like full_like empty_like
-    """
-)
+_AUTOGRAD = _words("backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn")
+_HOOKS = _words("register_hook register_post_accumulate_grad_hook")
+_EXAMPLES = _words("type_as view_as expand_as reshape_as")
+_LIKE = _words("zeros_like ones_like full_like empty_like")
 _RANDOM = _words(
     """
     rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
@@ -106,22 +90,14 @@ _OPERATORS = _words(
     invert lshift rlshift ilshift rshift rrshift irshift
     """
 )
-_ADDRESS = _words(
-    """
-    data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__
-    """
-)
-_TEXT = _words(
-    """
-    __repr__ __str__
-    """
-)
+_ADDRESS = _words("data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__")
+_TEXT = _words("__repr__ __str__")
 _IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS if name.startswith("i") and name != "invert")
 
 
 @cache
 def kind_of(func: Callable[..., Any]) -> Kind:
-    """Return what ``func``, as ``__torch_function__`` gets it, needs."""
+    """Return the kind of a function, as ``__torch_function__`` gets it."""
     name = name_of(func)
     if getattr(func, "__module__", None) == "torch.autograd":
         return Kind.AUTOGRAD
@@ -156,7 +132,7 @@ def kind_of(func: Callable[..., Any]) -> Kind:
 
 @cache
 def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function or, for the accessors of one, of a property."""
+    """Return the name of a function, or of the property whose accessor it is."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return str(func.__self__.__name__)  # type: ignore[attr-defined]  # of a property of Tensor
@@ -165,7 +141,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @cache
 def writes_first(func: Callable[..., Any]) -> bool:
-    """Return whether the function changes its first argument."""
+    """Return whether a function changes its first argument."""
     name = name_of(func)
     if name in _IN_PLACE_OPERATORS or name == "__setitem__":
         return True

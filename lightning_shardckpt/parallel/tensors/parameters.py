@@ -1,4 +1,4 @@
-"""Replace the parameters of a module by sharded ones, so that whoever held the old ones finds the new."""
+"""Replacement of a module's parameters by sharded ones; references to the old ones keep working."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_shardckpt.compat.torch_tensors import (
     set_gradient_hooks,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.derivatives import wrapped_hook
+from lightning_shardckpt.parallel.tensors.derivatives import wrap_hook
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
-from lightning_shardckpt.parallel.tensors.placement import NAME, placements_of, rows_of, spec_over
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, sharded
+from lightning_shardckpt.parallel.tensors.placement import NAME, resolve_sharding, rows_of, spec_over
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, as_sharded
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter of before: whoever still holds it gets the sharded one that took its place."""
+    """A parameter from before sharding: functions of it run on the sharded one in its place."""
 
     _replacement: nn.Parameter | None
 
@@ -53,8 +53,8 @@ def _current(value: Any) -> Any:
     if isinstance(value, ReplacedParameter):
         if value._replacement is None:
             raise UnsupportedCodeError(
-                "this parameter is on another pipeline stage. Reach parameters through the module, not through "
-                "references from before it was sharded, and only those that the module has on this stage."
+                "this parameter is on another pipeline stage. Access parameters through the module, not through "
+                "references from before it was sharded, and only the parameters of this stage."
             )
         return value._replacement
     if isinstance(value, list | tuple):
@@ -74,15 +74,16 @@ def shard_parameters(
     partial: Iterable[str] = (),
     partial_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Put sharded parameters in the place of those of ``root``.
+    """Replace the parameters of ``root`` by sharded ones.
 
     Args:
-        root: its parameters are plain, or DTensors that a tensor-parallel plan made; with values or on the meta device.
-        data_mesh: over whose last axis rows are sharded, of those with dims; None only takes over DTensors as they are.
-        root_mesh: of which ``data_mesh`` is a part.
-        device: of the shards.
-        elsewhere: of the shards of some parameters.
-        partial: names of parameters whose gradients are partial sums over the ranks of ``partial_group``.
+        root: a module with plain parameters or DTensors of a tensor-parallel plan, with values or on the meta device.
+        data_mesh: the mesh whose last axis shards the rows; None to replace only DTensors, with their own placements.
+        root_mesh: the mesh of all ranks.
+        device: the device of the shards.
+        elsewhere: other devices for the shards of some parameters.
+        partial: names of parameters whose gradients are partial sums over ``partial_group``.
+        partial_group: the tensor-parallel ranks.
     """
     partial, new = frozenset(partial), dict[nn.Parameter, nn.Parameter]()
     for prefix, module in root.named_modules():
@@ -102,7 +103,7 @@ def shard_parameters(
 
 
 def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:
-    """Raise for parameters of a class of their own, what it adds would be lost."""
+    """Raise for a parameter of a subclass, whose behavior would be lost."""
     if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
         return
     remedy = "run a batch through the module first" if is_lazy(parameter) else "make it an nn.Parameter"
@@ -120,32 +121,32 @@ def _sharded(
     else:
         assert isinstance(old, DTensor)
         spec = spec_of(old)
-    where = placements_of(spec.mesh, tuple(spec.placements))
+    sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
     with torch.no_grad():
         part = local_tensor(old).detach()
-        if where.shard is not None:
-            start, stop = rows_of(part.shape[0], where.shard)
+        if sharding.shard is not None:
+            start, stop = rows_of(part.shape[0], sharding.shard)
             part = part[start:stop]
         if part.is_meta:
             local = torch.empty(part.shape, dtype=part.dtype, device=device)
         else:
             local = part.to(device, copy=True, memory_format=torch.contiguous_format)
-        made = sharded(new_dtensor(local, spec))
+        made = as_sharded(new_dtensor(local, spec))
     leaf: Any = made.requires_grad_(old.requires_grad)
     mark_as_parameter(leaf)
-    return leaf  # type: ignore[no-any-return]  # nn.Parameter by what it says of itself
+    return leaf  # type: ignore[no-any-return]  # isinstance takes it for an nn.Parameter
 
 
-def hand_over(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
-    """Give a parameter's attributes and hooks to the one that took its place on this rank, if any, and free its memory.
+def retire_parameter(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
+    """Move a parameter's attributes and hooks to its replacement, and free its memory.
 
-    Whoever still holds the old one gets the new one.
+    The old parameter becomes a `ReplacedParameter`; ``leaf`` is None if this rank has no replacement.
     """
     if type(old) is not nn.Parameter or old is leaf:
         return
     if leaf is not None:
         leaf.__dict__.update({k: v for k, v in vars(old).items() if k not in vars(leaf)})
-        _hand_over_hooks(old, leaf)
+        _move_hooks(old, leaf)
     old.grad = None
     if not old.is_meta:
         old.data = old.data.new_empty(0)
@@ -153,12 +154,12 @@ def hand_over(old: nn.Parameter, leaf: nn.Parameter | None) -> None:
     old.__dict__["_replacement"] = leaf
 
 
-def _hand_over_hooks(old: nn.Parameter, leaf: nn.Parameter) -> None:
-    """Hand over hooks in the same dictionaries, since handles of hooks remove them from there."""
+def _move_hooks(old: nn.Parameter, leaf: nn.Parameter) -> None:
+    """Move hooks in the same dictionaries, since the hooks' handles refer to these."""
     for after, hooks in ((False, gradient_hooks(old)), (True, accumulation_hooks(old))):
         if not hooks:
             continue
         if isinstance(leaf, ShardedTensor):
             for number, hook in hooks.items():
-                hooks[number] = wrapped_hook(leaf, hook, after=after)
+                hooks[number] = wrap_hook(hook, after=after)
         (set_accumulation_hooks if after else set_gradient_hooks)(leaf, hooks)

@@ -1,9 +1,9 @@
-"""Tensors that have a shape, but no value here: what a pipeline stage computes with outside of its own layers.
+"""Placeholders: tensors with a shape, a dtype and a device, but without a value.
 
-Every stage of a pipeline runs the user's own step. Modules of other stages are there as copies, whose weights are
-:class:`Placeholder`: they have a shape, a dtype and a device, but no value. Whatever is computed from one
-is unknown, too; when the real activation arrives, the object itself becomes an ordinary tensor. Code that needs a value
-it cannot have (control flow, ``item``, writing into state) is told so at that very line.
+Every pipeline stage runs the user's whole step. Modules of other stages are copies whose parameters are placeholders,
+and every result computed from a placeholder is a placeholder. When the real activation arrives, the object itself
+becomes an ordinary tensor. Code that needs a value (control flow, ``item``, a write into state) gets an error at that
+line.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
-_HERE = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
-_HERE |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
+_OWN = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
+_OWN |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
 _GEOMETRY = frozenset(
     {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "layout", "stride", "is_contiguous"}
     | {"is_floating_point", "is_complex", "element_size", "itemsize"}
@@ -48,7 +48,7 @@ _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor")
 )
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
-_COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # with an unknown value: the C++ code reads the memory
+_COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # of a placeholder: C++ code reads its memory
 _MOVES = frozenset({"cpu", "cuda"})
 
 _IN_STAGE_RUN: ContextVar[bool] = ContextVar("_IN_STAGE_RUN", default=False)
@@ -56,7 +56,7 @@ _IN_STAGE_RUN: ContextVar[bool] = ContextVar("_IN_STAGE_RUN", default=False)
 
 @contextmanager
 def in_stage_run() -> Iterator[None]:
-    """Inside, a fresh tensor may become unknown; what is computed between steps is kept, and must not."""
+    """Inside, a write of a placeholder into a new tensor makes it a placeholder; elsewhere that is an error."""
     token = _IN_STAGE_RUN.set(True)
     try:
         yield
@@ -67,14 +67,14 @@ def in_stage_run() -> Iterator[None]:
 class Placeholder(Tensor):
     """A tensor whose value is on another pipeline stage.
 
-    Its memory is one element, expanded to the shape. Results of any torch function on it are unknown; shapes come from
-    running the function on the meta device. Shapes under autocast are right, dtypes may not be.
+    Its memory is one element, expanded to the shape. The result of a torch function on it is a placeholder; its shape
+    comes from running the function on the meta device. Under autocast the shape is right, but the dtype may be wrong.
 
     Attributes:
-        origin: what it is the value of, for messages.
+        origin: the parameter or activation that the value is computed from, for messages.
         geometry: a meta tensor with its shape, strides and dtype.
-        has_gradient: of a parameter of another stage: whether it has a gradient there.
-        is_elsewhere: tells code that knows nothing of pipelines that there is nothing to save or to load.
+        has_gradient: for a parameter, whether it has a gradient on its own stage.
+        is_elsewhere: tells code that knows no pipelines that there is nothing to save or load.
     """
 
     origin: str
@@ -84,31 +84,31 @@ class Placeholder(Tensor):
 
     @classmethod
     def of(cls, meta: Tensor, origin: str, device: torch.device) -> Placeholder:
-        """An unknown tensor with the shape, strides and dtype of ``meta``."""
+        """Return a placeholder with the shape, strides and dtype of ``meta``."""
         with without_torch_function():
-            found: Any = _one_element(meta, device)
-            found.__class__ = cls
-            # Its own: a change of shape in place, or a search by identity, must not reach others of this kind.
-            own = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
-            found.origin, found.geometry = origin, own
-        return found  # type: ignore[no-any-return]  # it has become one
+            made: Any = _one_element(meta, device)
+            made.__class__ = cls
+            # not `meta` itself, which other placeholders may share: its shape may be changed in place
+            geometry = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
+            made.origin, made.geometry = origin, geometry
+        return made  # type: ignore[no-any-return]  # it is a placeholder now
 
     @classmethod
     def like(cls, tensor: Tensor, origin: str, device: torch.device) -> Placeholder:
-        """An unknown tensor with the (global) shape and dtype of a real one; of a parameter, an unknown parameter."""
-        found = cls.of(_as_meta(tensor), origin, device)
+        """Return a placeholder with the (global) shape and dtype of a tensor; a parameter if that is one."""
+        made = cls.of(_as_meta(tensor), origin, device)
         if isinstance(tensor, nn.Parameter):
-            notes = {} if isinstance(tensor, Placeholder) else vars(tensor)  # that somebody has given to the parameter
-            found.__dict__.update({name: value for name, value in notes.items() if name not in vars(found)})
-            mark_as_parameter(found)
-            found.requires_grad_(tensor.requires_grad)
-        return found
+            attributes = {} if isinstance(tensor, Placeholder) else vars(tensor)
+            made.__dict__.update({name: value for name, value in attributes.items() if name not in vars(made)})
+            mark_as_parameter(made)
+            made.requires_grad_(tensor.requires_grad)
+        return made
 
     def become(self, value: Tensor, *, requires_grad: bool) -> GraphEntry | None:
-        """Turn this very object into an ordinary tensor over the memory of ``value``.
+        """Turn this object into an ordinary tensor over the memory of ``value``.
 
         Returns:
-            Where it entered the autograd graph, if it requires a gradient.
+            The point where it enters the autograd graph; None if it requires no gradient.
         """
         with without_torch_function(), torch.no_grad():
             if self.grad_fn is not None:
@@ -119,19 +119,19 @@ class Placeholder(Tensor):
             self.data = value
         return enter(self) if requires_grad else None
 
-    def _gradient(self, access: str, value: Tensor | None = None) -> Tensor | None:
-        """Do what reading, setting or deleting ``grad`` does."""
+    def _access_grad(self, access: str, value: Tensor | None = None) -> Tensor | None:
+        """Get, set or delete ``grad``; ``access`` is the name of the property's accessor."""
         if access != "__get__":
             self.has_gradient = value is not None
             self.__dict__.pop("_placeholder_gradient", None)
             return None
         if not self.has_gradient:
             return None
-        kept = self.__dict__.get("_placeholder_gradient")  # the same object each time, as of a real tensor
-        if kept is None or kept.shape != self.shape:
-            kept = Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
-            self.__dict__["_placeholder_gradient"] = kept
-        return kept
+        gradient = self.__dict__.get("_placeholder_gradient")  # the same object each time, as for a real tensor
+        if gradient is None or gradient.shape != self.shape:
+            gradient = Placeholder.of(self.geometry, f"the gradient of {self.origin}", self.device)
+            self.__dict__["_placeholder_gradient"] = gradient
+        return gradient
 
     @classmethod
     def __torch_function__(
@@ -141,7 +141,7 @@ class Placeholder(Tensor):
         name = access = getattr(func, "__name__", str(func))
         if access in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__  # type: ignore[attr-defined]  # of a property of Tensor
-        if name in _HERE or (name in _FACTORIES and _only_like(args, kwargs)):
+        if name in _OWN or (name in _FACTORIES and _only_first_unknown(args, kwargs)):
             with without_torch_function():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], Placeholder):
@@ -151,54 +151,54 @@ class Placeholder(Tensor):
         else:
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
         if in_functional_transform():
-            raise no_value(f"a transform of torch.func around {name}", first)
+            raise no_value_error(f"a transform of torch.func around {name}", first)
         if name in ("__repr__", "__str__"):
             return f"<unknown on this pipeline stage: {first.origin}, shape {tuple(first.geometry.shape)}>"
         if access == "__set__" and not isinstance(args[0], Placeholder):
-            raise _cannot_write(name, first, args[0])
+            raise _write_error(name, first, args[0])
         if func is torch.autograd.grad:
-            raise no_value("torch.autograd.grad", first)
+            raise no_value_error("torch.autograd.grad", first)
         if name == "grad":
-            return first._gradient(access, *args[1:])
+            return first._access_grad(access, *args[1:])
         if name in _HOOKS and args[0] is first:
             return RemovableHandle(OrderedDict())  # the stage that has the parameter runs it
         if name == "equal" and args[0].shape != args[1].shape:
             return False
         if name in _VALUES:
-            raise no_value(name, first)
+            raise no_value_error(name, first)
         if name.startswith("_foreach_"):
-            return _one_by_one(func, name, first, args, kwargs)
+            return _run_on_lists(func, name, first, args, kwargs)
         if name == "__deepcopy__":
             return cls.like(first, first.origin, first.device)
         if name in _MOVES:
             return cls.of(first.geometry, first.origin, torch.device(name))
         if name in _COPIES:
-            raise no_value(name, first)
+            raise no_value_error(name, first)
         written = [tensor for tensor in _written(name, args, kwargs) if not isinstance(tensor, Placeholder)]
-        result = _on_meta(func, name, first, args, kwargs)
+        result = _run_on_meta(func, name, first, args, kwargs)
         for tensor in written:
-            _taint(tensor, first, name)
+            _turn_into_placeholder(tensor, first, name)
         return iter(result) if name == "__iter__" else result
 
 
-def no_value(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
-    """The error for code that asks for a value which this stage cannot know."""
+def no_value_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
+    """Return the error for code that needs the value of a placeholder."""
     where = f"{what} needs the value of {placeholder.origin}, which this pipeline stage doesn't have. "
     if not _IN_STAGE_RUN.get():
         return UnsupportedCodeError(
-            f"{where}Between steps, in hooks and callbacks, values of parameters and gradients can be read only where "
-            "the stages have them all: log them from pipeline_modules that every stage runs, or use "
-            "pipeline_parallel_size=1. Checkpoints, and lightning_shardckpt.open, have the values of all stages."
+            f"{where}Between steps, hooks and callbacks can read only parameters and gradients that every stage has: "
+            "log them from pipeline_modules that every stage runs, or use pipeline_parallel_size=1. Checkpoints, and "
+            "lightning_shardckpt.open, have the values of all stages."
         )
     return UnsupportedCodeError(
         f"{where}Every stage runs the step; outside its own layers it knows shapes, not values. Let the code outside "
-        "the layers depend on values of the batch alone, move it into a layer or into a module that one stage runs, or "
-        "give modules to other stages with pipeline_modules."
+        "the layers depend only on values of the batch, move it into a layer or into a module that one stage runs, or "
+        "assign modules to other stages with pipeline_modules."
     )
 
 
-def leaked(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
-    """The error for a real result that depends on something only another stage has."""
+def leak_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
+    """Return the error for a result of this stage that depends on a value of another stage."""
     return UnsupportedCodeError(
         f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
         "arguments of the next layer are passed on, in tuples, lists, dicts, dataclasses and outputs of transformers, "
@@ -208,26 +208,24 @@ def leaked(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
 
 
 def first_placeholder(tree: Any) -> Placeholder | None:
-    """The first placeholder of a nested structure."""
+    """Return the first placeholder of a nested structure, if any."""
     return next((leaf for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)), None)
 
 
 def _one_element(meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor of that shape over the memory of one element; no view, so that it may be written to later."""
-    return _poisoned(meta.dtype, device).clone().as_strided_(meta.shape, (0,) * meta.ndim)
+    """Return a tensor with the shape of ``meta`` over one element; no view, so that it can be written to later."""
+    return _invalid_element(meta.dtype, device).clone().as_strided_(meta.shape, (0,) * meta.ndim)
 
 
 @lru_cache(maxsize=64)
-def _poisoned(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((1,), _poison(dtype), dtype=dtype, device=device)
-
-
-def _poison(dtype: torch.dtype) -> float | int:
-    """A value that shows, where C++ code reads a tensor as a number: that asks no ``__torch_function__``."""
+def _invalid_element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a conspicuous value: C++ code that reads a number does not call ``__torch_function__``."""
     if dtype.is_floating_point or dtype.is_complex:
-        return math.nan
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+        value = math.nan
+    else:
+        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    with torch.inference_mode(False):
+        return torch.full((1,), value, dtype=dtype, device=device)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
@@ -237,10 +235,10 @@ def _as_meta(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _on_meta(
+def _run_on_meta(
     func: Callable[..., Any], name: str, first: Placeholder, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run ``func`` for its shapes; an unknown argument that it changed and returned is returned itself."""
+    """Run ``func`` on the meta device, and return placeholders; an argument that it returns stays itself."""
     device = first.device
     originals: dict[int, Tensor] = {}
 
@@ -255,7 +253,7 @@ def _on_meta(
             return torch.device("meta")
         return value
 
-    def back(value: Any) -> Any:
+    def from_meta(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return originals[id(value)] if id(value) in originals else Placeholder.of(value, first.origin, device)
@@ -270,76 +268,79 @@ def _on_meta(
             result = (_in_bfloat16(func) if "grouped_mm" in name else func)(*meta_args, **meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" in str(error).lower():
-            raise no_value(name, first) from error
+            raise no_value_error(name, first) from error
         raise
-    return tree_map(back, list(result) if name == "__iter__" else result)
+    return tree_map(from_meta, list(result) if name == "__iter__" else result)
 
 
 def _in_bfloat16(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The meta function of a grouped product takes no other dtype, the CPU's does (torch 2.13)."""
+    """Run a grouped product in bfloat16: its meta function supports no other dtype, unlike the CPU's (torch 2.13)."""
 
-    def narrowed(value: Any) -> Any:
+    def cast(value: Any) -> Any:
         return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def run(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found: Tensor = func(narrowed(first), *tree_map(narrowed, args), **tree_map(narrowed, kwargs))
-        return found.to(first.dtype)
+        product: Tensor = func(cast(first), *tree_map(cast, args), **tree_map(cast, kwargs))
+        return product.to(first.dtype)
 
     return run
 
 
-def _one_by_one(
+def _run_on_lists(
     func: Callable[..., Any], name: str, first: Placeholder, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Any] | None:
-    """A function of lists: what it makes, and writes, of known tensors alone is known."""
+    """Run a function of lists; only results that depend on a placeholder are placeholders."""
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     count = len(lists[0])
-    mixed = any(isinstance(arg, Placeholder) for arg in (*args, *kwargs.values()))
-    places = [mixed or any(isinstance(each[n], Placeholder) for each in lists if n < len(each)) for n in range(count)]
+    is_for_all = any(isinstance(arg, Placeholder) for arg in (*args, *kwargs.values()))
+    unknown = [
+        is_for_all or any(isinstance(each[n], Placeholder) for each in lists if n < len(each)) for n in range(count)
+    ]
 
-    def part(arg: Any, unknown: bool) -> Any:
+    def select(arg: Any, is_unknown: bool) -> Any:
         if not isinstance(arg, list | tuple):
             return arg
-        return [item for item, elsewhere in zip(arg, places, strict=True) if elsewhere == unknown]
+        return [item for item, flag in zip(arg, unknown, strict=True) if flag == is_unknown]
 
     if any(len(each) != count for each in lists):
         with without_torch_function():
-            return func(*args, **kwargs)  # type: ignore[no-any-return]  # torch says what is wrong
-    written = [tensor for tensor, unknown in zip(lists[0], places, strict=True) if unknown] if name[-1] == "_" else []
-    for tensor in written:
-        if not isinstance(tensor, Placeholder):
-            raise _cannot_write(name, first, tensor)
-    made = iter(func(*(part(arg, False) for arg in args), **kwargs) or ()) if not all(places) else iter(())
+            return func(*args, **kwargs)  # type: ignore[no-any-return]  # torch raises its error
+    if name[-1] == "_":
+        for tensor in select(lists[0], True):
+            if not isinstance(tensor, Placeholder):
+                raise _write_error(name, first, tensor)
+    known = iter(func(*(select(arg, False) for arg in args), **kwargs) or ()) if not all(unknown) else iter(())
     if name[-1] == "_":
         return None
-    guessed = iter(_on_meta(func, name, first, [part(arg, True) for arg in args], kwargs) if any(places) else ())
-    return [next(guessed if unknown else made) for unknown in places]
+    inputs = [select(arg, True) for arg in args]
+    placeholders = iter(_run_on_meta(func, name, first, inputs, kwargs) if any(unknown) else ())
+    return [next(placeholders if is_unknown else known) for is_unknown in unknown]
 
 
-def _only_like(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether the first argument of a factory is unknown, and no other is."""
-    found = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Placeholder)]
-    return len(found) == 1 and found[0] is (args[0] if args else kwargs.get("input"))
+def _only_first_unknown(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the first argument is the only placeholder."""
+    placeholders = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Placeholder)]
+    return len(placeholders) == 1 and placeholders[0] is (args[0] if args else kwargs.get("input"))
 
 
 def _written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that the function changes."""
+    """Return the tensors that the function changes."""
     if kwargs.get("out") is not None:
         return [leaf for leaf in tree_leaves(kwargs["out"]) if isinstance(leaf, Tensor)]
     in_place = name in _IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)] if in_place and args else []
 
 
-def _cannot_write(name: str, source: Placeholder, written: Tensor) -> UnsupportedCodeError:
+def _write_error(name: str, source: Placeholder, written: Tensor) -> UnsupportedCodeError:
     what = f"{name} writes {source.origin}, whose value this pipeline stage doesn't have, into a "
     shape = f"of shape {tuple(written.shape)}. "
     if not _IN_STAGE_RUN.get():
         kind = "parameter" if isinstance(written, nn.Parameter) else "tensor"
         return UnsupportedCodeError(
-            f"{what}{kind} {shape}Between steps, a stage can compute with the parameters of another one as long as "
-            "what it makes of each stays with that one: averages, penalties and decays of single parameters. What "
-            "joins parameters of several stages, such as a norm over all of them, needs pipeline_parallel_size=1; "
-            "gradients are clipped by Trainer(gradient_clip_val=…), self.clip_gradients or fabric.clip_gradients."
+            f"{what}{kind} {shape}Between steps, code may compute with the parameters of another stage as long as the "
+            "result depends on one parameter: averages, penalties and decays of single parameters. Results that "
+            "combine parameters of several stages, such as a norm over all of them, need pipeline_parallel_size=1; "
+            "clip gradients by Trainer(gradient_clip_val=…), self.clip_gradients or fabric.clip_gradients."
         )
     kind = "parameter" if isinstance(written, nn.Parameter) else "view of a tensor, or into one that has views,"
     return UnsupportedCodeError(
@@ -348,22 +349,21 @@ def _cannot_write(name: str, source: Placeholder, written: Tensor) -> Unsupporte
     )
 
 
-def _taint(written: Tensor, source: Placeholder, name: str) -> Tensor:
-    """A fresh tensor of a step that something unknown was written into is unknown from now on; state must not be."""
+def _turn_into_placeholder(written: Tensor, source: Placeholder, name: str) -> None:
+    """Turn a new tensor that a placeholder was written into, into a placeholder; raise for state."""
     if not _IN_STAGE_RUN.get() or type(written) is not Tensor or shares_memory(written):
-        raise _cannot_write(name, source, written)
+        raise _write_error(name, source, written)
     with without_torch_function(), torch.no_grad():
         meta, device = _as_meta(written), written.device
         if written.grad_fn is not None:
             written.detach_()
         written.data = _one_element(meta, device)
         written.__class__ = Placeholder
-    written.origin, written.geometry = source.origin, meta  # type: ignore[attr-defined]  # it is one now
-    return written
+    written.origin, written.geometry = source.origin, meta  # type: ignore[attr-defined]  # it is a placeholder now
 
 
 def placeholder_positions(leaves: Sequence[Any]) -> Iterator[int]:
-    """Positions of the placeholders; of an object that is there twice, the first."""
+    """Yield the position of each placeholder, the first one if an object occurs twice."""
     seen: set[int] = set()
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Placeholder) and id(leaf) not in seen:

@@ -1,7 +1,7 @@
-"""Placement of a tensor's parts: rows over a mesh's data axes (FSDP), anything over the tensor-parallel ones.
+"""The part of a tensor that each rank holds: rows over the data axes (FSDP), any placement over the others.
 
-The axes "replicate" and "shard" are data axes. Over "shard", dim 0 of what the other axes leave to a rank is split into
-equal runs of rows, as ``torch.chunk`` does. Tensors without dims stay plain.
+The data axes are "replicate" and "shard"; the others are tensor-parallel. A rank's tensor-parallel part is split over
+"shard" along dim 0, into equal runs of rows as by ``torch.chunk``. Tensors without dims stay plain.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")
 NAME = "_shardckpt_name"
-"""Attribute of a sharded parameter, and of what is made of it alone: its name, which the ranks compare in reads."""
+"""Attribute of a sharded parameter, its gradient and tensors like it: the name, which ranks compare in reads."""
 
 ASSIGNMENTS = "_shardckpt_assignments"
-"""Attribute of a sharded tensor: how often its ``data`` was assigned."""
+"""Attribute of a sharded tensor: the number of assignments to its ``data``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placements:
-    """Sharding of the tensors of one mesh and one tuple of placements.
+class Sharding:
+    """The sharding of all tensors with the same mesh and placements.
 
     Attributes:
-        shard: the ranks of the axis "shard", over which dim 0 is sharded; None if there is but one.
-        replicate: the ranks of the axis "replicate"; None if there is but one.
-        model_mesh: the other axes; None if there are none.
-        model: the placements on those.
+        shard: the ranks of the axis "shard", over which dim 0 is sharded; None for a size of 1.
+        replicate: the ranks of the axis "replicate"; None for a size of 1.
+        model_mesh: the tensor-parallel axes; None without tensor parallelism.
+        model: the placements on ``model_mesh``.
     """
 
     shard: Peers | None
@@ -49,20 +49,20 @@ class Placements:
 
 
 def describe(tensor: DTensor) -> str:
-    """Return what tells a sharded tensor from others."""
+    """Return the name and shape of a sharded tensor, for messages and comparisons."""
     return f"{tensor.__dict__.get(NAME, 'a tensor')} of shape {tuple(tensor.shape)}"
 
 
 @lru_cache(maxsize=4096)
-def placements_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Placements:
-    """Return what a mesh and placements mean."""
+def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding:
+    """Return the sharding that a mesh and placements stand for."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     axes = {name: (placement, size) for name, placement, size in zip(names, placements, mesh.shape, strict=True)}
     peers = {name: peers_of(_axis(mesh, name)) for name in DATA_AXES if name in axes and axes[name][1] > 1}
     others = tuple(name for name in names if name not in DATA_AXES)
     model_mesh = None if not others else mesh if len(others) == mesh.ndim else mesh[others]
     model = tuple(axes[name][0] for name in others)
-    return Placements(peers.get("shard"), peers.get("replicate"), model_mesh, model)
+    return Sharding(peers.get("shard"), peers.get("replicate"), model_mesh, model)
 
 
 def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -70,11 +70,12 @@ def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:
-    """The spec of a tensor whose rows are to be sharded over ``data_mesh``, besides what tensor parallelism did.
+    """Return the spec that shards a tensor's rows over ``data_mesh``, in addition to its tensor-parallel placements.
 
     Args:
-        tensor: plain, or a DTensor on other axes of ``root``.
-        data_mesh: its axes are "replicate" and "shard", or "shard" alone.
+        tensor: plain, or a DTensor on tensor-parallel axes of ``root``.
+        data_mesh: its axes are "replicate" and "shard", or "shard" only.
+        root: the mesh of all ranks.
     """
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     rows: Placement = Shard(0)
@@ -102,32 +103,29 @@ def _joined(data_mesh: DeviceMesh, model_mesh: DeviceMesh, root: DeviceMesh) -> 
 
 
 def rows_of(count: int, peers: Peers) -> tuple[int, int]:
-    """The half-open range of ``count`` rows that this rank has."""
+    """Return this rank's half-open range of ``count`` rows."""
     each = -(-count // peers.size)
     start = min(peers.rank * each, count)
     return start, min(start + each, count)
 
 
-def model_part(whole: Tensor, where: Placements) -> Tensor:
-    """Return what the tensor-parallel axes leave of a whole tensor to this rank; may share its memory.
-
-    No communication.
-    """
-    if where.model_mesh is None:
+def model_part(whole: Tensor, sharding: Sharding) -> Tensor:
+    """Return this rank's tensor-parallel part of a whole tensor; may share its memory. No communication."""
+    if sharding.model_mesh is None:
         return whole
-    return local_tensor(distribute_tensor(whole, where.model_mesh, where.model, src_data_rank=None))
+    return local_tensor(distribute_tensor(whole, sharding.model_mesh, sharding.model, src_data_rank=None))
 
 
-def local_part(whole: Tensor, where: Placements) -> Tensor:
+def local_part(whole: Tensor, sharding: Sharding) -> Tensor:
     """Return this rank's part of a whole tensor; may share its memory. No communication."""
-    part = model_part(whole, where)
-    if where.shard is None:
+    part = model_part(whole, sharding)
+    if sharding.shard is None:
         return part
-    start, stop = rows_of(part.shape[0], where.shard)
+    start, stop = rows_of(part.shape[0], sharding.shard)
     return part[start:stop]
 
 
 @lru_cache(maxsize=4096)
-def model_shape(shape: torch.Size, where: Placements) -> torch.Size:
-    """The shape of what the tensor-parallel axes leave of a tensor to this rank."""
-    return model_part(torch.empty(shape, device="meta"), where).shape
+def model_shape(shape: torch.Size, sharding: Sharding) -> torch.Size:
+    """Return the shape of this rank's tensor-parallel part."""
+    return model_part(torch.empty(shape, device="meta"), sharding).shape

@@ -1,4 +1,7 @@
-"""Let autograd keep notes in place of whole parameters, and see whether these change before its backward."""
+"""Hooks for saved tensors that keep a reference to a sharded parameter in place of the gathered one.
+
+They also detect changes of parameters between the forward and the backward.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS
 
 
-class _Other(NamedTuple):
-    """A tensor that is no parameter, as it was saved; autograd checks no version of what hooks have packed."""
+class _SavedActivation(NamedTuple):
+    """A tensor other than a parameter. Autograd does not check the version of tensors that hooks have packed."""
 
     tensor: Tensor
     version: int
 
 
 class SavedParameters:
-    """What operations on whole parameters save for their backward: a note of each, or the tensor.
+    """Packs and unpacks the tensors that operations on gathered parameters save for their backward.
 
-    Autograd sees no change of a parameter whose memory it does not have, and would compute other gradients: that is an
-    error here, as it is for plain tensors.
+    Autograd can't see changes of a parameter whose memory it does not keep, and would compute wrong gradients. As for
+    plain tensors, a change is an error.
 
     Args:
-        name: of the module that has the parameters, for messages.
-        leaves: the parameters.
-        wholes: the same, gathered.
-        again: for each parameter that torch's engine frees, what gives its memory in a backward; None for others.
+        name: the name of the module, for messages.
+        leaves: the sharded parameters.
+        wholes: the gathered parameters.
+        regather: for each parameter that torch's engine frees, returns its memory in a backward; None for others.
     """
 
     def __init__(
@@ -42,81 +45,79 @@ class SavedParameters:
         name: str,
         leaves: Sequence[Tensor],
         wholes: Sequence[Tensor],
-        again: Sequence[Callable[[], Tensor] | None],
+        regather: Sequence[Callable[[], Tensor] | None],
     ) -> None:
-        self._name, self._leaves, self._again = name, leaves, again  # without `wholes`, whose memory is to be freed
-        self._places = {_memory(whole): n for n, whole in enumerate(wholes)}
-        self._states: list[tuple[int, int]] = []
-        self._outer: SavedParameters | None = None  # those of the unit around this one
+        self._name, self._leaves, self._regather = name, leaves, regather  # not `wholes`, whose memory is to be freed
+        self._numbers = {_memory(whole): n for n, whole in enumerate(wholes)}
+        self._versions: list[tuple[int, int]] = []
+        self._outer: SavedParameters | None = None  # of the unit around this one
 
-    def context(self) -> AbstractContextManager[Any]:
-        """A context for the operations. Checkpointing and offloading save in their own way: then it does nothing."""
-        if saves_elsewhere():
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return the hooks as a context; an empty one where checkpointing or offloading has its own hooks."""
+        if uses_other_hooks():
             return nullcontext()
-        self._outer = _saved_parameters(packing_hook())
+        self._outer = _owner_of(packing_hook())
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def end(self) -> None:
-        """Call when the forward is done: from now on, parameters must not change."""
-        self._states = [self._state(n) for n in range(len(self._leaves))]
+    def end_forward(self) -> None:
+        """End the forward: from now on, parameters must not change."""
+        self._versions = [self._version(n) for n in range(len(self._leaves))]
 
-    def _state(self, n: int) -> tuple[int, int]:
-        """What tells whether a backward would get other values; ``data`` changes those that are gathered again, too."""
-        if self._again[n] is not None:
+    def _version(self, n: int) -> tuple[int, int]:
+        """Return a key that changes if the backward would get other values."""
+        if self._regather[n] is not None:  # sees what was assigned to ``data``, as a plain leaf does
             return version_of(self._leaves[n]), 0
-        return state_of(self._leaves[n])
+        return version_key(self._leaves[n])
 
     def _pack(self, tensor: Tensor) -> Any:
-        n = self._places.get(_memory(tensor))
+        n = self._numbers.get(_memory(tensor))
         if n is None and self._outer is not None:
             return self._outer._pack(tensor)
         if n is None:
-            return _Other(tensor.detach(), version_of(tensor))  # autograd would keep itself alive by the tensor itself
+            return _SavedActivation(tensor.detach(), version_of(tensor))  # not itself: the graph would form a cycle
         local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
-        if self._again[n] is None:
+        if self._regather[n] is None:
             return self, n, spec, local.detach()
         return self, n, spec, (local.size(), local.stride(), local.storage_offset())
 
-    def _unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, _Other):
-            if version_of(kept.tensor) != kept.version:
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _SavedActivation):
+            if version_of(packed.tensor) != packed.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"one of shape {tuple(kept.tensor.shape)} that {self._name or 'the module'} computed with is at "
-                    f"version {version_of(kept.tensor)} instead of {kept.version}."
+                    f"one of shape {tuple(packed.tensor.shape)} that {self._name or 'the module'} computed with is at "
+                    f"version {version_of(packed.tensor)} instead of {packed.version}."
                 )
-            return kept.tensor
-        owner, n, spec, found = kept
-        if owner._states and owner._state(n) != owner._states[n]:
+            return packed.tensor
+        owner, n, spec, saved = packed
+        if owner._versions and owner._version(n) != owner._versions[n]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "
                 "before the forward or after the backward."
             )
-        again = owner._again[n]
-        memory = None if again is None else local_tensor(again())  # with gradients enabled, it gives a copy
+        regather = owner._regather[n]
+        memory = None if regather is None else local_tensor(regather())  # not under no_grad: then it would not copy
         with torch.no_grad():
-            local: Tensor = found if memory is None else memory.as_strided(*found)
+            local: Tensor = saved if memory is None else memory.as_strided(*saved)
             return local if spec is None else new_dtensor(local, spec)
 
 
-def saves_elsewhere() -> bool:
-    """Return whether checkpointing, offloading or the user saves tensors in another way here."""
+def uses_other_hooks() -> bool:
+    """Return whether hooks for saved tensors of checkpointing, offloading or the user are in place."""
     hook = packing_hook()
-    return hook is not None and _saved_parameters(hook) is None
+    return hook is not None and _owner_of(hook) is None
 
 
-def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what differs after a change of a tensor's values, in place or by an assignment to ``data``.
+def version_key(tensor: Tensor) -> tuple[int, int]:
+    """Return a key that changes with a tensor's values, in place or by an assignment to ``data``. No communication.
 
-    It changes on all ranks or on none. Addresses are no part of it: a rank without rows has none, and new memory may be
-    where other memory was before. No communication.
+    It changes on all ranks or on none. It has no address: a rank without rows has none, and freed memory is reused.
     """
     return version_of(local_tensor(tensor)), tensor.__dict__.get(ASSIGNMENTS, 0)
 
 
-def _saved_parameters(hook: Any) -> SavedParameters | None:
-    """What a hook that packs tensors belongs to, if it is ours."""
+def _owner_of(hook: Any) -> SavedParameters | None:
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, SavedParameters) else None
 

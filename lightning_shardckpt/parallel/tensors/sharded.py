@@ -1,16 +1,16 @@
-"""A DTensor that acts as the whole tensor, whoever uses it: parameters, their gradients, the state of optimizers.
+"""A DTensor that behaves like the whole tensor: parameters, their gradients, optimizer state.
 
-torch's DTensor leaves much to its users: it refuses operations with plain tensors, gives norms of a shard as if they
-were those of the tensor, loses what is assigned to ``data``. Here
+torch's DTensor refuses operations with plain tensors, returns the norm of a shard as the norm of the tensor, and loses
+assignments to ``data``. In contrast:
 
-* an operation with plain tensors, and any that needs more than one element at a time, sees the whole tensor, through
-  autograd; the result is a plain tensor;
-* elementwise operations on tensors that are sharded alike stay sharded, without communication;
-* a norm is that of the whole tensor, made of those of the shards;
-* in-place operations, also on views, change the shards; what the ranks write must be the same on all of them;
-* what is drawn into a tensor is what one process would draw.
+* An operation with plain tensors, or one that combines elements, runs on the gathered tensor, through autograd, and
+  returns a plain tensor.
+* An elementwise operation on tensors with the same sharding runs on the shards, without communication.
+* A norm is computed from the norms of the shards.
+* An in-place operation, also on a view, changes the shards. All ranks must write the same values.
+* Random values are the ones that a single process would draw.
 
-So every rank must do the same with it at the same time; ``peers`` notices when they don't.
+All ranks must therefore run the same operations in the same order; ``peers`` detects when they don't.
 """
 
 from __future__ import annotations
@@ -43,23 +43,22 @@ from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
-from lightning_shardckpt.parallel.tensors.values import Scatter, check_same, where_is, whole
+from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Kind, Handler] = {}
-"""What functions of torch do with sharded tensors, by what they need of them; filled by `operations`."""
+"""The implementation of torch's functions for sharded tensors, by kind; `operations` fills it."""
 
-ANSWER_FIRST: set[type] = {Placeholder}
-"""Classes whose ``__torch_function__`` answers for sharded tensors, too: values of other pipeline stages, and tensors
-that stand for sharded ones."""
+TAKES_PRECEDENCE: set[type] = {Placeholder}
+"""Classes whose ``__torch_function__`` is called before the one of sharded tensors."""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 
 
 class ShardedTensor(DTensor):
-    """See the module's docstring. Made of a DTensor by `sharded`."""
+    """A DTensor that behaves like the whole tensor, as the module's docstring says. Made by `as_sharded`."""
 
     __slots__: list[str] = []
 
@@ -67,10 +66,10 @@ class ShardedTensor(DTensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not ANSWER_FIRST.isdisjoint(types):
+        if not TAKES_PRECEDENCE.isdisjoint(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if not args and "tensor" in kwargs:  # so torch.nn.init does it
+        if not args and "tensor" in kwargs:  # as torch.nn.init passes it
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
         if (cast := cast_arguments(func, args, kwargs)) is not None:
             return func(*cast[0], **cast[1])
@@ -78,33 +77,32 @@ class ShardedTensor(DTensor):
 
     @property
     def data(self) -> ShardedTensor:
-        """The tensor without history, over the same memory."""
+        """The detached tensor, over the same memory."""
         with without_torch_function():
-            return like(self, local_tensor(self).detach())
+            return new_like(self, local_tensor(self).detach())
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Set other memory, as it is if it is laid out alike, else that of the rows of a whole tensor."""
+        """Replace the memory: by ``value``'s own if it has the same sharding, else by a copy of this rank's rows."""
         with without_torch_function():
             if value.shape != self.shape:
                 raise UnsupportedCodeError(
                     f"a tensor of shape {tuple(value.shape)} was assigned to the data of a sharded one of shape "
                     f"{tuple(self.shape)}; a sharded tensor keeps its shape"
                 )
-            rows = rows_like(value, self, "an assignment to data")
-            found = like(self, rows.detach())
-            _data.__set__(self, found)
-            replace_local(self, found)
+            new = new_like(self, rows_like(value, self, "an assignment to data").detach())
+            _data.__set__(self, new)
+            replace_local(self, new)
             self.__dict__[ASSIGNMENTS] = self.__dict__.get(ASSIGNMENTS, 0) + 1
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient, averaged over all batches."""
         with without_torch_function():
-            found: Any = _grad.__get__(self)
-        if type(found) is DTensor:  # of autograd
-            found = self._named_gradient(sharded(found))
-        return found  # type: ignore[no-any-return]  # sharded, or None
+            gradient: Any = _grad.__get__(self)
+        if type(gradient) is DTensor:  # made by autograd
+            gradient = self._name_gradient(as_sharded(gradient))
+        return gradient  # type: ignore[no-any-return]  # sharded, or None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -115,24 +113,24 @@ class ShardedTensor(DTensor):
                         f"assigned grad has data of a different size: {tuple(value.shape)} for a parameter of shape "
                         f"{tuple(self.shape)}"
                     )
-                value = like(self, rows_like(value, self, "an assignment to grad").clone())
-            _grad.__set__(self, value if value is None else self._named_gradient(value))
+                value = new_like(self, rows_like(value, self, "an assignment to grad").clone())
+            _grad.__set__(self, value if value is None else self._name_gradient(value))
 
-    def _named_gradient(self, gradient: Tensor) -> Tensor:
+    def _name_gradient(self, gradient: Tensor) -> Tensor:
         if NAME in self.__dict__:
             gradient.__dict__[NAME] = f"the gradient of {self.__dict__[NAME]}"
         return gradient
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Take the memory of another tensor of this shape, as parametrizations do; torch dispatches no ``set_``.
+        """Take the memory of another tensor of this shape, as parametrizations do; torch does not dispatch ``set_``.
 
         Raises:
             UnsupportedCodeError: for a storage, or another shape.
         """
         if not isinstance(source, Tensor) or args or kwargs or source.shape != self.shape:
             raise UnsupportedCodeError(
-                f"set_ gives other memory to a sharded tensor of shape {tuple(self.shape)}, of which this rank has "
-                "some rows. Give it a tensor of its shape, without offset or strides, or copy_ the values."
+                f"set_ replaces the memory of a sharded tensor of shape {tuple(self.shape)}, and this rank has only "
+                "some of its rows. Pass a tensor of the same shape, without offset or strides, or copy_ the values."
             )
         if source is not self:
             self.data = source
@@ -140,31 +138,31 @@ class ShardedTensor(DTensor):
 
     @property
     def __tensor_flatten__(self) -> Any:
-        """Absent, so that ``module.to()`` assigns to ``data``: torch can't swap a tensor that has weak references."""
-        raise AttributeError("a sharded tensor is not made of plain ones")
+        """Absent, so that ``module.to()`` assigns to ``data``: torch can't swap a tensor with weak references."""
+        raise AttributeError("a sharded tensor can't be flattened into plain tensors")
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Return all elements, as a plain tensor. Collective: every rank that has a shard must call it."""
         with without_torch_function():
-            return whole(self, "full_tensor")
+            return gather_whole(self, "full_tensor")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # it is one
         with without_torch_function(), torch.no_grad():
-            found = like(self, local_tensor(self).clone())
-            found.requires_grad_(self.requires_grad)
+            copied = new_like(self, local_tensor(self).clone())
+            copied.requires_grad_(self.requires_grad)
         if is_marked_as_parameter(self):
-            mark_as_parameter(found)
-        memo[id(self)] = found
+            mark_as_parameter(copied)
+        memo[id(self)] = copied
         if self.grad is not None:
-            found.grad = self.grad.detach().clone()
-        return found
+            copied.grad = self.grad.detach().clone()
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         warnings.warn(
-            "a sharded tensor is being pickled, with the rows of this rank alone. For a file of whole tensors, call "
-            "lightning_shardckpt.full_state_dict(module) on all ranks and save what it returns, or consolidate a "
+            "a sharded tensor is being pickled: the file will have only the rows of this rank. To save whole tensors, "
+            "call lightning_shardckpt.full_state_dict(module) on all ranks and save the result, or consolidate a "
             "checkpoint.",
             stacklevel=2,
         )
@@ -187,36 +185,36 @@ def _handler_of(func: Function) -> Handler:
     return HANDLERS[kind_of(func)]
 
 
-def sharded(tensor: Tensor) -> ShardedTensor:
-    """The DTensor itself, as a ShardedTensor from now on."""
+def as_sharded(tensor: Tensor) -> ShardedTensor:
+    """Turn a DTensor into a ShardedTensor in place, and return it."""
     if type(tensor) is DTensor:
-        tensor.__class__ = ShardedTensor  # its slots are the same
+        tensor.__class__ = ShardedTensor  # it has the same slots
     assert isinstance(tensor, ShardedTensor)
     return tensor
 
 
-def like(tensor: DTensor, local: Tensor) -> ShardedTensor:
-    """A tensor that is laid out like another one, with these rows."""
+def new_like(tensor: DTensor, local: Tensor) -> ShardedTensor:
+    """Return a tensor with the sharding of ``tensor``, and ``local`` as this rank's rows."""
     spec = spec_of(tensor)
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype != local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
-    found = sharded(new_dtensor(local, spec))
+    made = as_sharded(new_dtensor(local, spec))
     if (name := tensor.__dict__.get(NAME)) is not None:
-        found.__dict__[NAME] = name
-    return found
+        made.__dict__[NAME] = name
+    return made
 
 
 def is_sharded(value: object) -> bool:
-    """Return whether a value is a sharded tensor of ours, whoever made it; not so a plan's activations."""
+    """Return whether a value is sharded over the data axes; False for activations of a tensor-parallel plan."""
     if isinstance(value, ShardedTensor):
         return True
     return isinstance(value, DTensor) and not {*DATA_AXES}.isdisjoint(value.device_mesh.mesh_dim_names or ())
 
 
 def is_alike(value: Tensor, tensor: DTensor) -> bool:
-    """Return whether both are sharded in the same way."""
+    """Return whether both have the same shape and sharding."""
     if value is tensor:
         return True
     if not isinstance(value, DTensor):
@@ -228,36 +226,36 @@ def is_alike(value: Tensor, tensor: DTensor) -> bool:
 
 
 def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
-    """Return this rank's rows of a tensor that is sharded like ``tensor``, in another way, or not at all."""
+    """Return this rank's rows of ``value``, a plain tensor or a DTensor with any sharding, split as ``tensor`` is."""
     if is_alike(value, tensor):
         return local_tensor(value)
-    where = where_is(tensor)
+    sharding = sharding_of(tensor)
     if isinstance(value, DTensor):
-        value = whole(value, what)
+        value = gather_whole(value, what)
     else:
-        check_same(value, where, what)
-    return local_part(value.to(tensor.device), where).clone()
+        check_equal_on_ranks(value, sharding, what)
+    return local_part(value.to(tensor.device), sharding).clone()
 
 
-def scattered(value: Tensor, tensor: DTensor) -> ShardedTensor:
-    """A plain tensor, the same on all ranks, laid out like ``tensor``; with its history."""
-    return sharded(Scatter.apply(value, tensor))  # type: ignore[no-untyped-call]  # torch's
+def scatter(value: Tensor, tensor: DTensor) -> ShardedTensor:
+    """Shard a plain tensor, equal on all ranks, as ``tensor`` is. Differentiable."""
+    return as_sharded(Scatter.apply(value, tensor))  # type: ignore[no-untyped-call]  # torch's
 
 
-def refuse_leaf(target: Tensor, func: Function) -> None:
-    """Raise what autograd raises if a leaf that needs a gradient is to be changed; the initializers may do that."""
-    of_initializers = getattr(func, "__module__", None) == "torch.nn.init"
-    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf and not of_initializers:
+def check_not_leaf(target: Tensor, func: Function) -> None:
+    """Raise autograd's error if ``func`` would change a leaf that requires a gradient; torch.nn.init may."""
+    is_initializer = getattr(func, "__module__", None) == "torch.nn.init"
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf and not is_initializer:
         raise RuntimeError(LEAF)
 
 
 def local_of(value: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded value."""
+    """Return this rank's rows of a sharded tensor; a plain tensor itself."""
     return local_tensor(value) if is_sharded(value) else value
 
 
 def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The tensors among arguments, also in lists."""
+    """Yield the tensors among arguments, also in lists and dicts."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value
@@ -267,18 +265,15 @@ def tensors_in(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield from tensors_in(value.values(), {})
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An argument with its tensors replaced."""
+def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return an argument with ``change`` applied to its tensors, also in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        found = [mapped(item, change) for item in value]
-        return type(value)(*found) if hasattr(value, "_fields") else _same_container(value, found)
+        items = [map_nested(item, change) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return items if type(value) is list else type(value)(items)  # torch's return types, too, such as of max
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_nested(item, change) for key, item in value.items()}
     return value
-
-
-def _same_container(value: Any, found: list[Any]) -> Any:
-    """Return ``found`` in a container like ``value``, also in torch's own named tuples, such as that of ``max``."""
-    return found if type(value) is list else type(value)(found)

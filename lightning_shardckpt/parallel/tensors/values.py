@@ -1,6 +1,7 @@
-"""A sharded tensor as a whole: its elements, its norm, and agreement of ranks about values.
+"""Values that ranks compute together: whole tensors, norms, random numbers, and checks that values are equal.
 
-Collective, all of it: every rank that has a shard must call, with the same tensors in the same order.
+Every function that communicates is collective: every rank that has a shard must call it, with the same tensors in the
+same order.
 """
 
 from __future__ import annotations
@@ -20,52 +21,55 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
-from lightning_shardckpt.parallel.tensors.placement import Placements, describe, local_part, placements_of
+from lightning_shardckpt.parallel.tensors.placement import Sharding, describe, local_part, resolve_sharding
 
-_agreed: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()  # plain tensors: version and placements
+_equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
+"""Plain tensors that were equal on all ranks: their version then, and the id of the sharding."""
 
 
-def where_is(tensor: DTensor) -> Placements:
+def sharding_of(tensor: DTensor) -> Sharding:
     """Return how a tensor is sharded."""
     spec = spec_of(tensor)
-    return placements_of(spec.mesh, tuple(spec.placements))
+    return resolve_sharding(spec.mesh, tuple(spec.placements))
 
 
-def holders(where: Placements) -> list[Peers]:
-    """The ranks of every axis that a tensor is laid out on, also of those that only replicate it."""
-    found = [peers for peers in (where.shard, where.replicate) if peers is not None]
-    return found + [peers for peers, _ in _model_axes(where)]
+def _axes(sharding: Sharding) -> list[Peers]:
+    """Return the ranks of every mesh axis of a tensor, also of axes that only replicate it."""
+    data_axes = [peers for peers in (sharding.shard, sharding.replicate) if peers is not None]
+    return data_axes + [peers for peers, _ in _model_axes(sharding)]
 
 
-def whole(tensor: DTensor, what: str, *, on_model_axes: bool = True, device: torch.device | None = None) -> Tensor:
-    """Return all elements, in memory of their own; with history, if ``tensor`` has one and gradients are enabled.
+def gather_whole(
+    tensor: DTensor, what: str, *, on_model_axes: bool = True, device: torch.device | None = None
+) -> Tensor:
+    """Return the whole tensor in new memory. Differentiable. Collective: every rank that has a shard must call it.
 
     Args:
         tensor: sharded.
-        what: is asked for, in messages.
-        on_model_axes: False leaves it sharded as the tensor-parallel plan did, as a DTensor.
+        what: the operation that needs it, for messages.
+        on_model_axes: whether to gather over the tensor-parallel axes; if not, the result is a DTensor on them.
         device: where to gather; by default where the shards are.
     """
     item, device = GatherItem.of(tensor), device or tensor.device
     what = f"{what} of {item.name}"
     if torch.is_grad_enabled() and tensor.requires_grad:
-        found: Tensor = Gather.apply(tensor, item, what, device)  # type: ignore[no-untyped-call]  # torch's
+        whole: Tensor = Gather.apply(tensor, item, what, device)  # type: ignore[no-untyped-call]  # torch's
     else:
-        found = item.gather(local_tensor(tensor), what, device)
-    if on_model_axes and isinstance(found, DTensor):
-        for peers, _ in _model_axes(item.where):
+        whole = item.gather(local_tensor(tensor), what, device)
+    if on_model_axes and isinstance(whole, DTensor):
+        for peers, _ in _model_axes(item.sharding):
             peers.announce(what)
-        replicated = [Replicate()] * found.device_mesh.ndim
-        found = found.redistribute(placements=replicated).to_local(grad_placements=replicated)
-    return found
+        replicated = [Replicate()] * whole.device_mesh.ndim
+        whole = whole.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    return whole
 
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
-    """The state dict of a module, or of a part of one, with whole tensors in memory of their own.
+    """Return the state dict of a module with whole tensors, in new memory.
 
-    Collective: every rank that has shards of the module must call it, also those that throw the result away. In a
-    pipeline it has what this rank's stages have.
+    Collective: every rank that has shards of the module must call it, even if it discards the result. In a pipeline,
+    the result has the entries of this rank's stages.
 
     >>> import torch
     >>> from lightning_shardckpt import full_state_dict
@@ -73,87 +77,85 @@ def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
     ['bias', 'weight']
 
     Args:
-        module: sharded or not.
+        module: sharded or not; may be a submodule.
         cpu: whether to move each tensor to the CPU before the next one is gathered.
 
     Returns:
-        Names to tensors, and to whatever else the state dict holds, on every rank.
+        Tensors, and other entries of the state dict, by name, on every rank.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor):
-            whole = value.detach()
-            value = whole.cpu().clone() if cpu else whole.clone()
-        found[name] = value
-    return found
+            value = value.detach().cpu().clone() if cpu else value.detach().clone()
+        entries[name] = value
+    return entries
 
 
-def joined_norms(tensors: Sequence[DTensor], own: Sequence[float], order: float) -> list[float]:
-    """Return the norm of all elements of each tensor, from the norms of this rank's; the tensors are laid out alike."""
-    where, found = where_is(tensors[0]), list(own)
-    axes = [where.shard] if where.shard is not None else []
-    axes += [peers for peers, is_sharded in _model_axes(where) if is_sharded]
+def join_norms(tensors: Sequence[DTensor], own: Sequence[float], order: float) -> list[float]:
+    """Return the norm of each tensor, given the norms of this rank's rows; the tensors have the same sharding."""
+    sharding, norms = sharding_of(tensors[0]), list(own)
+    axes = [sharding.shard] if sharding.shard is not None else []
+    axes += [peers for peers, is_sharded in _model_axes(sharding) if is_sharded]
     for peers in axes:
-        every = torch.tensor(peers.share(f"the norm of {describe(tensors[0])}", found), dtype=torch.float64)
-        found = torch.linalg.vector_norm(every, order, dim=0).tolist()
-    return found
+        every = torch.tensor(peers.share(f"the norm of {describe(tensors[0])}", norms), dtype=torch.float64)
+        norms = torch.linalg.vector_norm(every, order, dim=0).tolist()
+    return norms
 
 
 class Scatter(torch.autograd.Function):
-    """A plain tensor, the same on all ranks → its shards, laid out like another tensor's."""
+    """Shards a plain tensor, equal on all ranks, as another tensor is."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, like: DTensor) -> DTensor:
         ctx.placements = like.placements
-        local = local_part(value.detach(), where_is(like)).clone()
+        local = local_part(value.detach(), sharding_of(like)).clone()
         return new_dtensor(local, spec_of(like))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
-        return whole(gradient, "gradients"), None
+        return gather_whole(gradient, "gradients"), None
 
 
-def is_same_everywhere(value: Tensor, where: Placements, what: str) -> bool:
-    """Return whether a plain tensor is equal, to the bit, on all ranks that hold parts of a tensor sharded so."""
-    known = _agreed.get(value)
-    mark = (version_of(value), id(where))
-    if known == mark:
+def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:
+    """Return whether a plain tensor has equal bits on all ranks of a sharded tensor's mesh."""
+    mark = (version_of(value), id(sharding))
+    if _equal.get(value) == mark:
         return True
     content = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     own = float(zlib.crc32(content.tobytes()))
     same = True
-    for peers in holders(where):
+    for peers in _axes(sharding):
         every = peers.share(f"{what} with a tensor of shape {tuple(value.shape)}", [own])
         same = same and all(numbers == [own] for numbers in every)
-        own = float(same and own)  # so that the ranks of the next axis decide alike
+        own = float(same and own)  # passes a difference on to the ranks of the next axis
     if same:
-        _agreed[value] = mark
+        _equal[value] = mark
     return same
 
 
-def check_same(value: Tensor, where: Placements, what: str) -> None:
-    """Refuse a plain tensor that is to be written into a sharded one, and is another on other ranks.
+def check_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> None:
+    """Check that a plain tensor, about to be written into a sharded one, has equal values on all ranks.
 
     Raises:
-        UnsupportedCodeError: on every rank.
+        UnsupportedCodeError: on every rank, if it has not.
     """
-    if not is_same_everywhere(value, where, what):
+    if not is_equal_on_ranks(value, sharding, what):
         raise UnsupportedCodeError(
             f"{what} writes a tensor of shape {tuple(value.shape)} into a sharded one, and its values differ between "
-            "the ranks: each would write its own into its shard. Compute it alike on all ranks: average what depends "
-            "on a batch (self.all_gather, self.trainer.strategy.reduce), and seed what is drawn."
+            "the ranks: each would write its own values into its shard. Compute the same values on all ranks: average "
+            "what depends on a batch (self.all_gather, self.trainer.strategy.reduce), and seed random numbers."
         )
 
 
 def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state of sharded parameters that is not sharded and differs between the ranks, such as that of their rows.
+    """Check that plain tensors in the optimizer state of sharded parameters are equal on all ranks.
 
     Raises:
-        UnsupportedCodeError: on every rank.
+        UnsupportedCodeError: on every rank, for state that belongs to a rank's rows.
     """
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, DTensor) or type(parameter) is DTensor or not isinstance(values, dict):
@@ -161,23 +163,23 @@ def check_state_of_shards(optimizer: torch.optim.Optimizer) -> None:
         for name, value in values.items():
             if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
                 continue
-            if not is_same_everywhere(value, where_is(parameter), "the state of an optimizer"):
+            if not is_equal_on_ranks(value, sharding_of(parameter), "the state of an optimizer"):
                 raise UnsupportedCodeError(
                     f"{name!r}, of shape {tuple(value.shape)}, in the state of {type(optimizer).__name__} for a "
-                    f"parameter of shape {tuple(parameter.shape)}, differs between the ranks: it belongs to their rows "
-                    "alone, so that no checkpoint could be resumed on another topology. Use an optimizer that makes "
-                    "its state of the parameter (torch.zeros_like(p)), or train with data_parallel_shard_size=1."
+                    f"parameter of shape {tuple(parameter.shape)}, differs between the ranks: it belongs to the rows "
+                    "of one rank, so a checkpoint could not be resumed on another topology. Use an optimizer that "
+                    "creates its state from the parameter (torch.zeros_like(p)), or train with "
+                    "data_parallel_shard_size=1."
                 )
 
 
 @contextmanager
-def drawn_alike(where: Placements, device: torch.device, what: str) -> Iterator[None]:
-    """Inside, the ranks draw what the first of them draws; who would have drawn others then gets its state back."""
+def draw_like_first_rank(sharding: Sharding, device: torch.device, what: str) -> Iterator[None]:
+    """Inside, all ranks draw the first rank's random numbers; afterwards, ranks with another state get it back."""
     cuda = device.type == "cuda"
     own = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
     state = own.clone()
-    differs = False
-    for peers in holders(where):
+    for peers in _axes(sharding):
         mark = float(zlib.crc32(state.numpy().tobytes()))
         if any(numbers != [mark] for numbers in peers.share(f"{what} of random numbers", [mark])):
             peers.broadcast_read(state, what)
@@ -198,13 +200,13 @@ def _set_rng_state(state: Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
-def _model_axes(where: Placements) -> list[tuple[Peers, bool]]:
-    """Return the ranks of each tensor-parallel axis, and whether that shards."""
-    mesh = where.model_mesh
+def _model_axes(sharding: Sharding) -> list[tuple[Peers, bool]]:
+    """Return the ranks of each tensor-parallel axis, and whether the axis shards."""
+    mesh = sharding.model_mesh
     if mesh is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    axes = zip(names, where.model, mesh.shape, strict=True)
+    axes = zip(names, sharding.model, mesh.shape, strict=True)
     return [
         (peers_of(mesh if mesh.ndim == 1 else mesh[name]), not placement.is_replicate())
         for name, placement, size in axes

@@ -1,4 +1,4 @@
-"""Functions of whole tensors: run on what is gathered; what they write there, now or by a view, reaches the shards."""
+"""Functions of whole tensors run on gathered tensors; values that they write, also through views, reach the shards."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.torch_tensors import memory_id, version_of, without_torch_function
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
-from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters, state_of
+from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters, version_key
 from lightning_shardckpt.parallel.tensors.sharded import (
-    ANSWER_FIRST,
+    TAKES_PRECEDENCE,
     Function,
+    check_not_leaf,
     is_sharded,
-    like,
-    mapped,
-    refuse_leaf,
-    scattered,
+    map_nested,
+    new_like,
+    scatter,
     tensors_in,
 )
-from lightning_shardckpt.parallel.tensors.values import check_same, where_is, whole
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 
 
 class ShardView(Tensor):
-    """A plain tensor over the memory of what was gathered, such as ``weight[0]``; changing it changes the shards."""
+    """A view of a gathered tensor, such as ``weight[0]``; changing it changes the shards."""
 
-    _origin: ViewOrigin
+    _origin: GatheredTensor
 
     @classmethod
     def __torch_function__(
@@ -43,47 +43,52 @@ class ShardView(Tensor):
         if kind_of(func) in (Kind.METADATA, Kind.AUTOGRAD, Kind.HOOK):
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        if not ANSWER_FIRST.isdisjoint(types):
+        if not TAKES_PRECEDENCE.isdisjoint(types):
             return NotImplemented
-        return on_wholes(func, tuple(args), kwargs or {})
+        return run_gathered(func, tuple(args), kwargs or {})
 
 
 @dataclass(slots=True)
-class ViewOrigin:
-    """A sharded tensor, what was gathered of it, and when: `state_of` it then."""
+class GatheredTensor:
+    """A sharded tensor, gathered.
 
-    of: DTensor
-    gathered: Tensor
-    state: tuple[int, int]
+    Attributes:
+        shards: the sharded tensor.
+        whole: the gathered one.
+        version: the `version_key` of ``shards`` when it was gathered.
+    """
+
+    shards: DTensor
+    whole: Tensor
+    version: tuple[int, int]
 
     def refresh(self) -> None:
         """Gather again into the same memory, if the shards have changed."""
-        if self.state != state_of(self.of):
+        if self.version != version_key(self.shards):
             with torch.no_grad():
-                self.gathered.copy_(whole(like(self.of, local_tensor(self.of).detach()), "a view"))
-            self.state = state_of(self.of)
+                self.whole.copy_(gather_whole(new_like(self.shards, local_tensor(self.shards).detach()), "a view"))
+            self.version = version_key(self.shards)
 
-    def store(self, what: str) -> None:
-        """Take over into the shards what was written into the memory, with its history if there is one."""
-        where = where_is(self.of)
-        check_same(self.gathered.detach(), where, what)
-        if torch.is_grad_enabled() and self.gathered.requires_grad:
-            self.of.copy_(scattered(self.gathered, self.of))
+    def write_back(self, what: str) -> None:
+        """Copy the whole tensor into the shards, through autograd if it requires a gradient."""
+        sharding = sharding_of(self.shards)
+        check_equal_on_ranks(self.whole.detach(), sharding, what)
+        if torch.is_grad_enabled() and self.whole.requires_grad:
+            self.shards.copy_(scatter(self.whole, self.shards))
         else:
             with torch.no_grad():
-                local_tensor(self.of).copy_(local_part(self.gathered.detach(), where))
-            increment_version(self.of)
-        self.state = state_of(self.of)
+                local_tensor(self.shards).copy_(local_part(self.whole.detach(), sharding))
+            increment_version(self.shards)
+        self.version = version_key(self.shards)
 
 
-_Key = tuple[int, torch.device, bool]
-_kept: dict[_Key, ViewOrigin] | None = None
-"""Parameters that the step that runs now has gathered with history; None between steps."""
+_kept: dict[tuple[int, torch.device, bool], GatheredTensor] | None = None
+"""Parameters that the running step has gathered for autograd; None between steps."""
 
 
 @contextmanager
-def kept_wholes() -> Iterator[None]:
-    """Inside, a parameter that autograd needs is gathered once, and again only when it has changed."""
+def keep_gathered() -> Iterator[None]:
+    """Inside, a parameter is gathered once for autograd, and again only after a change."""
     global _kept
     before, _kept = _kept, {} if _kept is None else _kept
     try:
@@ -92,98 +97,99 @@ def kept_wholes() -> Iterator[None]:
         _kept = before
 
 
-def _gather(tensor: DTensor, what: str, device: torch.device, *, on_model_axes: bool) -> ViewOrigin:
-    """Return the whole tensor, as it was gathered before if it may be, with what is known of it."""
-    is_kept = _kept is not None and torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
-    key, state = (id(tensor), device, on_model_axes), state_of(tensor)
-    if is_kept and _kept is not None and (known := _kept.get(key)) is not None and known.state == state:
-        return known
-    found = ViewOrigin(tensor, whole(tensor, what, on_model_axes=on_model_axes, device=device), state)
+def _gather(tensor: DTensor, what: str, device: torch.device, *, on_model_axes: bool) -> GatheredTensor:
+    """Gather a tensor, or return the one that `keep_gathered` kept."""
+    is_kept = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
+    key, version = (id(tensor), device, on_model_axes), version_key(tensor)
+    if is_kept and _kept is not None and (kept := _kept.get(key)) is not None and kept.version == version:
+        return kept
+    whole = gather_whole(tensor, what, on_model_axes=on_model_axes, device=device)
+    gathered = GatheredTensor(tensor, whole, version)
     if is_kept and _kept is not None:
-        _kept[key] = found
-    return found
+        _kept[key] = gathered
+    return gathered
 
 
 def _device_of(tensors: Sequence[Tensor], sharded: Tensor) -> torch.device:
-    """Return where to gather: beside the other tensors, where shards are offloaded to the memory of the host."""
+    """Return the device to gather on: if shards are offloaded to the CPU, that of the other tensors."""
     others = (t.device for t in tensors if t.ndim and not is_sharded(t)) if sharded.is_cpu else ()
     return next(iter(others), sharded.device)
 
 
-def on_wholes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function on gathered tensors. What it writes into their memory reaches the shards."""
+def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on gathered tensors; values that it writes into their memory reach the shards."""
     with without_torch_function():
         name = name_of(func)
         written = [*tensors_in(args[:1] if writes_first(func) else (), {}), *tensors_in((kwargs.get("out"),), {})]
         for target in written:
-            refuse_leaf(target._origin.of if isinstance(target, ShardView) else target, func)
+            check_not_leaf(target._origin.shards if isinstance(target, ShardView) else target, func)
         tensors = list(tensors_in(args, kwargs))
-        with_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors)
-        origins: dict[int, ViewOrigin] = {}
-        wholes: dict[int, Tensor] = {}
-        versions: dict[int, tuple[Tensor, int]] = {}
+        has_activations = any(isinstance(t, DTensor) and not is_sharded(t) for t in tensors)
+        origins: dict[int, GatheredTensor] = {}  # by memory
+        plain: dict[int, Tensor] = {}  # by the id of the argument
+        versions: dict[int, tuple[Tensor, int]] = {}  # by memory
 
-        def gathered(value: Tensor) -> Tensor:
-            if id(value) in wholes:
-                return wholes[id(value)]
+        def to_plain(value: Tensor) -> Tensor:
+            if id(value) in plain:
+                return plain[id(value)]
             if isinstance(value, ShardView):
                 origin = value._origin
                 origin.refresh()
-                found = value.as_subclass(Tensor)
+                tensor = value.as_subclass(Tensor)
             elif isinstance(value, DTensor) and is_sharded(value):
-                on_model_axes = bool(written) or not with_activations
+                on_model_axes = bool(written) or not has_activations
                 origin = _gather(value, name, _device_of(tensors, value), on_model_axes=on_model_axes)
-                found = origin.gathered
+                tensor = origin.whole
                 if torch.is_grad_enabled() and any(value is target for target in written):
-                    found = found.clone()  # so that autograd lets it be changed, with history
-                    origin = ViewOrigin(value, found, origin.state)
+                    tensor = tensor.clone()  # which autograd allows to change in place
+                    origin = GatheredTensor(value, tensor, origin.version)
             else:
                 return value
-            wholes[id(value)] = found
-            if not isinstance(found, DTensor):
-                memory = _memory(found)
-                origins[memory], versions[memory] = origin, (found, version_of(found))
-            return found
+            plain[id(value)] = tensor
+            if not isinstance(tensor, DTensor):
+                memory = _memory(tensor)
+                origins[memory], versions[memory] = origin, (tensor, version_of(tensor))
+            return tensor
 
-        args, kwargs = mapped(args, gathered), mapped(kwargs, gathered)
-        saved = _notes(origins.values())
-        with nullcontext() if saved is None else saved.context():
+        args, kwargs = map_nested(args, to_plain), map_nested(kwargs, to_plain)
+        saved = _save_parameters(origins.values())
+        with nullcontext() if saved is None else saved.hooks():
             result = func(*args, **kwargs)
-        themselves: dict[int, Tensor] = {}
+        targets: dict[int, Tensor] = {}
         for target in written:
-            found = wholes.get(id(target))
-            if found is not None:
-                origins[_memory(found)].store(name)
-                versions.pop(_memory(found), None)
-                themselves[id(found)] = target
-        for memory, (found, version) in versions.items():
-            if version_of(found) != version:  # by a flag, as with inplace=True or max_norm
+            tensor = plain.get(id(target))
+            if tensor is not None:
+                origins[_memory(tensor)].write_back(name)
+                versions.pop(_memory(tensor), None)
+                targets[id(tensor)] = target
+        for memory, (tensor, version) in versions.items():
+            if version_of(tensor) != version:  # changed because of a flag, such as inplace=True or max_norm
                 with torch.no_grad():
-                    origins[memory].store(name)
+                    origins[memory].write_back(name)
         if saved is not None:
-            saved.end()
-        return map_tensors(lambda t: themselves[id(t)] if id(t) in themselves else _connected(t, origins), result)
+            saved.end_forward()
+        return map_tensors(lambda t: targets[id(t)] if id(t) in targets else _connect(t, origins), result)
 
 
-def _notes(origins: Iterable[ViewOrigin]) -> SavedParameters | None:
-    """Return what sees changes of the parameters that a function gets, if autograd may save them."""
-    some = [o for o in origins if o.of.is_leaf and o.gathered.requires_grad]
-    if not some or not torch.is_grad_enabled():
+def _save_parameters(origins: Iterable[GatheredTensor]) -> SavedParameters | None:
+    """Return the hooks for parameters that autograd may save during a function; None if it saves none."""
+    saved = [o for o in origins if o.shards.is_leaf and o.whole.requires_grad]
+    if not saved or not torch.is_grad_enabled():
         return None
-    return SavedParameters("", [o.of for o in some], [o.gathered for o in some], [None] * len(some))
+    return SavedParameters("", [o.shards for o in saved], [o.whole for o in saved], [None] * len(saved))
 
 
-def connected(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:
-    """A plain tensor over the memory of ``whole``, which was gathered of ``shards``, as a view of these from now on."""
-    return _connected(value, {_memory(whole): ViewOrigin(shards, whole, state_of(shards))})
+def connect_to_shards(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:
+    """Turn a plain tensor over the memory of ``whole``, gathered from ``shards``, into a `ShardView` of them."""
+    return _connect(value, {_memory(whole): GatheredTensor(shards, whole, version_key(shards))})
 
 
-def _connected(value: Tensor, origins: dict[int, ViewOrigin]) -> Tensor:
-    """A result over the memory of something gathered, as a view of the shards."""
+def _connect(value: Tensor, origins: dict[int, GatheredTensor]) -> Tensor:
+    """Turn a result over the memory of a gathered tensor into a `ShardView`; return other results as they are."""
     origin = origins.get(_memory(value)) if type(value) is Tensor else None
     if origin is not None:
         value.__class__ = ShardView
-        value._origin = origin  # type: ignore[attr-defined]  # it is one now
+        value._origin = origin  # type: ignore[attr-defined]  # it is a ShardView now
     return value
 
 

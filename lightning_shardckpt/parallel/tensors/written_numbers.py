@@ -1,7 +1,7 @@
-"""Numbers that code writes into sharded tensors: every rank must write the same, or the shards drift apart.
+"""Numbers that code writes into sharded tensors, which must be equal on all ranks.
 
-Tensors are compared where they are written. A number (``w.mul_(loss.item())``, a learning rate of a rank's own loss)
-costs too much to compare each time; all of them are summed up in one, which ranks compare from time to time.
+Tensors are compared when they are written. For a number (``w.mul_(loss.item())``, a learning rate computed from a
+rank's own loss) that would cost too much: all numbers are hashed into one, which ranks compare from time to time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 _BITS = (1 << 62) - 1
 
 NOTHING = -(1 << 62)
-"""Less than anything that is compared."""
+"""Less than any hash or its negative."""
 
 
 class _Numbers:
@@ -20,8 +20,8 @@ class _Numbers:
     last: tuple[str, Sequence[float], Sequence[int]] = ("", (), ())
 
 
-def note_numbers(name: str, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call when ``name`` is about to write into a sharded tensor of ``shape``."""
+def record_numbers(name: str, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Record the numbers that the function ``name`` is about to write into a sharded tensor of ``shape``."""
     numbers = [a for a in args if type(a) in (float, int)]
     if kwargs:
         numbers += [a for a in kwargs.values() if type(a) in (float, int)]
@@ -31,14 +31,14 @@ def note_numbers(name: str, shape: Sequence[int], args: tuple[Any, ...], kwargs:
 
 
 def votes(stage: int, stages: int) -> list[int]:
-    """Return this rank's part of a maximum over all ranks that shows whether those of each stage noted the same."""
-    found = [NOTHING] * (2 * stages)
-    found[2 * stage], found[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
-    return found
+    """Return numbers whose maxima over all ranks show whether the ranks of each stage recorded the same."""
+    own = [NOTHING] * (2 * stages)
+    own[2 * stage], own[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
+    return own
 
 
 def differ(maxima: list[int]) -> bool:
-    """Return whether ranks of a stage noted different numbers.
+    """Return whether ranks of a stage recorded different numbers, given the maxima of `votes`.
 
     >>> differ([5, -5, NOTHING, NOTHING]), differ([7, -5])
     (False, True)
@@ -46,12 +46,12 @@ def differ(maxima: list[int]) -> bool:
     return any(a != -b for a, b in zip(maxima[::2], maxima[1::2], strict=True) if a != NOTHING)
 
 
-def last_noted() -> str:
-    """The last write of a number on this rank, for an error."""
+def describe_last_numbers() -> str:
+    """Return the last write of a number on this rank, for an error."""
     name, numbers, shape = _Numbers.last
     return f"{name}({', '.join(map(repr, numbers))}) into a tensor of shape {tuple(shape)}" if name else "nothing"
 
 
-def forget_numbers() -> None:
-    """Begin anew; every rank must do so at the same place."""
+def reset_numbers() -> None:
+    """Forget all recorded numbers; every rank must do so at the same point of the run."""
     _Numbers.mark, _Numbers.last = 0, ("", (), ())

@@ -87,7 +87,7 @@ def set_storage(module: Any) -> None:
         (read_on_one_rank, "rank 0: norm of net.head.weight of shape (5, 8) ("),
         (write_what_differs, "its values differ between the ranks"),
         (ask_for_memory, "data_ptr asks for the memory of a sharded tensor of shape (5, 8)"),
-        (set_storage, "set_ gives other memory to a sharded tensor of shape (5, 8)"),
+        (set_storage, "set_ replaces the memory of a sharded tensor of shape (5, 8)"),
         (assign_another_shape, "a sharded tensor keeps its shape"),
     ],
 )
