@@ -32,11 +32,11 @@ from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.keyed_dropout import (
     OTHER_RANDOM,
     DropoutSettings,
-    is_droppable,
+    can_key_dropout,
     key_dropout,
     unkey_dropout,
 )
-from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws, set_running_samples
+from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws_error, set_running_samples
 from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.random_generators import rng_checksum
@@ -353,7 +353,7 @@ class DropoutBySample(Callback):
             self._check(modules)
         dims, group = self._dims(modules), _tensor_group(trainer.strategy)
         for fqn, module in modules.items():
-            if is_droppable(module):
+            if can_key_dropout(module):
                 key_dropout(module, DropoutSettings(fqn, self.seed, dims.get(fqn, 0), group))
                 self._keyed.append(module)
 
@@ -377,7 +377,7 @@ class DropoutBySample(Callback):
             UnsupportedCodeError: if it did.
         """
         if self._rng_before is not None and self._rng_before != rng_checksum():
-            raise other_draws("the training step")
+            raise other_draws_error("the training step")
 
     @override
     def on_train_batch_end(self, *args: Any) -> None:
@@ -424,7 +424,7 @@ class DropoutBySample(Callback):
             )
 
     def _dims(self, modules: Mapping[str, nn.Module]) -> dict[str, int]:
-        dropouts = {fqn: module for fqn, module in modules.items() if is_droppable(module)}
+        dropouts = {fqn: module for fqn, module in modules.items() if can_key_dropout(module)}
         if isinstance(self.samples_dim, int):
             return dict.fromkeys(dropouts, self.samples_dim)
         dims: dict[str, int] = {}

@@ -42,7 +42,7 @@ from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise, same_rng
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng, share_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
@@ -156,7 +156,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         Until setup, their parameters act as on the CPU, so scripts may initialise them in place.
         """
         with ExitStack() as stack:
-            stack.enter_context(same_rng())
+            stack.enter_context(share_rng())
             if empty_init and self._defer_init:
                 self._deferred = self._deferred or DeferredInit(self.tuning, follows=True)
                 stack.enter_context(self._deferred)
@@ -227,7 +227,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self.topology.pipeline > 1 and not kwargs:  # without a closure, which would compute the gradients
             self._joint_updates.check(optimizer, None, self.root_device)
         closure, group = kwargs.get("closure"), None if self._apart else self.meshes.data_parallel_group
-        with same_noise(optimizer, closure or (lambda: None), group) as gradients:
+        with share_optimizer_rng(optimizer, closure or (lambda: None), group) as gradients:
             return super().optimizer_step(optimizer, **kwargs | ({} if closure is None else {"closure": gradients}))
 
     def run_step(

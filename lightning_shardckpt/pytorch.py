@@ -40,11 +40,11 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code, watch_state
-from lightning_shardckpt.parallel.rebind_optimizer import empty_optimizers_allowed
+from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, same_noise
-from lightning_shardckpt.parallel.sharding.replaced_functions import put_back_functions, replace_functions
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
+from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
@@ -253,7 +253,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []  # of an earlier run
-        with empty_optimizers_allowed() if self.topology.pipeline > 1 else nullcontext():
+        with allow_empty_optimizers() if self.topology.pipeline > 1 else nullcontext():
             super().setup_optimizers(trainer)
         adopt_optimizers(self.optimizers, self.sharded)
 
@@ -346,7 +346,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self.sharded.pipeline is not None:
             closure = self._joint_updates.checked(optimizer, closure, self.root_device)
         group = None if self._apart else self.meshes.data_parallel_group
-        with same_noise(optimizer, closure, group) as gradients, user_code(False):
+        with share_optimizer_rng(optimizer, closure, group) as gradients, user_code(False):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
     # --- other ranks ---
@@ -394,7 +394,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
-        put_back_functions()
+        restore_functions()
 
     # --- checkpoints ---
 

@@ -46,7 +46,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
 
 
 @contextmanager
-def empty_optimizers_allowed() -> Iterator[None]:
+def allow_empty_optimizers() -> Iterator[None]:
     """Inside, an optimizer may be built for a stage that has none of its parameters; torch refuses an empty list.
 
     It gets a placeholder, which `rebind_optimizer` removes.

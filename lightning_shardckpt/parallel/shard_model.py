@@ -28,7 +28,6 @@ from lightning_shardckpt.parallel.deferred_init.materialize import (
 from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
-from lightning_shardckpt.parallel.sharding.carriers import Engine
 from lightning_shardckpt.parallel.sharding.fqn import (
     named_modules,
     own_parameters,
@@ -42,6 +41,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
     reshard,
     units_around,
 )
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.references import follow_parameters

@@ -23,7 +23,7 @@ from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.materialize import broadcast_weights
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
-from lightning_shardckpt.parallel.sharding.random_streams import same_rng
+from lightning_shardckpt.parallel.sharding.random_streams import share_rng
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.system.tuning import Tuning
 
@@ -114,7 +114,7 @@ class ModuleBuild:
                 yield
             return
         broadcast_weights(module, device)
-        with same_rng():
+        with share_rng():
             if deferred is None:
                 yield
                 return

@@ -28,9 +28,9 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
-from lightning_shardckpt.parallel.sharding.all_gather import all_gathered
+from lightning_shardckpt.parallel.sharding.all_gather import all_gather_tensors
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.sharding.random_streams import same_rng
+from lightning_shardckpt.parallel.sharding.random_streams import share_rng
 from lightning_shardckpt.parallel.sharding.references import refuse_shared_memory
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
@@ -324,7 +324,7 @@ class MeshStrategy(PickleByArguments):
         refuse_shared_memory(module)
         values.settle(module)
         with begin_from(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
-            with same_rng():  # for modules that draw their own first values only now
+            with share_rng():  # for modules that draw their own first values only now
                 sharded = shard(
                     module,
                     self.meshes,
@@ -359,7 +359,7 @@ class MeshStrategy(PickleByArguments):
         """Gather over the data-parallel group by default; of one process, too, the result has a dim of ranks."""
         if self._apart and not self._is_only:
             return tensor
-        return all_gathered(tensor, self._data_parallel(group), sync_grads=sync_grads)
+        return all_gather_tensors(tensor, self._data_parallel(group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._apart:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
-from lightning_shardckpt.parallel.sharding.random_streams import same_noise
+from lightning_shardckpt.parallel.sharding.random_streams import share_optimizer_rng
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -136,7 +136,7 @@ def skip_a_step() -> list[float]:
     for factor in (float("inf"), 1.0, 1.0):
         optimizer.zero_grad()
         scaler.scale(module(torch.ones(4)).sum() * factor).backward()
-        with same_noise(optimizer, lambda: None, torch.distributed.group.WORLD):
+        with share_optimizer_rng(optimizer, lambda: None, torch.distributed.group.WORLD):
             scaler.step(optimizer)
         scaler.update()
         found.append(module.scale.item())

@@ -38,7 +38,7 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttribut
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
-from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws
+from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws_error
 from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.system.tensor_digest import bit_digest
 
@@ -122,7 +122,7 @@ class StepChecks:
             UnsupportedCodeError: if passes would draw different ones.
         """
         if state.draws and state.samples[0] is not None and state.samples[0].alone:
-            raise other_draws(state.step.name)
+            raise other_draws_error(state.step.name)
         if state.draws and not state.whole_steps and len(state.batches) > 1:
             raise UnsupportedCodeError(
                 f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "

@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
-from lightning_shardckpt.parallel.sharding.sample_numbers import no_other_draws
+from lightning_shardckpt.parallel.sharding.sample_numbers import forbid_other_draws
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
@@ -341,7 +341,7 @@ class Gate:
         if run is None or run.kind != "probe":  # a probe looks for what is drawn outside of modules
             self._advance(run)
         # What a module draws must not shift what other stages draw outside modules.
-        with derive_rng(self._fqn), no_other_draws(self._fqn):
+        with derive_rng(self._fqn), forbid_other_draws(self._fqn):
             return forward(*args, **kwargs)
 
     def _advance(self, run: StageRun | None) -> None:

@@ -25,7 +25,7 @@ from lightning_shardckpt.parallel.pipeline.microbatch import some_and_middle
 from lightning_shardckpt.parallel.pipeline.side_effects import Memory
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.replaced_functions import watched_functions
+from lightning_shardckpt.parallel.sharding.replaced_functions import watch_functions
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
@@ -155,7 +155,7 @@ class MicrobatchCheck:
         """
         memory, attributes = Memory(self._own), [(vars(module), dict(vars(module))) for module in self._own]
         try:
-            with watched_functions(lambda function, args: applied.append(_gradients(function, args))):
+            with watch_functions(lambda function, args: applied.append(_gradients(function, args))):
                 yield
         finally:
             memory.restore()

@@ -38,12 +38,12 @@ from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.consistency import marks_of
+from lightning_shardckpt.parallel.sharding.consistency import fingerprint_without_wait
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, parts_of_running
+from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, split_running_samples
 from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, rng_checksum, seed_rng
 
 LossOf = Literal["batch", "microbatch"]
@@ -233,7 +233,7 @@ class Pipeline:
             self._checks.check_calls()
             most = self._microbatches
             wanted = min(most, samples_in(step.batch)) if most > 1 else 1
-            known, digest[0] = marks_of(step.batch)
+            known, digest[0] = fingerprint_without_wait(step.batch)
             self._checks.mark_parameters()
             return wanted, known, draw_seed()
 
@@ -283,7 +283,7 @@ class Pipeline:
         """Split the batch and look at the step."""
         state.batches, sizes = split_batch(state.step.batch, len(state.batches))
         state.shares = [size / sum(sizes) for size in sizes]
-        state.samples = parts_of_running(sizes)
+        state.samples = split_running_samples(sizes)
         self._probe(state)
         self._checks.check_start(state)
         if state.step.train and len(sizes) > 1:

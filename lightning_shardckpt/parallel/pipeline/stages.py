@@ -17,7 +17,7 @@ from torch import nn
 from lightning_shardckpt.compat.torch_modules import NormWithStatistics, child_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
-from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, nearest
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, suggest_names
 
 Where = Literal["first", "last", "every"]
 Split = Literal["even", "cost"] | Sequence[str]
@@ -129,7 +129,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
         found = [name for name in matching if name not in chosen]
         if not found:
             what = "only layers that are named already" if matching else f"no module of {type(root).__name__}"
-            near = "" if matching else nearest(modules, pattern)
+            near = "" if matching else suggest_names(modules, pattern)
             raise TopologyError(f"pipeline_layers: {pattern!r} matches {what}{near}")
         if len(found) == 1 and isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
             found = [names[child] for child in modules[found[0]].children()]
@@ -189,7 +189,7 @@ def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: 
         if where not in get_args(Where):
             raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
         if not names:
-            near = nearest(modules, pattern)
+            near = suggest_names(modules, pattern)
             raise TopologyError(f"pipeline_modules: {pattern!r} matches no module of {type(root).__name__}{near}")
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         asked |= dict.fromkeys(outermost, where)

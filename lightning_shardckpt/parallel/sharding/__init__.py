@@ -1,17 +1,17 @@
-"""Modules over a device mesh: which are sharded and how, and the gradients, random streams and clipping of that.
+"""Modules sharded over a device mesh: FSDP units, tensor-parallel plans, gradients, random streams, clipping.
 
-In come modules and plans. Nothing here knows pipelines or checkpoints.
+The input is a module and a plan. Nothing here knows pipelines or checkpoints.
 
-A step, by the files that it runs through:
+A step runs through these files:
 
-1. `shard_model.ShardedModule.run` enters the root of ``fully_shard`` (``carriers.Engine.run``).
-2. Each module that was made a unit (``units.UnitForward``) has its parameters gathered by its carriers
-   (``carriers.Carrier.run``), puts them in the places of the sharded ones, runs, and puts these back. A parameter that
-   no carrier has is gathered by itself (``tensors.values.whole``) if the forward needs a plain tensor; else the sharded
-   one acts as the whole one.
-3. In the backward, torch gathers when it reaches an output of a carrier, or ``tensors.saved_parameters`` asks for a
-   parameter. ``fully_shard`` reduces what a carrier has, ``tensors.gather`` what was gathered by itself,
-   ``replicated_gradients`` what is not sharded.
-4. After it, the ranks compare what they did (``carriers.Engine``), and ``gradient_sync`` does what is left.
-5. Optimizers step on sharded tensors, by this rank's rows (``tensors.operations``); ``clip_grad`` clips before.
+1. ``shard_model.ShardedModule.run`` enters the root module of ``fully_shard`` (``fsdp_proxies.Engine.run``).
+2. The forward of a unit (``units.UnitForward``) gathers parameters through proxies (``fsdp_proxies.FSDPProxy.run``),
+   replaces the sharded ones, runs the original forward, and puts the sharded ones back. A parameter without a proxy is
+   gathered on its own (``tensors.values.gather_whole``) if the forward needs a plain tensor; else it stays sharded.
+3. In the backward, torch gathers again when it reaches an output of a proxy, or when ``tensors.saved_parameters``
+   unpacks a parameter. ``fully_shard`` reduces the gradients of proxies, ``tensors.gather`` those of other sharded
+   parameters, ``replicated_gradients`` those of plain ones.
+4. After the backward, the ranks compare the units that they ran (``fsdp_proxies.Engine``), and ``gradient_sync``
+   finishes the remaining gradients.
+5. ``clip_grad`` clips; optimizers step on this rank's rows of sharded tensors (``tensors.operations``).
 """

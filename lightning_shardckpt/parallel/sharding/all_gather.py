@@ -48,7 +48,7 @@ class _SumOfParts(torch.autograd.Function):
         return _AllGather.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
 
 
-def all_gathered(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
+def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
     """The tensors of all ranks of ``group``, stacked in front. Collective.
 
     Args:

@@ -87,7 +87,7 @@ def fingerprint(batch: Any) -> int:
 
 
 @torch.no_grad()
-def marks_of(batch: Any) -> tuple[int, HostCopy | None]:
+def fingerprint_without_wait(batch: Any) -> tuple[int, HostCopy | None]:
     """What `fingerprint` tells without a wait for a device, and a number of the tensors on a GPU, on its way."""
     contents = list(_contents(batch))
     far = [item for item in contents if _is_far(item)]

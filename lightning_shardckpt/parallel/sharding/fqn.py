@@ -73,7 +73,7 @@ def matching_base_modules(modules: Iterable[str], pattern: str) -> list[str]:
     return [name for name in modules if regex.fullmatch(base_fqn(name))]
 
 
-def nearest(modules: Iterable[str], pattern: str) -> str:
+def suggest_names(modules: Iterable[str], pattern: str) -> str:
     """A sentence with the FQNs closest to ``pattern``, layer numbers folded into ``*``; empty if none is close."""
     folded = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in modules))
     close = difflib.get_close_matches(re.sub(r"\b\d+\b", "*", pattern), folded, n=3, cutoff=0.4)
@@ -94,7 +94,7 @@ def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[
         found += [name for name, module in modules.items() if type(module).__name__ == pattern]
         chosen.update(found)
         if not found:
-            lost.append(f"  {pattern!r}{nearest(modules, pattern)}")
+            lost.append(f"  {pattern!r}{suggest_names(modules, pattern)}")
     if lost:
         raise TopologyError(
             f"{what}: {len(lost)} patterns match no module of {type(root).__name__}\n"

@@ -1,4 +1,4 @@
-"""Whole parameters in the forward of a unit, and those that are kept for several passes."""
+"""Gathered parameters in the forward of a unit, and gathered parameters that several passes share."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _data: Any = Tensor.data
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
 _OWN = ("_leaf", "_compiled", "_touched", "_views", "_is_param")
-"""What the dict of a whole parameter has for itself."""
+"""The attributes of a gathered parameter itself; all others are those of the sharded one."""
 
 
 class _StandsForLeaf:
-    """What a parameter is besides its values: gradients, hooks and attributes are those of the sharded one."""
+    """Gives a gathered parameter the gradients, hooks and attributes of the sharded one."""
 
     __slots__ = ()
     __dict__: dict[str, Any]
@@ -47,7 +47,7 @@ class _StandsForLeaf:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether this takes part in a backward."""
+        """Whether this forward records operations on the parameter."""
         return _requires_grad.__get__(self)  # type: ignore[no-any-return]
 
     @requires_grad.setter
@@ -56,30 +56,30 @@ class _StandsForLeaf:
             return
         if value:
             raise UnsupportedCodeError(
-                f"a forward thaws its own parameter of shape {tuple(leaf_of(self).shape)}, which was gathered without "
-                "a gradient for this forward. Set requires_grad before the module is called."
+                f"a forward sets requires_grad=True on its own parameter of shape {tuple(leaf_of(self).shape)}, which "
+                "was gathered without gradients for this forward. Set requires_grad before the module is called."
             )
         leaf_of(self).requires_grad = False
         Tensor.detach_(self)  # type: ignore[arg-type]  # it is one
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the parameter, also for the rest of this forward."""
+        """Set ``requires_grad`` of the parameter, also for the rest of this forward."""
         self.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Register a hook of the parameter, which gets the gradient of all batches."""
+        """Register a hook on the sharded parameter; it gets the gradient of all batches."""
         return leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Register a hook of the parameter."""
+        """Register a hook on the sharded parameter."""
         return leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return deepcopy(leaf_of(self), memo)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute that somebody has given to the parameter."""
+        """Return an attribute that was set on the sharded parameter."""
         leaf = self.__dict__.get("_leaf")
         if leaf is None or name not in leaf.__dict__:
             raise AttributeError(f"a parameter has no attribute {name!r}")
@@ -96,7 +96,7 @@ class _StandsForLeaf:
 
 
 class GatheredCopy(_StandsForLeaf, Tensor):
-    """A whole parameter in the forward of a unit: an ordinary tensor, but changes through ``data`` are noticed."""
+    """A gathered parameter in the forward of a unit: an ordinary tensor that records uses of ``data``."""
 
     __torch_function__: Any = NO_TORCH_FUNCTION
 
@@ -104,25 +104,25 @@ class GatheredCopy(_StandsForLeaf, Tensor):
     def data(self) -> Tensor:
         """The values, over the same memory."""
         self._touched = True
-        return self._noted(_data.__get__(self))
+        return self._record(_data.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies, since others have the memory."""
+        """Copy the values: other tensors share the memory."""
         with torch.no_grad():
             self.copy_(value)
 
     def detach(self) -> Tensor:
-        """The values without history, over the same memory."""
-        return self._noted(super().detach())
+        """Return a detached view."""
+        return self._record(super().detach())
 
-    def _noted(self, view: Tensor) -> Tensor:
+    def _record(self, view: Tensor) -> Tensor:
         self.__dict__.setdefault("_views", []).append(ref(view))
         return view
 
 
 class GatheredPart(_StandsForLeaf, DTensor):
-    """A gathered parameter whose tensor-parallel plan shards it; `_keep_change` refuses changes."""
+    """A gathered parameter that a tensor-parallel plan shards. Forwards must not change it."""
 
     __slots__: list[str] = []
     __torch_function__: Any = NO_TORCH_FUNCTION
@@ -139,7 +139,7 @@ class GatheredPart(_StandsForLeaf, DTensor):
 
 
 class _Outlives(_StandsForLeaf):
-    """A gathered parameter that user code keeps after the forward: functions of it are functions of the sharded one."""
+    """A gathered parameter that user code keeps after the forward: functions run on the sharded one instead."""
 
     __slots__ = ()
 
@@ -147,14 +147,14 @@ class _Outlives(_StandsForLeaf):
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tuple(map_nested(tuple(args), sharded_for)), map_nested(kwargs or {}, sharded_for)
-        if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # for autograd, from hooks that saved it
-            return run_gathered(func, args, kwargs)
+        args, kwargs = map_nested((tuple(args), kwargs or {}), resolve_outliving)
+        if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # autograd unpacks it from other hooks
+            return run_gathered(func, tuple(args), kwargs)
         return func(*args, **kwargs)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter takes part in a backward."""
+        """Whether the parameter requires a gradient."""
         return leaf_of(self).requires_grad  # type: ignore[no-any-return]  # of a Tensor
 
     @requires_grad.setter
@@ -163,18 +163,18 @@ class _Outlives(_StandsForLeaf):
 
     def __hash__(self) -> int:
         raise UnsupportedCodeError(
-            f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is a "
-            "key, in a set or in an optimizer: there it is another tensor than the module's. Take it from the module "
-            "(module.weight)."
+            f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is "
+            "used as a key, in a set or in an optimizer: there it would be another tensor than the module's. Take it "
+            "from the module (module.weight)."
         )
 
 
 class OutlivingCopy(_Outlives, Tensor):
-    """See `_Outlives`; was a `GatheredCopy`."""
+    """A `GatheredCopy` after its forward."""
 
 
 class OutlivingPart(_Outlives, DTensor):
-    """See `_Outlives`; was a `GatheredPart`."""
+    """A `GatheredPart` after its forward."""
 
     __slots__: list[str] = []
 
@@ -184,66 +184,65 @@ _AFTER_FORWARD: dict[type, type] = {GatheredCopy: OutlivingCopy, GatheredPart: O
 _IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
 
 
-def begin_forward(wholes: Sequence[Tensor]) -> None:
-    """Let gathered parameters be tensors of their own; those that are kept for several passes were not meanwhile."""
+def enter_forward(wholes: Sequence[Tensor]) -> None:
+    """Let functions of gathered parameters run on these again, if several passes share them."""
     for whole in wholes:
         whole.__class__ = _IN_FORWARD.get(type(whole), type(whole))
 
 
-def end_forward(wholes: Sequence[Tensor]) -> None:
-    """Let gathered parameters, where user code still has them, be the sharded ones from now on."""
+def leave_forward(wholes: Sequence[Tensor]) -> None:
+    """Let functions of gathered parameters run on the sharded ones from now on."""
     for whole in wholes:
         whole.__class__ = _AFTER_FORWARD.get(type(whole), type(whole))
 
 
-def sharded_for(value: Any) -> Any:
-    """Return the parameter for one that was gathered for a forward that is over, and anything else itself."""
+def resolve_outliving(value: Any) -> Any:
+    """Return the sharded parameter for a gathered one whose forward has ended, and any other value itself."""
     return leaf_of(value) if isinstance(value, _Outlives) else value
 
 
 def leaf_of(whole: Any) -> Any:
-    """Return the parameter that a gathered one stands for, and any other tensor itself."""
+    """Return the sharded parameter for a gathered one, and any other tensor itself."""
     return whole.__dict__.get("_leaf", whole)
 
 
 class KeptGathers:
-    """Parameters that are gathered once for many passes over the same modules, such as those of microbatches.
+    """Parameters that are gathered once for several passes over the same modules, such as those of microbatches.
 
-    The passes see copies that are leaves of autograd: their gradients accumulate there, and are reduced by `reduce`.
+    The passes use copies that are leaves of autograd and accumulate the gradients, which `reduce` reduces.
     """
 
     current: ClassVar[KeptGathers | None] = None
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        self._with_history = False
+        self._gathered: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._requires_grad = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, units take their parameters from here. If gradients are enabled, those have history."""
+        """Inside, units take their parameters from here; gradients must be enabled if the passes need them."""
         before, KeptGathers.current = KeptGathers.current, self
-        self._with_history = torch.is_grad_enabled()
+        self._requires_grad = torch.is_grad_enabled()
         try:
             yield
         finally:
             KeptGathers.current = before
 
     def take(self, module: nn.Module, gather: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The copies for a module; made by ``gather`` for the first pass."""
-        found = self._found.get(id(module))
-        if found is None:
-            with torch.set_grad_enabled(self._with_history):
+        """Return the copies for a module, which ``gather`` returns for the first pass."""
+        if id(module) not in self._gathered:
+            with torch.set_grad_enabled(self._requires_grad):
                 wholes = gather()
             copies = [as_gathered(w.detach().requires_grad_(leaf_of(w).requires_grad), leaf_of(w)) for w in wholes]
-            found = self._found[id(module)] = wholes, copies
-        return found[1]
+            self._gathered[id(module)] = wholes, copies
+        return self._gathered[id(module)][1]
 
     def reduce(self) -> None:
-        """Give the gradients of all passes to the sharded parameters. Collective: every rank that has a shard."""
-        found, self._found = self._found, {}
+        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it."""
+        gathered, self._gathered = self._gathered, {}
         wholes, gradients = [], []
-        for several in found.values():
-            for whole, copy in zip(*several, strict=True):
+        for pair in gathered.values():
+            for whole, copy in zip(*pair, strict=True):
                 if whole.requires_grad:
                     with without_torch_function():
                         gradient = _grad.__get__(copy)
@@ -254,7 +253,7 @@ class KeptGathers:
 
 
 def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
-    """The gathered tensor itself, as a parameter from now on that stands for ``leaf``."""
+    """Turn a gathered tensor into a parameter that stands for ``leaf``, in place, and return it."""
     whole.__dict__["_leaf"] = leaf
     if type(whole) is Tensor:
         whole.__class__ = GatheredCopy
@@ -264,22 +263,22 @@ def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
     return whole
 
 
-def show_to_compiler(wholes: Iterable[Tensor]) -> None:
-    """Let gathered parameters show no gradient: torch.compile looks at it, and cannot trace a sharded one."""
+def hide_gradients(wholes: Iterable[Tensor]) -> None:
+    """Make ``grad`` of gathered parameters None: torch.compile reads it, and can't trace a sharded gradient."""
     for whole in wholes:
         whole.__dict__["_compiled"] = True
 
 
 def values_of(whole: Tensor) -> Tensor:
-    """The values of a gathered parameter, over the same memory; reading them so is no change."""
+    """Return the ``data`` of a gathered parameter without a record."""
     return _data.__get__(whole)  # type: ignore[no-any-return]  # a Tensor
 
 
 def views_of(whole: Tensor) -> list[ref[Tensor]]:
-    """What was taken of a gathered parameter without history, over the same memory."""
+    """Return the recorded detached views of a gathered parameter."""
     return vars(whole).get("_views", [])  # type: ignore[no-any-return]  # as `GatheredCopy` makes it
 
 
-def was_assigned(whole: Tensor) -> bool:
-    """Return whether ``data`` of a gathered parameter was used, by which changes of it go unseen."""
+def was_data_read(whole: Tensor) -> bool:
+    """Return whether ``data`` of a gathered parameter was read: changes through it do not change the version."""
     return vars(whole).get("_touched", False)  # type: ignore[no-any-return]  # a bool

@@ -153,7 +153,7 @@ def unkey_dropout(module: nn.Module) -> None:
         del module.__dict__["_shardckpt_dropout"]
 
 
-def is_droppable(module: nn.Module) -> bool:
+def can_key_dropout(module: nn.Module) -> bool:
     """Return whether a module is a dropout of torch that can drop by samples."""
     return isinstance(module, (nn.Dropout, *_CHANNELS))
 

@@ -21,7 +21,7 @@ _DRAWS = "_shardckpt_draws"
 
 
 @contextmanager
-def same_rng() -> Iterator[None]:
+def share_rng() -> Iterator[None]:
     """Inside, every rank draws what rank 0 draws; after it, generators that were a rank's own are as before.
 
     Collective: every rank of the world must enter it.
@@ -35,7 +35,7 @@ def same_rng() -> Iterator[None]:
 
 
 @contextmanager
-def same_noise(
+def share_optimizer_rng(
     optimizer: Optimizer, closure: Callable[[], _T], group: dist.ProcessGroup | None
 ) -> Iterator[Callable[[], _T]]:
     """Let ``optimizer`` step inside, with the closure that is given, and draw what the first rank of ``group`` draws.

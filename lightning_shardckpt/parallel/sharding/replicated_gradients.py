@@ -61,7 +61,7 @@ def is_reduced(parameter: Tensor) -> bool:
     return parameter in _sums
 
 
-def average_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
+def average_gradients_of_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     """Sum the gradients of a copy as those of the original are, each at once: not every rank need make one."""
     if parameter not in _sums:
         return

@@ -69,7 +69,7 @@ def for_samples(samples: SampleNumbers | None, *, counted: bool = True) -> Itera
         _running.pop()
 
 
-def parts_of_running(sizes: Sequence[int]) -> list[SampleNumbers | None]:
+def split_running_samples(sizes: Sequence[int]) -> list[SampleNumbers | None]:
     """Divide the running samples into parts of so many each; None for each if nobody said what runs.
 
     Args:
@@ -93,7 +93,7 @@ def parts_of_running(sizes: Sequence[int]) -> list[SampleNumbers | None]:
 
 
 @contextmanager
-def no_other_draws(what: str) -> Iterator[None]:
+def forbid_other_draws(what: str) -> Iterator[None]:
     """Surround a computation, ``what``, that must draw nothing from the generators if its samples say so.
 
     Raises:
@@ -103,10 +103,10 @@ def no_other_draws(what: str) -> Iterator[None]:
     before = rng_checksum() if samples is not None and samples.alone else None
     yield
     if before is not None and before != rng_checksum():
-        raise other_draws(what)
+        raise other_draws_error(what)
 
 
-def other_draws(what: str) -> UnsupportedCodeError:
+def other_draws_error(what: str) -> UnsupportedCodeError:
     """The error that ``what`` drew random numbers that depend on the topology."""
     return UnsupportedCodeError(
         f"{what} drew random numbers otherwise than by nn.Dropout modules, with functions such as "

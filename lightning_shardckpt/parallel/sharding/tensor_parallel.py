@@ -35,7 +35,7 @@ from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
-from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, nearest
+from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, suggest_names
 from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
@@ -285,7 +285,7 @@ def _matched(
                 known = [*STYLES, "replicate", PARTIAL]
                 problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {known}")
         elif not found and strict:
-            problems.append(f"  {pattern!r} matches no module{nearest(modules, pattern)}")
+            problems.append(f"  {pattern!r} matches no module{suggest_names(modules, pattern)}")
         named |= dict.fromkeys(found, style)
     if not problems and not named:
         problems = [f"  none of its {len(plan)} patterns matches a module"]

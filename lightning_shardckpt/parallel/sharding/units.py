@@ -1,13 +1,17 @@
-"""Let a module have whole parameters while its forward runs, where torch's engine gathers them.
+"""FSDP units: modules whose parameters are gathered while their forward runs.
 
-A *unit* is a module with the parameters of all modules inside it but those of units of their own. While its
-``forward`` runs, those that ``fully_shard`` gathers, see `carriers`, are plain tensors, through autograd. All others
-stay the sharded ones, which act as whole ones by themselves, parameter by parameter. Plain are also those that
-torch.compile or a fast path of torch's attention is going to see, that a tensor-parallel plan shards, and that a
-pipeline keeps for several passes.
+A *unit* has the parameters of a module and of the modules inside it, except for units inside it. While its ``forward``
+runs, the module has plain tensors in place of the parameters that
 
-Where activations are kept for the backward, the whole parameters among them are not: autograd keeps a note in their
-place, and ``fully_shard`` gathers again when it asks for one.
+* ``fully_shard`` gathers, through `fsdp_proxies`;
+* torch.compile or a fast path of torch's attention reads;
+* a tensor-parallel plan shards;
+* a pipeline keeps for several passes.
+
+All other parameters stay sharded, and are gathered one by one when a function needs them.
+
+The tensors that autograd saves for the backward do not include gathered parameters: hooks save a reference in their
+place, and ``fully_shard`` gathers again when autograd unpacks it.
 """
 
 from __future__ import annotations
@@ -49,16 +53,16 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.carriers import Carried, Carrier, Engine, PlannedUnit
+from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine, FSDPProxy, Gathered, PlannedUnit
 from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     KeptGathers,
     as_gathered,
-    begin_forward,
-    end_forward,
-    show_to_compiler,
+    enter_forward,
+    hide_gradients,
+    leave_forward,
     values_of,
     views_of,
-    was_assigned,
+    was_data_read,
 )
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
 from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
@@ -73,21 +77,21 @@ Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str]
 _PACKAGE = Path(__file__).parents[2]
 _NOT_COMPILED = [str(_PACKAGE / folder) for folder in ("compat", "parallel/sharding", "parallel/tensors")]
-"""The folders of the code that shards: torch.compile is for what the forwards of units do inside."""
+"""The folders with the code of sharding, which torch.compile skips."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """The settings of a module whose forward has whole parameters.
+    """The settings of a unit.
 
     Attributes:
-        name: of the module, for messages.
+        name: the name of the module, for messages.
         device: where its parameters are gathered.
         reshard: whether torch's engine frees them between forward and backward.
-        is_rest: whether torch's engine may gather them with those of other units.
-        recompute: whether to compute the activations again in the backward, instead of keeping them.
-        inner: whether it is a part of another unit, so that torch's engine has nothing of it.
-        engine: torch's; None without it.
+        is_rest: whether torch's engine may gather them together with those of other units.
+        recompute: whether to recompute the activations in the backward (activation checkpointing).
+        inner: whether another unit has its parameters.
+        engine: torch's engine; None if this package gathers.
     """
 
     name: str
@@ -103,24 +107,24 @@ class Unit:
 
 
 def make_unit(module: nn.Module, unit: Unit) -> None:
-    """Let the forward of ``module`` be one of a unit: an attribute of it, so that its class stays as it is."""
+    """Make ``module`` a unit, by an attribute ``forward`` of the instance: its class stays as it is."""
     skip_folders(_NOT_COMPILED)
     module.__dict__["forward"] = UnitForward(module, unit, vars(module).get("forward"))
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Return whether a module gathers its own parameters, also inside of another unit."""
+    """Return whether a module is a unit with its own parameters."""
     forward = vars(module).get("forward")
     return isinstance(forward, UnitForward) and not forward.unit.inner
 
 
 class UnitForward:
-    """The forward of a module whose parameters are gathered meanwhile.
+    """The forward of a unit, which gathers its parameters.
 
     Args:
-        module: whose forward it is; not kept alive, since it keeps this.
-        unit: how to gather.
-        wrapped: what was the forward of this instance before, if somebody had given it one; else its class has it.
+        module: the module; held by a weak reference, as it holds this object.
+        unit: the settings.
+        wrapped: the attribute ``forward`` that the instance had before; None for the method of its class.
     """
 
     def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
@@ -135,27 +139,27 @@ class UnitForward:
 
     @property
     def __wrapped__(self) -> Forward:
-        """The forward without the gathering, whose signature ``inspect`` shows."""
+        """The original forward, whose signature ``inspect`` shows."""
         return self._wrapped or MethodType(type(self._owner).forward, self._owner)
 
     @property
     def _owner(self) -> nn.Module:
         module = self._module()
-        assert module is not None  # somebody calls it
+        assert module is not None  # its caller holds it
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
-        module = memo.get(id(self._owner), self._owner)  # it is in there if it is being copied
+        module = memo.get(id(self._owner), self._owner)
         return UnitForward(module, self.unit, deepcopy(self._wrapped, memo))
 
     def __reduce__(self) -> Any:
-        """Be pickled as the forward of the class, without the mesh."""
+        """Pickle the original forward: a mesh can't be pickled."""
         return (partial, (self._wrapped,)) if self._wrapped else (getattr, (self._owner, "forward"))
 
     # --- one forward ---
 
     def _run(self, /, *args: Any, **kwargs: Any) -> Any:
-        compiler = set_frame_callback(None)  # it is for what the forward does
+        compiler = set_frame_callback(None)  # disables torch.compile until the original forward
         try:
             slots = self._slots()
             leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
@@ -166,22 +170,22 @@ class UnitForward:
                 return self._run_with(slots, dict(zip(map(id, leaves), wholes, strict=True)), forward, compiler, {})
             body = partial(self._run_beside, slots, leaves, forward, compiler)
             is_compiled = compiler is not None or self._is_compiled
-            for carrier, some in _carried(self.unit, leaves, is_compiled=is_compiled):
-                body = partial(_run_carried, carrier, some, (args, kwargs), body)
+            for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
+                body = partial(_run_in_proxy, proxy, selected, (args, kwargs), body)
             return body({})
         finally:
             set_frame_callback(compiler)
 
     def _slots(self) -> list[tuple[nn.Module, str, ShardedTensor]]:
-        """Return where the parameters of the unit are now; nowhere, if it is running already."""
+        """Return the modules and names with the sharded parameters of the unit; none while the unit runs."""
         if not self._places:
             module = self._owner
             self._places = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
             self._is_compiled = has_compiled(module)
             self._has_fast_paths = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
-        found: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
+        slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
         return [
-            (m, name, leaf) for m, name, leaf in found if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
+            (m, name, leaf) for m, name, leaf in slots if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
         ]
 
     def _run_beside(
@@ -190,131 +194,133 @@ class UnitForward:
         leaves: Sequence[ShardedTensor],
         forward: Callable[[], Any],
         compiler: Any,
-        carried: Carried,
+        by_fsdp: Gathered,
     ) -> Any:
-        """Run a forward with the parameters in ``carried``, and those of the others that must be plain, too."""
+        """Run a forward with the parameters that ``fully_shard`` gathered, and others that must be plain."""
         is_compiled = compiler is not None or self._is_compiled
         are_plain, wholes = is_compiled or self._has_fast_paths, dict[int, Tensor]()
         for leaf in leaves:
-            if (given := carried.get(id(leaf))) is not None:
-                wholes[id(leaf)] = as_gathered(given.whole, leaf) if given.history is None else given.whole
+            if (gathered := by_fsdp.get(id(leaf))) is not None:
+                wholes[id(leaf)] = as_gathered(gathered.whole, leaf) if gathered.history is None else gathered.whole
             elif are_plain or sharding_of(leaf).model_mesh is not None:
-                wholes[id(leaf)] = _gathered(self.unit, leaf)
+                wholes[id(leaf)] = _gather(self.unit, leaf)
         if is_compiled:
             planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
             if planned:
                 refuse_compiled(self._owner, self.unit.name, planned, from_outside=compiler is not None)
-            show_to_compiler(wholes.values())
-        return self._run_with(slots, wholes, forward, compiler, carried)
+            hide_gradients(wholes.values())
+        return self._run_with(slots, wholes, forward, compiler, by_fsdp)
 
     def _run_with(
         self,
         slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
-        gathered: dict[int, Tensor],
+        plain: dict[int, Tensor],
         forward: Callable[[], Any],
         compiler: Any,
-        carried: Carried,
+        by_fsdp: Gathered,
     ) -> Any:
-        """Run a forward with whole parameters, by the ids of the sharded ones; those in ``carried`` are torch's."""
+        """Run a forward with the tensors in ``plain``, by the ids of the sharded ones; some are ``by_fsdp``."""
         name = self.unit.name
-        shown = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in gathered}
-        leaves, wholes = list(shown.values()), [gathered[number] for number in shown]
+        replaced = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in plain}
+        leaves, wholes = list(replaced.values()), [plain[number] for number in replaced]
         cast = {
-            id(leaf): CastWeight.of(leaf, given.whole, given.history)
+            id(leaf): CastWeight.of(leaf, gathered.whole, gathered.history)
             for leaf in leaves
-            if (given := carried.get(id(leaf))) is not None and given.history is not None
+            if (gathered := by_fsdp.get(id(leaf))) is not None and gathered.history is not None
         }
-        slots = [slot for slot in slots if id(slot[2]) in shown and id(slot[2]) not in cast]
-        begin_forward(wholes)
+        slots = [slot for slot in slots if id(slot[2]) in replaced and id(slot[2]) not in cast]
+        enter_forward(wholes)
         versions = [version_of(whole) for whole in wholes]
         saved = None
         if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
-            again = [carried[id(leaf)].again if id(leaf) in carried else None for leaf in leaves]
-            saved = SavedParameters(name, leaves, wholes, again)
+            regather = [by_fsdp[id(leaf)].regather if id(leaf) in by_fsdp else None for leaf in leaves]
+            saved = SavedParameters(name, leaves, wholes, regather)
         try:
-            noted = nullcontext() if saved is None else saved.hooks()
-            with sharded_as_planned(self._places), _put_in_place(slots, gathered), cast_weights(cast), noted:
+            hooks = nullcontext() if saved is None else saved.hooks()
+            with sharded_as_planned(self._places), _put_in_place(slots, plain), cast_weights(cast), hooks:
                 set_frame_callback(compiler)
                 try:
-                    found = forward()
+                    outputs = forward()
                 finally:
                     set_frame_callback(None)
             for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
-                if version_of(whole) != version or was_assigned(whole):
-                    _keep_change(leaf, whole, name)
+                if version_of(whole) != version or was_data_read(whole):
+                    _write_back(leaf, whole, name)
                 if views := views_of(whole):
                     views[:] = [view for view in views if view() is not None]
                     _views[leaf] = views, version_of(local_tensor(leaf))
             if saved is not None:
                 saved.end_forward()
-            freed = {memory_id(local_tensor(one.whole)) for one in carried.values()}
-            return _handed_out(found, leaves, wholes, freed)
+            freed = {memory_id(local_tensor(gathered.whole)) for gathered in by_fsdp.values()}
+            return _replace_in_outputs(outputs, leaves, wholes, freed)
         finally:
-            end_forward(wholes)
+            leave_forward(wholes)
 
 
-def _carried(
+def _select_proxies(
     unit: Unit, leaves: Sequence[ShardedTensor], *, is_compiled: bool
-) -> list[tuple[Carrier, list[ShardedTensor]]]:
-    """Return which parameters torch's engine gathers for the forward that begins."""
+) -> list[tuple[FSDPProxy, list[ShardedTensor]]]:
+    """Return the proxies that gather for the next forward, and the parameters of each."""
     if unit.engine is None or unit.inner or in_functional_transform():
         return []
-    found = [
-        (carrier, carrier.takes(leaves))
-        for carrier in unit.engine.carriers_of(unit.name)
-        if not (is_compiled and carrier.is_cast)  # the compiler sees no functions of sharded tensors
+    proxies = [
+        (proxy, proxy.select(leaves))
+        for proxy in unit.engine.proxies_of(unit.name)
+        if not (is_compiled and proxy.is_cast)  # cast_arguments does not run in compiled code
     ]
-    return [(carrier, some) for carrier, some in found if some]
+    return [(proxy, selected) for proxy, selected in proxies if selected]
 
 
-def _run_carried(
-    carrier: Carrier,
+def _run_in_proxy(
+    proxy: FSDPProxy,
     leaves: Sequence[ShardedTensor],
     inputs: Any,
-    body: Callable[[Carried], Any],
-    others: Carried,
+    body: Callable[[Gathered], Any],
+    others: Gathered,
 ) -> Any:
-    return carrier.run(leaves, inputs, lambda given: body({**others, **given}))
+    return proxy.run(leaves, inputs, lambda gathered: body({**others, **gathered}))
 
 
-def _gathered(unit: Unit, leaf: ShardedTensor) -> Tensor:
-    """A whole parameter that torch's engine does not gather, as a forward is to see it."""
+def _gather(unit: Unit, leaf: ShardedTensor) -> Tensor:
+    """Gather a parameter for a forward without torch's engine."""
     with without_torch_function():
         return as_gathered(gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
 
 
-def _handed_out(found: Any, leaves: Sequence[Tensor], wholes: Sequence[Tensor], freed: Collection[int]) -> Any:
-    """Return what a forward returns, with parameters as the sharded ones: what is done to them must reach the shards.
+def _replace_in_outputs(
+    outputs: Any, leaves: Sequence[ShardedTensor], wholes: Sequence[Tensor], freed: Collection[int]
+) -> Any:
+    """Replace gathered parameters in the outputs of a forward by the sharded ones, so that changes reach the shards.
 
-    Views of parameters are connected to the shards without gradients only: with them, nobody may change these.
+    Without gradients, views of parameters become views of the shards; with gradients, autograd forbids changes.
 
     Args:
-        found: what the forward returned.
-        leaves: the parameters.
-        wholes: the same, gathered.
+        outputs: the outputs of the forward.
+        leaves: the sharded parameters.
+        wholes: the gathered parameters.
         freed: the memory that torch's engine frees; views of it are copied.
     """
-    known = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True) if isinstance(leaf, ShardedTensor)}
+    shards = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True)}
 
-    def handed_out(value: Tensor) -> Tensor:
-        if id(value) in known:
-            return known[id(value)]
+    def replace(value: Tensor) -> Tensor:
+        if id(value) in shards:
+            return shards[id(value)]
         if type(value) is not Tensor:
             return value
         base = value._base if not torch.is_grad_enabled() else None
-        if base is not None and id(base) in known:
+        if base is not None and id(base) in shards:
             memory = values_of(base)
             if memory_id(memory) in freed:
                 memory = memory.clone()
                 value = memory.as_strided(value.size(), value.stride(), value.storage_offset())
-            return connect_to_shards(value, known[id(base)], memory)
+            return connect_to_shards(value, shards[id(base)], memory)
         return value.clone() if value.layout == torch.strided and freed and memory_id(value) in freed else value
 
-    return map_tensors(handed_out, found)
+    return map_tensors(replace, outputs)
 
 
 def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
-    """Raise where something over the memory of an earlier gather outlived changes of the parameter."""
+    """Raise if a view of an earlier gather is still alive, and the parameter has changed since."""
     if not _views:
         return
     for leaf in leaves:
@@ -322,13 +328,13 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
         if any(view() is not None for view in views) and version_of(local_tensor(leaf)) != version:
             raise UnsupportedCodeError(
                 f"the forward of {name} keeps a view of its parameter of shape {tuple(leaf.shape)} from an earlier "
-                "call (weight.detach(), weight.data). It would not follow the parameter, whose whole is gathered anew "
-                "for each call: take it anew, too, or keep a copy (weight.detach().clone())."
+                "call (weight.detach(), weight.data). It would not follow changes of the parameter, which is gathered "
+                "again for each call: take a new view in each call, or keep a copy (weight.detach().clone())."
             )
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those inside that are in no unit of their own."""
+    """Yield the module and the modules inside it, except for units and what is inside them."""
     yield module
     for child in module.children():
         if not is_unit(child):
@@ -336,10 +342,7 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def list_units(root: nn.Module) -> list[PlannedUnit]:
-    """Return the units of ``root`` with the parameters of each that torch's engine can gather: those of no other.
-
-    Logs the names of all others.
-    """
+    """Return the units of ``root``, with the parameters that torch's engine can gather; log the names of the others."""
     units = [module for module in root.modules() if is_unit(module)]
     owned = {
         unit: {id(leaf): leaf for m in _own_modules(unit) for leaf in parameter_slots(m).values()} for unit in units
@@ -353,10 +356,10 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
         sharded: list[Any] = [leaf for leaf in slots.values() if isinstance(leaf, ShardedTensor)]
         leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
         if leaves:
-            multiplied = set() if is_compiled else _multiplied(unit)
-            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, multiplied))
-    carried = {id(leaf) for unit in planned for leaf in unit.leaves}
-    others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in carried]
+            cast = set() if is_compiled else _cast_by_autocast(unit)
+            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, cast))
+    by_fsdp = {id(leaf) for unit in planned for leaf in unit.leaves}
+    others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in by_fsdp]
     if others and dist.get_rank() == 0:
         _log.info(
             "fully_shard does not gather %s: tied across modules, complex, or in no module that is called. "
@@ -366,8 +369,8 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
     return planned
 
 
-def _multiplied(unit: nn.Module) -> set[int]:
-    """The ids of the parameters of a unit that only linear layers and convolutions have, as torch makes them."""
+def _cast_by_autocast(unit: nn.Module) -> set[int]:
+    """Return the ids of the parameters of a unit that only torch's own linear layers and convolutions have."""
     inside, others = set[int](), set[int]()
     for module in _own_modules(unit):
         is_plain = type(module) in LAYERS and not isinstance(getattr(module, "padding", None), str)
@@ -379,10 +382,10 @@ def _multiplied(unit: nn.Module) -> set[int]:
 
 
 def refuse_nested_tensors(root: nn.Module) -> None:
-    """Let encoders of torch inside ``root`` say that they do not leave out padding in evaluation, as they would alone.
+    """Make nn.TransformerEncoder raise where it would use nested tensors on a single process.
 
-    Torch makes nested tensors of padded batches then, with zeros at the places of padding in what it returns; but not
-    if the class of parameters has functions of its own.
+    For padded batches in evaluation, torch uses nested tensors, and returns zeros for padding; but not if parameters
+    have ``__torch_function__``.
     """
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -396,23 +399,22 @@ def _refuse_nested_tensors(encoder: nn.Module, args: tuple[Any, ...], kwargs: di
     if has_torch_function(tuple(encoder.parameters())):
         raise UnsupportedCodeError(
             "nn.TransformerEncoder returns zeros for padding (src_key_padding_mask) in evaluation, but not with "
-            "parameters of several ranks. Build it with enable_nested_tensor=False, and leave padding out of what "
-            "you compute of its output."
+            "sharded parameters. Build it with enable_nested_tensor=False, and don't use its output for padding."
         )
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
-"""What forwards took of gathered parameters and was alive after them, with the version of the parameter then."""
+"""Detached views of gathered parameters that outlived a forward, and the version of the parameter then."""
 
 
 def _gather_to_keep(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
-    """Gather parameters for several passes, by torch's engine what that takes."""
+    """Gather parameters for several passes."""
     wholes: dict[int, Tensor] = {}
-    for carrier, some in _carried(unit, leaves, is_compiled=False):  # no pipeline casts what it gathers
-        kept = map(as_gathered, carrier.keep(some), some)
-        wholes |= dict(zip(map(id, some), kept, strict=True))
-    return [wholes[id(leaf)] if id(leaf) in wholes else _gathered(unit, leaf) for leaf in leaves]
+    for proxy, selected in _select_proxies(unit, leaves, is_compiled=False):  # pipelines don't gather cast weights
+        kept = map(as_gathered, proxy.keep(selected), selected)
+        wholes |= dict(zip(map(id, selected), kept, strict=True))
+    return [wholes[id(leaf)] if id(leaf) in wholes else _gather(unit, leaf) for leaf in leaves]
 
 
 @contextmanager
@@ -425,13 +427,13 @@ def _put_in_place(slots: Sequence[tuple[nn.Module, str, ShardedTensor]], wholes:
     finally:
         for module, name, leaf in slots:
             present = parameter_slots(module)
-            if present.get(name) is wholes[id(leaf)]:  # else somebody has put another parameter there
+            if present.get(name) is wholes[id(leaf)]:  # unless the forward has assigned another one
                 present[name] = leaf  # type: ignore[assignment]  # as above
         restore_flat_weights(flat)
 
 
-def _keep_change(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
-    """Take over into the shards what a forward has written into a whole parameter."""
+def _write_back(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
+    """Copy a gathered parameter that a forward has changed into the shards."""
     if isinstance(whole, DTensor):
         raise UnsupportedCodeError(
             f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism shards. "

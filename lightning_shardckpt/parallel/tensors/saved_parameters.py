@@ -61,9 +61,9 @@ class SavedParameters:
 
     def end_forward(self) -> None:
         """End the forward: from now on, parameters must not change."""
-        self._versions = [self._version(n) for n in range(len(self._leaves))]
+        self._versions = [self._key(n) for n in range(len(self._leaves))]
 
-    def _version(self, n: int) -> tuple[int, int]:
+    def _key(self, n: int) -> tuple[int, int]:
         """Return a key that changes if the backward would get other values."""
         if self._regather[n] is not None:  # sees what was assigned to ``data``, as a plain leaf does
             return version_of(self._leaves[n]), 0
@@ -90,7 +90,7 @@ class SavedParameters:
                 )
             return packed.tensor
         owner, n, spec, saved = packed
-        if owner._versions and owner._version(n) != owner._versions[n]:
+        if owner._versions and owner._key(n) != owner._versions[n]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "

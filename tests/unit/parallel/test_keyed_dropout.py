@@ -22,8 +22,8 @@ from lightning_shardckpt.parallel.sharding.keyed_dropout import (
 from lightning_shardckpt.parallel.sharding.sample_numbers import (
     SampleNumbers,
     for_samples,
-    parts_of_running,
     running_samples,
+    split_running_samples,
 )
 
 CPU = torch.device("cpu")
@@ -158,13 +158,13 @@ def test_without_samples_or_in_evaluation_it_is_the_dropout_of_torch() -> None:
 
 
 def test_parts_of_a_batch_have_calls_of_their_own_and_one_division() -> None:
-    assert running_samples() is None and parts_of_running([2, 2]) == [None, None]
+    assert running_samples() is None and split_running_samples([2, 2]) == [None, None]
     with for_samples(samples(5, 6, 7)):
-        first, second = parts_of_running([2, 1])
+        first, second = split_running_samples([2, 1])
         assert first is not None and second is not None
         assert (first.numbers.tolist(), second.numbers.tolist()) == ([5, 6], [7])
         with pytest.raises(UnsupportedCodeError, match="a second training step on one batch"):
-            parts_of_running([3])
+            split_running_samples([3])
 
 
 def test_a_tensor_of_other_samples_is_refused() -> None:

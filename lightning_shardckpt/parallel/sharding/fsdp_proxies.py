@@ -1,18 +1,18 @@
-"""Gather the parameters of units by torch's ``fully_shard``, while the user's modules stay as they are.
+"""Proxy modules through which torch's ``fully_shard`` gathers the parameters of units.
 
-``fully_shard`` changes the class of a module, and what its parameters are. So it is given modules of ours: a *carrier*
-registers the parameters of a unit, and runs the unit's forward inside its own. Torch's hooks on it gather, free and
-prefetch; the slots of the user's modules get tensors over the same memory, as they do from every gather.
+``fully_shard`` changes the class and the parameters of a module. The user's modules must stay as they are, so it is
+applied to proxies: a *proxy* registers the parameters of a unit, and runs the unit's forward within its own. Torch's
+hooks on the proxy gather, free and prefetch; the unit's modules get tensors over the gathered memory.
 
-1. Before the forward of a carrier, torch gathers; after it, torch frees.
-2. Before the backward of what a forward returns, torch gathers again, and prefetches the unit before. It registers a
-   hook for that on the tensors that are returned. A carrier returns a stand-in that keeps the hook; it is called when a
-   backward reaches an output of the unit, or asks for a parameter whose memory is freed.
-3. When the gradients are complete, torch frees the parameters, reduces the gradients and adds them to those of the
-   shards. It puts an operation for that after the tensors that a forward takes. A carrier takes an empty one, on which
-   the whole parameters depend, so that its backward follows theirs.
+1. Before the forward of a proxy, torch gathers; after it, torch frees.
+2. Before the backward, torch gathers again, and prefetches the previous unit. It registers a hook for that on the
+   outputs of the forward. The proxy returns an object that keeps the hook; the proxy calls it when a backward reaches
+   an output of the unit, or unpacks a parameter whose memory is freed.
+3. When the gradients are complete, torch frees the parameters, and reduces and accumulates the gradients, in a node
+   that it inserts before the inputs of the forward. The proxy's input is an empty tensor, the token, on which the whole
+   parameters depend, so that this node runs after the nodes of all parameters.
 
-What torch's engine would do otherwise than one process is refused by name; ``fsdp_engine="exact"`` does it.
+User code that torch's engine would run differently from a single process is refused; ``fsdp_engine="exact"`` runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -44,14 +44,14 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.carrier_modules import (
+from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
+from lightning_shardckpt.parallel.sharding.proxy_modules import (
     AnnouncedGather,
     AnnouncedReduction,
     Call,
-    CarrierModule,
-    RootOfCarriers,
+    ProxyModule,
+    ProxyRoot,
 )
-from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.derivatives import GATHERED_BY_FSDP, REMEDY
 from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
@@ -60,53 +60,53 @@ from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hoo
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 
-class CarriedWhole(NamedTuple):
-    """A whole parameter in torch's memory.
+class GatheredByFSDP(NamedTuple):
+    """A parameter that ``fully_shard`` has gathered.
 
     Attributes:
-        whole: as a forward is to see it.
-        again: gives a backward the memory, gathered again if it was freed.
-        history: of a parameter that is gathered in the dtype of autocast, see `CastWeight`; None for others.
+        whole: the tensor for the forward.
+        regather: returns the memory for a backward, gathered again if it was freed.
+        history: the tensor of `CastWeight` if the parameter is gathered in the dtype of autocast, else None.
     """
 
     whole: Tensor
-    again: Callable[[], Tensor]
+    regather: Callable[[], Tensor]
     history: Tensor | None = None
 
 
 class PlannedUnit(NamedTuple):
-    """The parameters of a unit that torch's engine is to gather.
+    """The parameters of a unit that torch's engine gathers.
 
     Attributes:
-        name: of the unit, for messages.
-        leaves: sharded parameters that no other unit has.
+        name: the name of the unit, for messages.
+        leaves: sharded parameters that are in no other unit.
         reshard: whether to free them between forward and backward.
-        is_rest: whether torch may gather them with those of other units, all at the first forward of a step.
-        multiplied: the ids of those that only linear layers and convolutions have, of which autocast casts them.
+        is_rest: whether torch may gather them together with those of other units, at the first forward of a step.
+        cast: the ids of parameters that only linear layers and convolutions use, so that autocast casts them.
     """
 
     name: str
     leaves: Sequence[ShardedTensor]
     reshard: bool
     is_rest: bool = False
-    multiplied: Collection[int] = ()
+    cast: Collection[int] = ()
 
 
-Carried = dict[int, CarriedWhole]
-"""Whole parameters by the ids of the sharded ones."""
+Gathered = dict[int, GatheredByFSDP]
+"""Gathered parameters, by the ids of the sharded ones."""
 
 
 class Engine:
-    """The carriers of one module, and the root that torch's engine needs around them.
+    """The proxies of one module, and the root module of ``fully_shard`` around them.
 
     Args:
-        mesh: over which parameters are sharded; of two axes for HSDP.
+        mesh: the mesh that parameters are sharded over; two axes for HSDP.
         device: where parameters are gathered.
-        peers: the ranks of each axis of ``mesh`` that has several, those that shard first.
+        peers: the ranks of each axis of ``mesh`` with more than one, the shard axis first.
         offload: whether the shards are in CPU memory.
-        reduce_dtype: in which gradients are reduced; None for that of the parameters.
-        autocast_dtype: to which autocast casts parameters in steps; None without it.
-        plan: names the units; called once, before the first forward.
+        reduce_dtype: the dtype in which gradients are reduced; None for the dtype of the parameters.
+        autocast_dtype: the dtype of autocast in steps; None without autocast.
+        plan: returns the units; called once, before the first forward.
     """
 
     def __init__(
@@ -123,115 +123,118 @@ class Engine:
         self.mesh, self.device, self.peers, self._plan = mesh, device, peers, plan
         self.offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         self.reduce_dtype, self._autocast_dtype = reduce_dtype, autocast_dtype
-        self._carriers, self._by_unit = list[Carrier](), defaultdict[str, list[Carrier]](list)
+        self._proxies, self._by_unit = list[FSDPProxy](), defaultdict[str, list[FSDPProxy]](list)
         self._root: Any = None
         self._is_in_backward = False
-        self._trail, self._last = 0, ""
+        self._trail_hash, self._last_entry = 0, ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return self
 
-    def carriers_of(self, unit: str) -> Sequence[Carrier]:
-        """Return what gathers the parameters of a unit, by its name."""
+    def proxies_of(self, unit: str) -> Sequence[FSDPProxy]:
+        """Return the proxies that gather the parameters of a unit, by its name."""
         self._prepare()
         return self._by_unit.get(unit, ())
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step inside the root, so that torch's streams wait for earlier work once, and not for each unit."""
+        """Run a step within the root module, so that torch's streams wait for earlier work once, not for each unit."""
         self._prepare()
         self.recover()
-        for carrier in self._carriers:
-            carrier.begin_step()
+        for proxy in self._proxies:
+            proxy.begin_step()
         call = Call(lambda _: step())
         self._root(call)
-        if not torch.is_grad_enabled():  # no backward frees what they keep
-            for carrier in self._carriers:
-                carrier.free()
-        found = call.result()
+        if not torch.is_grad_enabled():  # there is no backward that frees them
+            for proxy in self._proxies:
+                proxy.free()
+        result = call.result()
         if not torch.is_grad_enabled():
             self._compare_trails(0)
-        return found
+        return result
 
     def _prepare(self) -> None:
-        """Make the carriers and the root, once the parameters have memory."""
+        """Create the proxies and the root module; called when the parameters have memory."""
         if self._root is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
             together = defaultdict[Any, list[tuple[str, ShardedTensor]]](list)
             for unit in self._plan():
                 for leaf in unit.leaves:
-                    is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.multiplied
+                    is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.cast
                     cast_to = self._autocast_dtype if is_cast else None
-                    place = None if unit.is_rest else unit.name
-                    together[place, unit.reshard, leaf.dtype, cast_to].append((unit.name, leaf))
+                    name = None if unit.is_rest else unit.name
+                    together[name, unit.reshard, leaf.dtype, cast_to].append((unit.name, leaf))
             for (_, reshard, _, cast_to), named in together.items():
-                carrier = Carrier(self, named, reshard=reshard, cast_to=cast_to)
-                self._carriers.append(carrier)
+                proxy = FSDPProxy(self, named, reshard=reshard, cast_to=cast_to)
+                self._proxies.append(proxy)
                 for name in dict.fromkeys(name for name, _ in named):
-                    self._by_unit[name].append(carrier)
+                    self._by_unit[name].append(proxy)
             del self._plan
-            self._root = fully_shard(RootOfCarriers(carrier.module for carrier in self._carriers), mesh=self.mesh)
-            self._root(Call(lambda _: None))  # torch decides now which is the root
+            self._root = fully_shard(ProxyRoot(proxy.module for proxy in self._proxies), mesh=self.mesh)
+            self._root(Call(lambda _: None))  # the first forward makes it the root
 
     # --- backward ---
 
-    def note(self, what: str) -> None:
-        """Note what every rank should do now."""
-        self._trail, self._last = zlib.crc32(what.encode(), self._trail), what
+    def record(self, entry: str) -> None:
+        """Record a forward or backward of a unit, which the ranks compare after the backward."""
+        self._trail_hash, self._last_entry = zlib.crc32(entry.encode(), self._trail_hash), entry
 
     def begin_backward(self) -> None:
-        """Begin a backward; called in it, any number of times."""
+        """Begin a backward, if none is running."""
         if self._is_in_backward:
             return
         self._is_in_backward = True
-        for carrier in self._carriers:
-            carrier.begin_backward()
+        for proxy in self._proxies:
+            proxy.begin_backward()
         after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """Compare what the ranks did, and take away gradients that no rank has. Collective, in every backward."""
+        """Compare the units that the ranks ran, and remove gradients that no rank has computed.
+
+        Collective: every rank of the mesh must call it, after every backward.
+        """
         self._is_in_backward = False
-        for carrier in self._carriers:
-            carrier.end_backward()
-        if not self._compare_trails(sum(carrier.count_unused() for carrier in self._carriers)):
+        for proxy in self._proxies:
+            proxy.end_backward()
+        if not self._compare_trails(sum(proxy.count_unused() for proxy in self._proxies)):
             return
-        used = [is_used for carrier in self._carriers for is_used in carrier.list_used()]
-        bits = torch.tensor(used, dtype=torch.uint8)
+        used = torch.tensor([is_used for proxy in self._proxies for is_used in proxy.list_used()], dtype=torch.uint8)
         for peers in self.peers:
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=peers.reads)
-        anywhere = iter(bits.tolist())
-        for carrier in self._carriers:
-            carrier.take_away_unused(anywhere)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
+        used_anywhere = iter(used.tolist())
+        for proxy in self._proxies:
+            proxy.remove_unused_gradients(used_anywhere)
 
     def _compare_trails(self, unused: float) -> float:
-        """Compare what the ranks did; return the largest ``unused`` of a rank. Collective."""
-        done, self._trail, self._last = f"{self._last}, after {self._trail:08x}", 0, ""
-        for peers in self.peers:  # the second axis hears what the first one has told
+        """Compare the recorded units of all ranks; return the maximum of ``unused``. Collective."""
+        done = f"{self._last_entry}, after {self._trail_hash:08x}"
+        self._trail_hash, self._last_entry = 0, ""
+        for peers in self.peers:
             unused = max(numbers[0] for numbers in peers.compare(done, float(unused)))
         self.peers[0].end_step(is_alike=True)
         return unused
 
     def recover(self) -> None:
-        """Forget a backward that did not finish."""
+        """Discard the state of a backward that raised an error."""
         if self._is_in_backward and not in_backward():
-            self._is_in_backward, self._trail, self._last = False, 0, ""
+            self._is_in_backward, self._trail_hash, self._last_entry = False, 0, ""
             self.peers[0].end_step(is_alike=False)
             self._root.reset_iter_state()
-            for carrier in self._carriers:
-                carrier.drop_gradients()
+            for proxy in self._proxies:
+                proxy.drop_gradients()
 
 
-class Carrier:
-    """Sharded parameters of one dtype that torch gathers together, for the forward of a unit, or of several.
+class FSDPProxy:
+    """Sharded parameters of one dtype that torch gathers together, for the forward of one unit or of several.
 
-    Several are gathered at the first forward of a step, and kept until the backward is done. All forwards until then
-    depend on the token of the first one, so that torch reduces their gradients together, when they are complete.
+    Parameters of several units are gathered at the first forward of a step, and kept until the end of the backward. All
+    forwards of the step then depend on the token of the first one, so that torch reduces all gradients together.
 
     Args:
-        engine: that it is a part of.
+        engine: the engine of the module.
         named: the parameters, each with the name of its unit.
         reshard: whether to free them between forward and backward.
-        cast_to: the dtype of autocast, in which they are gathered; None for that of the parameters.
+        cast_to: the dtype of autocast to gather in; None for the dtype of the parameters.
     """
 
     def __init__(
@@ -250,13 +253,13 @@ class Carrier:
         self._numbers = {id(leaf): n for n, leaf in enumerate(self._leaves)}
         self._items = [GatherItem.of(leaf) for leaf in self._leaves]
         self._dtype = self._leaves[0].dtype
-        stand_ins = [
+        parameters = [
             nn.Parameter(
                 item.wrap(torch.empty(item.shape, dtype=leaf.dtype, device="meta")), requires_grad=leaf.requires_grad
             )
             for leaf, item in zip(self._leaves, self._items, strict=True)
         ]
-        module: Any = CarrierModule(stand_ins)
+        module: Any = ProxyModule(parameters)
         fully_shard(
             module,
             mesh=engine.mesh,
@@ -277,40 +280,39 @@ class Carrier:
         self._slots.update((str(n), leaf) for n, leaf in enumerate(self._leaves))
         self._wholes = list[Any]()
         self._take_shards()
-        self._gathered = self._state_of_leaves()
+        self._gathered = self._leaf_states()
         self._at_step: Any = None
         self._torch_before_backward: Callable[[Tensor], Any] | None = None
-        self._entered = set[str]()
-        """The units that this backward has reached."""
+        self._entered = set[str]()  # the units that the running backward has reached
         self._accumulators: dict[int, Any] = {}
         self.begin_backward()
 
     @property
     def is_cast(self) -> bool:
-        """Whether it gathers parameters in the dtype of autocast."""
+        """Whether it gathers in the dtype of autocast."""
         return self._cast_to is not None
 
-    def takes(self, leaves: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Return the parameters that torch's engine can gather here for the forward that begins."""
+    def select(self, leaves: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        """Return those of the parameters that this proxy can gather for the next forward."""
         if self._cast_to is not None and not is_autocast(self._engine.device, self._cast_to):
             return []
-        hooked = with_hooks(leaves)  # hooks get the sum of all gradients, which torch may reduce in parts
+        hooked = with_hooks(leaves)  # hooks must get the whole gradient, which torch may reduce in parts
         return [
             leaf
             for leaf in leaves
             if id(leaf) in self._numbers
             and local_tensor(leaf).dtype == self._dtype
-            and not any(leaf is one for one in hooked)
+            and not any(leaf is other for other in hooked)
         ]
 
-    # --- what torch's engine has gathered ---
+    # --- gathered memory ---
 
     @property
     def _is_gathered(self) -> bool:
         return self._slots["0"] is not self._leaves[0]
 
     def _take_shards(self) -> None:
-        """Let torch take over the memory of the leaves, as it does after a state dict was loaded."""
+        """Let torch use the memory of the leaves, as after a load of a state dict."""
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(False)
         try:
@@ -318,8 +320,8 @@ class Carrier:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
-    def _state_of_leaves(self) -> list[tuple[int, tuple[int, int], bool]]:
-        """What tells whether memory, values or requires_grad changed."""
+    def _leaf_states(self) -> list[tuple[int, tuple[int, int], bool]]:
+        """Return keys that change with the memory, values and requires_grad of the leaves."""
         with without_torch_function():
             return [
                 (local_tensor(leaf).untyped_storage().data_ptr(), version_key(leaf), leaf.requires_grad)
@@ -327,27 +329,27 @@ class Carrier:
             ]
 
     def begin_step(self) -> None:
-        """Note how the leaves are when torch's streams wait for what was done to them."""
-        self._at_step, self._token = self._state_of_leaves(), None
+        """Begin a step: torch's streams wait for all earlier changes of the leaves."""
+        self._at_step, self._token = self._leaf_states(), None
 
     def free(self) -> None:
-        """Free whole parameters, if there are some."""
+        """Free the gathered memory, if any."""
         self._token = None
         if self._is_gathered:
             self.module.reshard()
 
     def _refresh(self) -> None:
-        """Take over what was done to the leaves since they were gathered."""
-        state = self._state_of_leaves()
+        """Make torch gather again if the leaves have changed."""
+        state = self._leaf_states()
         if self._is_gathered:
             if state == self._gathered:
                 return
             self.free()
         if any((now[0], now[1][1]) != (then[0], then[1][1]) for now, then in zip(state, self._gathered, strict=True)):
             self._take_shards()
-            state = self._state_of_leaves()  # torch gives rows that it pads other memory
+            state = self._leaf_states()  # torch moves rows that it pads to new memory
         self._gathered = state
-        if torch.is_inference_mode_enabled():  # torch must not make its memory there
+        if torch.is_inference_mode_enabled():  # torch's buffers must not be inference tensors
             with torch.inference_mode(False), torch.no_grad():
                 self.module.unshard()
         elif self._at_step is not None and self._at_step != state:  # torch's streams have not waited for the change
@@ -355,56 +357,54 @@ class Carrier:
 
     # --- forward ---
 
-    def run(self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Carried], Any]) -> Any:
-        """Return what ``body`` does with whole parameters.
+    def run(self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any]) -> Any:
+        """Run a unit's forward within the proxy's.
 
         Args:
-            leaves: the parameters; `takes` said that they can be had.
-            inputs: of the unit's forward.
-            body: the forward.
+            leaves: the parameters to gather, from `select`.
+            inputs: the inputs of the unit's forward.
+            body: the forward; gets the gathered parameters.
         """
         numbers = self._begin(leaves)
-        if self._has_several and self._has_token() and torch.is_grad_enabled() and not in_backward():
+        is_gathered = self._token is not None and self._is_gathered  # a forward within another may have freed it
+        if self._has_several and is_gathered and torch.is_grad_enabled() and not in_backward():
             assert self._token is not None
-            found = self._run_inside(numbers, inputs, body, self._token)  # gathered for another forward of this step
-            self._gather_before_backward(numbers, found)
-            return found
+            outputs = self._run_inside(numbers, inputs, body, self._token)  # of another forward of this step
+            self._register_backward(numbers, outputs)
+            return outputs
         call = Call(partial(self._run_inside, numbers, inputs, body))
-        device, with_history = self._engine.device, torch.is_grad_enabled()
+        token = torch.empty(0, device=self._engine.device, requires_grad=torch.is_grad_enabled())
         try:
-            with without_torch_function():  # torch's hooks look at the leaves; `call` lets the forward have it
-                output = self.module(torch.empty(0, device=device, requires_grad=with_history), call)
+            with without_torch_function():  # for torch's hooks; `call` enables it for the forward
+                output = self.module(token, call)
         except RuntimeError:
-            call.result()  # raises what the forward raised, because of which torch may fail, too
+            call.result()  # raises the forward's exception, which may have caused torch's
             raise
-        found = call.result()
-        if output is not None and output.hook is not None:  # none where activations are computed again
+        outputs = call.result()
+        if output is not None and output.hook is not None:  # no hook while activations are recomputed
             self._torch_before_backward = output.hook
-            self._gather_before_backward(numbers, found)
-        return found
-
-    def _has_token(self) -> bool:
-        """Return whether torch has gathered for an earlier forward of this step; a pass inside another may free it."""
-        return self._token is not None and self._is_gathered
+            self._register_backward(numbers, outputs)
+        return outputs
 
     def _begin(self, leaves: Sequence[ShardedTensor]) -> list[int]:
         """Begin a forward with some of the parameters, and return their numbers."""
         numbers = [self._numbers[id(leaf)] for leaf in leaves]
         self._engine.recover()
-        self._engine.note(self._names[numbers[0]])
+        self._engine.record(self._names[numbers[0]])
         self._refresh()
         return numbers
 
-    def _gather_before_backward(self, numbers: Sequence[int], outputs: Any) -> None:
+    def _register_backward(self, numbers: Sequence[int], outputs: Any) -> None:
+        """Gather again when a backward reaches one of the outputs."""
         before = partial(self._before_backward, numbers)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(before)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def keep(self, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
-        """Return whole parameters in memory of their own, with history if gradients are enabled.
+        """Return copies of the gathered parameters, differentiable if gradients are enabled.
 
-        Torch frees its memory at once, and does not gather again for the backward, which needs no parameters.
+        Torch's memory is freed at once, and not gathered again for the backward.
         """
         numbers = self._begin(leaves)
         call = Call(partial(self._copy_inside, numbers))
@@ -420,62 +420,62 @@ class Carrier:
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         return list(self._as_seen(numbers, token, copies=True)[0])
 
-    def _run_inside(self, numbers: Sequence[int], inputs: Any, body: Callable[[Carried], Any], token: Tensor) -> Any:
+    def _run_inside(self, numbers: Sequence[int], inputs: Any, body: Callable[[Gathered], Any], token: Tensor) -> Any:
         if torch.is_grad_enabled():
             self._token = token
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
-        copies = torch.is_grad_enabled() and uses_other_hooks()  # checkpointing may keep them for longer than torch
+        copies = torch.is_grad_enabled() and uses_other_hooks()  # whose saved tensors may outlive torch's memory
         uses = self._count_uses(numbers)
         wholes, histories = self._as_seen(numbers, token, copies=copies)
         if torch.is_grad_enabled():
             self._free_before(inputs)
-        given = {
-            id(self._leaves[n]): CarriedWhole(whole, partial(self._memory, n), history)
+        gathered = {
+            id(self._leaves[n]): GatheredByFSDP(whole, partial(self._memory, n), history)
             for n, whole, history in zip(numbers, wholes, histories, strict=True)
         }
-        seen = [ref(whole) for whole in wholes]
+        references = [ref(whole) for whole in wholes]
         del wholes, histories
-        found = body(given)
-        del given
+        outputs = body(gathered)
+        del gathered
         if self._has_more_uses(numbers, uses):
-            _give_memory([whole for one in seen if (whole := one()) is not None])
+            _copy_memory([whole for reference in references if (whole := reference()) is not None])
             if self._has_more_uses(numbers, uses):
                 gc.collect()
                 if self._has_more_uses(numbers, uses):
                     self._refuse(numbers[0], "keeps a view of a parameter when its forward is done")
         if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
             self._refuse(numbers[0], "makes an array of NumPy of a parameter's memory")
-        return found
+        return outputs
 
     def _as_seen(
         self, numbers: Sequence[int], token: Tensor, *, copies: bool
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Whole parameters as a forward is to see them, with history if gradients are enabled.
+        """Return gathered parameters for a forward, differentiable if gradients are enabled, and their histories.
 
-        Those in another dtype, and then their histories: their gradients are in the dtype of the parameters.
+        Only parameters in the dtype of autocast have histories; their gradients keep the dtype of the parameters.
         """
-        some = [self._wholes[n] for n in numbers]
+        gathered = [self._wholes[n] for n in numbers]
         if self.is_cast:
-            for whole in some:
+            for whole in gathered:
                 whole.grad_dtype = self._dtype
-        if not torch.is_grad_enabled() or not any(whole.requires_grad for whole in some):
-            wholes = [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)]
+        if not torch.is_grad_enabled() or not any(whole.requires_grad for whole in gathered):
+            wholes = [self._share(n, whole, copies=copies) for n, whole in zip(numbers, gathered, strict=True)]
             return wholes, [self._without_memory(n) if self.is_cast else None for n in numbers]
         for n in numbers:
             self._leaves[n].__dict__[GATHERED_BY_FSDP] = self._names[n]
             self._order_direct_gradients(n)
-        if any(not whole.requires_grad for whole in self._wholes):  # frozen ones may be needed after the last gradient
+        if any(not whole.requires_grad for whole in self._wholes):  # a backward may need frozen ones after the others
             token = token.detach().requires_grad_()
-        made: tuple[Tensor, ...] = _Whole.apply(self, tuple(numbers), copies, token, *some)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _Expose.apply(self, tuple(numbers), copies, token, *gathered)  # type: ignore[no-untyped-call]
         if not self.is_cast:
-            return made, [None] * len(made)
-        return [self._over(n, whole, copies=copies) for n, whole in zip(numbers, some, strict=True)], made
+            return outputs, [None] * len(outputs)
+        return [self._share(n, whole, copies=copies) for n, whole in zip(numbers, gathered, strict=True)], outputs
 
     def _without_memory(self, number: int) -> Tensor:
         return torch.empty((), dtype=self._dtype, device=self._engine.device).expand(self._items[number].shape)
 
     def _order_direct_gradients(self, number: int) -> None:
-        """Let a gradient that comes through no unit wait for torch's, which its streams may be adding to the same."""
+        """Make a gradient from outside of units wait for torch's streams, which may be adding to the same memory."""
         leaf = self._leaves[number]
         if self._engine.device.type == "cpu" or number in self._accumulators or not leaf.requires_grad:
             return
@@ -483,22 +483,22 @@ class Carrier:
         with without_torch_function():
             node = get_gradient_edge(leaf).node
         node.register_prehook(lambda _: device.synchronize(self._engine.device))
-        self._accumulators[number] = node  # autograd makes another one if nothing keeps it
+        self._accumulators[number] = node  # keeps the node alive: autograd would make another one
 
-    def _over(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
-        """A tensor of its own over the memory of torch's."""
-        memory = local_tensor(whole).data  # no view, so that it may be changed in place; with a version of its own
+    def _share(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
+        """Return a new tensor over torch's memory, or a copy."""
+        memory = local_tensor(whole).data  # no view, so that it may be changed in place; has its own version
         return self._items[number].wrap(memory.clone() if copies else memory)
 
     def _count_uses(self, numbers: Sequence[int]) -> list[int]:
         return [storage_uses(local_tensor(self._wholes[n])) for n in numbers]
 
     def _has_more_uses(self, numbers: Sequence[int], before: Sequence[int]) -> bool:
-        """Return whether more tensors than before have the memory; those of a forward that failed may have gone."""
+        """Return whether more tensors than before use the memory of a parameter."""
         return any(now > then for now, then in zip(self._count_uses(numbers), before, strict=True))
 
     def _free_before(self, inputs: Any) -> None:
-        """Free frozen parameters once a backward has the gradients of the inputs; torch does at its end."""
+        """Free frozen parameters when a backward has the gradients of the inputs; torch would at its end."""
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
         frozen = any(not whole.requires_grad for whole in self._wholes)
         if frozen and tensors and not any(tensor.is_leaf for tensor in tensors):
@@ -507,11 +507,11 @@ class Carrier:
     # --- backward ---
 
     def _before_backward(self, numbers: Sequence[int], gradient: Tensor, *, gathers: bool = True) -> None:
-        """Gather for a backward; called in it, when it reaches an output, or needs a parameter that is freed.
+        """Gather again, when a backward reaches an output or needs the memory of a parameter.
 
         Args:
-            numbers: of the parameters that the forward had from here.
-            gradient: of an output.
+            numbers: the numbers of the forward's parameters.
+            gradient: the gradient of an output.
             gathers: whether the backward needs parameters.
         """
         refuse_batched(gradient)
@@ -521,36 +521,36 @@ class Carrier:
         self.module.set_unshard_in_backward(gathers)
         with without_torch_function():
             self._torch_before_backward(gradient)
-        self._engine.begin_backward()  # so that what ends it comes after what torch does at the end
+        self._engine.begin_backward()  # after torch's hook, so that its end runs after torch's
         if (name := self._names[numbers[0]]) not in self._entered:
             self._entered.add(name)
-            self._engine.note(f"the backward of {name}")
-        if gathers and not self._is_gathered:  # a part of this backward has come through the unit already
+            self._engine.record(f"the backward of {name}")
+        if gathers and not self._is_gathered:  # this backward has gone through the unit before
             self.module.unshard()
 
     def _memory(self, number: int) -> Tensor:
         if not self._is_gathered:
             self._before_backward((number,), torch.empty(0))
-        found: Tensor = self._wholes[number].detach()
-        return found.clone() if torch.is_grad_enabled() else found  # a graph of second derivatives keeps it
+        memory: Tensor = self._wholes[number].detach()
+        return memory.clone() if torch.is_grad_enabled() else memory  # a graph of second derivatives keeps it
 
     def begin_backward(self) -> None:
-        """Note which gradients there are."""
+        """Record which parameters have a gradient already."""
         self._had = [leaf.grad is not None for leaf in self._leaves]
         self._used, self._filled = [False] * len(self._leaves), [False] * len(self._leaves)
         self._entered.clear()
 
     def end_backward(self) -> None:
-        """Forget that a backward came here."""
+        """End the step of this proxy: the next forward gathers again."""
         self._token = None
         self._entered.clear()
 
     def complete(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
     ) -> list[Tensor | None]:
-        """Return the gradients for torch to reduce, with zeros for those that are missing here: others may have them.
+        """Return the gradients for torch to reduce; a missing one is filled with zeros, as other ranks may have it.
 
-        Called in a backward, for each forward of the unit. ``copies``: whether that had memory of its own.
+        Called in a backward, for each forward of the unit. ``copies``: whether the forward got copies.
         """
         if torch.is_grad_enabled():
             self._refuse(numbers[0], "has parameters whose gradients are differentiated (create_graph=True)")
@@ -558,51 +558,51 @@ class Carrier:
             refuse_sparse(gradient)
             if gradient is not None:
                 refuse_batched(gradient)
-        if self._names[numbers[0]] not in self._entered:  # through no output of the unit
+        if self._names[numbers[0]] not in self._entered:  # the backward came through no output of the unit
             self._before_backward(numbers, torch.empty(0), gathers=not copies)
-        found = list[Tensor | None]()
+        completed = list[Tensor | None]()
         for n, gradient in zip(numbers, gradients, strict=True):
             whole = self._wholes[n]
             if not whole.requires_grad:
-                found.append(None)
+                completed.append(None)
                 continue
-            _lay_out(self._leaves[n])
+            _redistribute_gradient(self._leaves[n])
             self._used[n] |= gradient is not None
             self._filled[n] |= gradient is None
             if gradient is None:
-                gradient = torch.full_like(whole, -0.0, dtype=self._dtype)  # -0.0 + x is x, in every bit
+                gradient = torch.full_like(whole, -0.0, dtype=self._dtype)  # -0.0 + x has the bits of x
             elif self._items[n].partial is not None:
                 gradient = gradient.clone()
                 dist.all_reduce(gradient, group=self._items[n].partial)
-            found.append(gradient)
-        return found
+            completed.append(gradient)
+        return completed
 
-    def _unused(self) -> list[int]:
-        """The parameters that had no gradient before this backward, and got none from this rank's."""
+    def _list_unused(self) -> list[int]:
+        """Return the parameters without a gradient before this backward that got none on this rank."""
         return [n for n, filled in enumerate(self._filled) if filled and not self._used[n] and not self._had[n]]
 
     def count_unused(self) -> int:
-        """Return of how many parameters this rank has no gradient."""
-        return len(self._unused())
+        """Return the number of parameters for which this rank has computed no gradient."""
+        return len(self._list_unused())
 
     def list_used(self) -> list[bool]:
-        """Return of each parameter whether this rank has a gradient of it, or would keep it if others have none."""
-        found = [True] * len(self._leaves)
-        for n in self._unused():
+        """Return for each parameter whether this rank has computed a gradient for it."""
+        used = [True] * len(self._leaves)
+        for n in self._list_unused():
             gradient = self._leaves[n].grad
             if gradient is not None:
                 rows = local_tensor(gradient)
-                found[n] = not bool(((rows == 0) & rows.signbit()).all())  # one that came through no unit
-        return found
+                used[n] = not bool(((rows == 0) & rows.signbit()).all())  # from outside of units, if not the filling
+        return used
 
-    def take_away_unused(self, used: Any) -> None:
-        """Let parameters have no gradient, for which ``used``, an iterator, has a false value."""
+    def remove_unused_gradients(self, used: Iterator[bool]) -> None:
+        """Set the gradients of parameters to None that no rank has used; ``used`` has one value for each."""
         for leaf in self._leaves:
             if not next(used):
                 leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced."""
+        """Discard gradients that were not reduced."""
         self._token = None
         self._entered.clear()
         for whole in self._wholes:
@@ -614,46 +614,46 @@ class Carrier:
         raise UnsupportedCodeError(f"{where} {what}, which fully_shard cannot follow. {REMEDY}")
 
 
-def _give_memory(wholes: Sequence[Tensor]) -> None:
-    """Give memory of their own to whole parameters that outlive a forward, and to what was taken of their data."""
+def _copy_memory(wholes: Sequence[Tensor]) -> None:
+    """Move gathered parameters that outlive a forward, and their detached views, to new memory."""
     with torch.no_grad(), without_torch_function():
         for whole in wholes:
             shared = local_tensor(values_of(whole))
             memory = shared.clone().untyped_storage()
-            views = [view for one in views_of(whole) if (view := one()) is not None]
+            views = [view for reference in views_of(whole) if (view := reference()) is not None]
             for tensor in (local_tensor(whole), *views):
                 if tensor.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr():
                     with keep_version(tensor):
                         tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _lay_out(leaf: ShardedTensor) -> None:
-    """Give a gradient that came through no unit the layout of its parameter: torch adds to its memory."""
+def _redistribute_gradient(leaf: ShardedTensor) -> None:
+    """Give a gradient from outside of units the placements of its parameter: torch adds to its memory."""
     gradient = leaf.grad
     if isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
         with without_torch_function(), torch.no_grad():
             leaf.grad = gradient.redistribute(placements=leaf.placements)
 
 
-class _Whole(torch.autograd.Function):
-    """torch's whole parameters → tensors over their memory, or copies, or without memory."""
+class _Expose(torch.autograd.Function):
+    """Returns tensors over the memory of torch's gathered parameters, or copies, or tensors without memory."""
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Carrier, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
+        ctx: Any, proxy: FSDPProxy, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.numbers, ctx.copies = carrier, numbers, copies
-        setattr(ctx, GATHERED_BY_FSDP, [id(carrier._leaves[n]) for n in numbers])
+        ctx.proxy, ctx.numbers, ctx.copies = proxy, numbers, copies
+        setattr(ctx, GATHERED_BY_FSDP, [id(proxy._leaves[n]) for n in numbers])
         ctx.set_materialize_grads(False)
-        if carrier.is_cast:
-            wholes = [carrier._without_memory(n) for n in numbers]
+        if proxy.is_cast:
+            wholes = [proxy._without_memory(n) for n in numbers]
         else:
-            wholes = [carrier._over(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
+            wholes = [proxy._share(n, p, copies=copies) for n, p in zip(numbers, parameters, strict=True)]
         frozen = [whole for whole, p in zip(wholes, parameters, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        given = [gradient_or_none(gradient) for gradient in gradients]
-        return None, None, None, None, *ctx.carrier.complete(ctx.numbers, given, copies=ctx.copies)
+        own = [gradient_or_none(gradient) for gradient in gradients]
+        return None, None, None, None, *ctx.proxy.complete(ctx.numbers, own, copies=ctx.copies)

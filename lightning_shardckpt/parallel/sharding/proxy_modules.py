@@ -1,4 +1,4 @@
-"""The modules that ``fully_shard`` is given, and its collectives on CPUs; see `carriers`."""
+"""The modules that ``fully_shard`` is applied to, and its collectives on CPUs. Used by `fsdp_proxies`."""
 
 from __future__ import annotations
 
@@ -16,45 +16,41 @@ from lightning_shardckpt.parallel.tensors.peers import Peers
 
 
 class Call:
-    """A function that a module's forward runs; what it returns or raises, torch's hooks do not see."""
+    """A function that a module's forward runs. torch's hooks see neither its result nor its exception."""
 
     def __init__(self, body: Callable[[Any], Any]) -> None:
         self._body: Callable[[Any], Any] | None = body
-        self._found: Any = None
+        self._value: Any = None
         self._error: BaseException | None = None
 
     def run(self, argument: Any) -> None:
         assert self._body is not None
         try:
             with with_torch_function():
-                self._found = self._body(argument)
+                self._value = self._body(argument)
         except BaseException as error:  # raised by `result`
             self._error = error
         self._body = None
 
     def result(self) -> Any:
-        """Return what the function returned, once.
-
-        Raises:
-            BaseException: what it raised.
-        """
-        found, error = self._found, self._error
-        self._found = self._error = None
+        """Return the function's result, or raise its exception; only once."""
+        value, error = self._value, self._error
+        self._value = self._error = None
         if error is not None:
             raise error
-        return found
+        return value
 
 
-class RootOfCarriers(nn.Module):
-    def __init__(self, carriers: Any) -> None:
+class ProxyRoot(nn.Module):
+    def __init__(self, proxies: Any) -> None:
         super().__init__()
-        self.carriers = nn.ModuleList(carriers)
+        self.proxies = nn.ModuleList(proxies)
 
     def forward(self, call: Call) -> None:
         call.run(None)
 
 
-class CarrierModule(nn.Module):
+class ProxyModule(nn.Module):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         for n, parameter in enumerate(parameters):
@@ -66,14 +62,14 @@ class CarrierModule(nn.Module):
 
 
 class _Output(Tensor):
-    """What a carrier returns in place of outputs: it keeps the hook that torch registers."""
+    """The output of a proxy module; it keeps the hook that torch registers for the backward."""
 
     hook: Callable[[Tensor], Any] | None
 
     @classmethod
     def on(cls, device: torch.device) -> _Output:
         made = torch.empty(0, device=device, requires_grad=True)
-        made.__class__ = cls  # `as_subclass` makes a view, of which torch warns
+        made.__class__ = cls  # as_subclass returns a view, and torch warns about hooks on views
         assert isinstance(made, cls)
         made.hook = None
         return made
@@ -84,8 +80,8 @@ class _Output(Tensor):
 
 # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Announced where they are not those of the step before: gloo ends the process, or mixes memory, where the ranks enter
-# different collectives. On other devices they are torch's own, and the ranks compare what they did after each backward.
+# On CPUs, ranks announce a collective that differs from the previous step's: gloo aborts, or mixes memory, if the ranks
+# enter different ones. On other devices torch's own collectives run, and the ranks compare after each backward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ class _Announced:
     purpose: str
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a collective."""
+        """Return memory for a collective, as torch asks for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -121,7 +117,7 @@ class AnnouncedReduction(_Announced):
     ) -> None:
         purpose = f"the gradients of {self.purpose}"
         self.peers.enter(f"{purpose}, {input_tensor.numel()} elements")
-        # as gloo reduces and scatters, but a wait for it ends in time
+        # gloo's reduce_scatter does the same, but can't be waited for with a timeout
         work = dist.all_reduce(input_tensor, group=group, async_op=True)
         self.peers.wait(work, purpose, output_tensor.device)
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
