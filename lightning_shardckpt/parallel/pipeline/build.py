@@ -30,7 +30,7 @@ from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where, plan_stages
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
-from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, sharing_groups
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -118,7 +118,7 @@ class StagedModule:
         Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
         """
         ranks = {name: frozenset(map(self.schedule.rank_of, stages)) for name, stages in self.holders.items()}
-        groups = sharing_groups(ranks.values(), self.meshes)
+        groups = build_sharing_groups(ranks.values(), self.meshes)
         here = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
         return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
 

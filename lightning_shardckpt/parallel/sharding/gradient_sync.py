@@ -1,7 +1,7 @@
-"""The gradients of one sharded module: when they are reduced, and what is missing after that.
+"""Synchronization of the gradients of one sharded module.
 
-Sharded parameters reduce theirs as autograd goes through the gather, replicated ones when a backward ends. What remains
-are those that several pipeline stages hold, each with the gradient of its own part.
+Gradients of sharded parameters are reduced by the backward of their gather, gradients of replicated parameters at the
+end of a backward. Gradients of parameters on several pipeline stages are summed here, after all passes of a step.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
 
 class GradientSync:
-    """Finishes the gradients of one sharded module; one instance lives as long as its parameters.
+    """Synchronizes the gradients of one sharded module; one instance lives as long as its parameters.
 
     Args:
-        root: the module, sharded.
+        root: the sharded module.
+        meshes: the device meshes.
+        device: where gradients of ``shared`` are summed.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
-        shared: parameters that several pipeline stages hold, with the group of their ranks, in the same order on all.
+        shared: parameters on several pipeline stages, with the group of their ranks, in the same order on all ranks.
 
     Attributes:
-        adopted: plain parameters that the module got since it was sharded.
-        has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` makes no communication.
+        adopted: plain parameters that the module got after it was sharded.
+        has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` does not communicate.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class GradientSync:
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
     @contextmanager
-    def strangers(self) -> Iterator[None]:
-        """Inside, new parameters are not adopted: those of a ``configure_model`` that builds the module once more."""
+    def without_adoption(self) -> Iterator[None]:
+        """Inside, new parameters are not adopted: ``configure_model`` may build the module once more."""
         self._adopts = False
         try:
             yield
@@ -116,7 +118,7 @@ class GradientSync:
         return self._blocked
 
     def backward(self) -> AbstractContextManager[None]:
-        """Surround a backward, after which gradients are final, unless it is one that only accumulates."""
+        """Return a context for a backward; after it, gradients are synchronized, unless they only accumulate."""
         return self._synchronized() if self._communicates else nullcontext()
 
     @contextmanager
@@ -135,29 +137,29 @@ class GradientSync:
             self._check()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context whose backward passes leave gradients of replicated parameters unreduced."""
+        """Return a context in which backward passes only accumulate gradients of replicated parameters."""
         return self._accumulation.no_sync(enabled)
 
     def begin_passes(self) -> None:
-        """Set aside, before passes over a pipeline, the shared gradients that are reduced already."""
+        """Set aside the reduced gradients of shared parameters before the passes of a pipeline step."""
         for parameter, _ in self._shared:
             if parameter not in self._before:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
     def finish_kept(self, kept: KeptGathers) -> None:
-        """Give parameters the gradients of all passes, made inside `no_sync`; those of sharded ones are reduced.
+        """Reduce the gradients that passes within `no_sync` have accumulated in ``kept``.
 
-        Collective, where the ranks of a pipeline stage share parameters: each of them must call it.
+        Collective: every rank of a pipeline stage must call it.
         """
         with self.no_sync():
             kept.reduce()
 
     def has_earlier(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient of earlier passes is set aside."""
+        """Return whether a gradient of the parameter is set aside."""
         return self._before.get(parameter) is not None
 
     def finish_passes(self) -> None:
-        """Reduce as after `backward`, when all backward passes of a step over a pipeline were made inside `no_sync`.
+        """Synchronize gradients after the backward passes of a pipeline step, which ran within `no_sync`.
 
         Collective: every rank of the world must call it.
         """
@@ -170,7 +172,7 @@ class GradientSync:
         self._check()
 
     def _reduce_shared(self) -> None:
-        """Collective: every rank of the pipeline must call it."""
+        """Sum the gradients of shared parameters. Collective: every rank of the pipeline must call it."""
         together: dict[dist.ProcessGroup, list[nn.Parameter]] = defaultdict(list)
         for parameter, group in self._shared:
             if parameter.requires_grad:
@@ -188,21 +190,22 @@ class GradientSync:
             check_gradients(self._root, self._tensor_group)
 
     def reset(self) -> None:
-        """Forget a backward that did not finish."""
+        """Discard the state of a step that raised an error."""
         self._before.clear()
 
 
 def _replicated_gradients(
     root: nn.Module, meshes: Meshes, partial: frozenset[str], accumulation: Accumulation
 ) -> tuple[ReplicatedGradients | None, ReplicatedGradients | None]:
-    """Return what nobody else reduces: partial sums over the tensor axis, means over batches where nothing shards."""
-    managed = {id(p) for module in fsdp_modules(root) for p in _parameters(module) if isinstance(p, DTensor)}
+    """Return the reductions of plain parameters: sums of ``partial`` over the tensor axis, means over the data axes."""
+    modules: list[Any] = list(fsdp_modules(root))  # FSDPModule does not declare the methods of nn.Module
+    managed = {id(p) for module in modules for p in module.parameters() if isinstance(p, DTensor)}
     managed |= {id(p) for p in root.parameters() if isinstance(p, ShardedTensor)}
     others = {name: p for name, p in root.named_parameters() if id(p) not in managed}
     ranks, sums, means = meshes.topology.data_parallel, None, None
-    some = [p for name, p in others.items() if name in partial]
-    if meshes.topology.tensor > 1 and some:
-        sums = ReplicatedGradients(some, meshes.tensor_group, 1.0, accumulation, at_once=True)
+    summed = [p for name, p in others.items() if name in partial]
+    if meshes.topology.tensor > 1 and summed:
+        sums = ReplicatedGradients(summed, meshes.tensor_group, 1.0, accumulation, at_once=True)
     if ranks > 1:
         overlapping = None
         if meshes.topology.replicate == meshes.topology.world_size:
@@ -213,27 +216,22 @@ def _replicated_gradients(
     return sums, means
 
 
-def _parameters(module: Any) -> Iterator[nn.Parameter]:
-    found: Iterator[nn.Parameter] = module.parameters()
-    return found
-
-
-def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:
-    """A group of this rank's pipeline for each set of pipeline ranks, of which this rank is in.
+def build_sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:
+    """Return a process group for each set of pipeline ranks that this rank is in.
 
     Collective: every rank of the world must call it, with the same sets.
     """
     groups: dict[frozenset[int], dist.ProcessGroup] = {}
     pipelines = meshes.root.mesh.flatten(1).T.tolist()  # world ranks of each pipeline, in order of its stages
-    for some in sorted(set(ranks), key=sorted):
-        if len(some) == meshes.topology.pipeline:
-            groups[some] = meshes.pipeline_group
-        elif len(some) > 1:
+    for pipeline_ranks in sorted(set(ranks), key=sorted):
+        if len(pipeline_ranks) == meshes.topology.pipeline:
+            groups[pipeline_ranks] = meshes.pipeline_group
+        elif len(pipeline_ranks) > 1:
             for pipeline in pipelines:
-                members = [pipeline[rank] for rank in sorted(some)]
+                members = [pipeline[rank] for rank in sorted(pipeline_ranks)]
                 group = dist.new_group(members)
                 if dist.get_rank() in members:
-                    groups[some] = group
+                    groups[pipeline_ranks] = group
     return groups
 
 
@@ -241,27 +239,27 @@ def sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[froz
 
 
 def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Parameter]], None]) -> None:
-    """Call a method with the plain parameters that modules inside ``root`` get from now on, whole on every rank.
+    """Call ``adopt`` with the plain parameters that modules inside ``root`` get from now on, such as an added head.
 
-    Such as heads that are added, weights that are assigned. The watch ends with the object of the method.
+    Ends with the object of the method.
     """
-    known, told = WeakSet(root.modules()), WeakMethod(adopt)
+    watched, method = WeakSet(root.modules()), WeakMethod(adopt)
 
-    def is_known(module: nn.Module) -> bool:
-        compiler = set_frame_callback(None)  # torch.compile cannot trace a WeakSet
+    def is_watched(module: nn.Module) -> bool:
+        compiler = set_frame_callback(None)  # torch.compile can't trace a WeakSet
         try:
-            return module in known
+            return module in watched
         finally:
             set_frame_callback(compiler)
 
     def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        if type(parameter) is nn.Parameter and is_known(module) and (call := told()) is not None:
+        if type(parameter) is nn.Parameter and is_watched(module) and (call := method()) is not None:
             _refuse_whole(module, name)
             call([parameter])
 
     def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and is_known(module) and (call := told()) is not None:
-            known.update(child.modules())
+        if child is not None and is_watched(module) and (call := method()) is not None:
+            watched.update(child.modules())
             call([p for p in child.parameters() if type(p) is nn.Parameter])
 
     register_module_parameter_registration_hook(on_parameter)
@@ -269,13 +267,13 @@ def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Para
 
 
 def _refuse_whole(module: nn.Module, name: str) -> None:
-    """Raise where a whole parameter is to take the place of one that tensor parallelism shards."""
+    """Raise if a plain parameter is about to replace one that tensor parallelism shards."""
     present: Any = parameter_slots(module).get(name)
     if isinstance(present, ShardedTensor) and sharding_of(present).model_mesh is not None:
         error = UnsupportedCodeError(
             f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
-            "Copy the values into the one that is there (load_state_dict without assign=True, weight.data.copy_), or "
-            "leave the module out of the plan."
+            "Copy the values into the existing one (load_state_dict without assign=True, weight.data.copy_), or leave "
+            "the module out of the plan."
         )
         if is_loading():
             _raise_after_load(module, error)
@@ -283,11 +281,11 @@ def _refuse_whole(module: nn.Module, name: str) -> None:
 
 
 _refused_loads = WeakSet[nn.Module]()
-"""Modules whose load is under way, and ends with an error."""
+"""Modules whose running load_state_dict will raise."""
 
 
 def _raise_after_load(module: nn.Module, error: UnsupportedCodeError) -> None:
-    """Raise the first error again when the module is loaded: torch makes a RuntimeError of what is raised before."""
+    """Raise the first error again at the end of load_state_dict, which turns earlier ones into a RuntimeError."""
     if module in _refused_loads:
         return
 

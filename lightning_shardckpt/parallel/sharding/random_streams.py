@@ -1,6 +1,7 @@
-"""Let ranks draw the same random numbers where they must.
+"""Random numbers that ranks share.
 
-Ranks that build the same weights, or that hold parts of one activation, must; data-parallel ranks need not.
+Ranks that build the same weights, or hold parts of one activation, must draw the same numbers; data-parallel ranks need
+not.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from lightning_shardckpt.system.random_generators import differing_generators, g
 
 _T = TypeVar("_T")
 _DRAWS = "_shardckpt_draws"
-"""Attribute of an optimizer, the same on all ranks: whether its first step drew random numbers on any of them."""
+"""Attribute of an optimizer, equal on all ranks: whether its first step drew random numbers on any rank."""
 
 
 @contextmanager
 def share_rng() -> Iterator[None]:
-    """Inside, every rank draws what rank 0 draws; after it, generators that were a rank's own are as before.
+    """Inside, every rank draws rank 0's random numbers; afterwards, generators that differed get their states back.
 
     Collective: every rank of the world must enter it.
     """
@@ -38,37 +39,36 @@ def share_rng() -> Iterator[None]:
 def share_optimizer_rng(
     optimizer: Optimizer, closure: Callable[[], _T], group: dist.ProcessGroup | None
 ) -> Iterator[Callable[[], _T]]:
-    """Let ``optimizer`` step inside, with the closure that is given, and draw what the first rank of ``group`` draws.
+    """Inside, a step of ``optimizer`` draws the random numbers of the first rank of ``group``.
 
-    Else each rank would add its own noise to a parameter that is not sharded. What the closure draws stays each rank's
-    own. An optimizer that draws nothing on any rank in its first step is left alone from then on; one that a GradScaler
-    skips is not the first.
+    Otherwise each rank would add its own noise to a replicated parameter. Yields the closure for the step, within
+    which each rank draws its own numbers. An optimizer whose first step draws nothing on any rank is left alone from
+    then on; a step that a GradScaler skips does not count as the first.
 
-    Collective, if the optimizer draws, and up to its first step: every rank of ``group`` must step; None if there are
-    no others.
+    Collective: every rank of ``group`` must call it. A group of None means that there are no other ranks.
     """
-    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None: up to its first step
+    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None before the first step
     if group is None or group.size() == 1 or draws is False:
         yield closure
         return
     stream = _SharedStream(group)
 
-    def apart() -> _T:
+    def run_closure() -> _T:
         stream.leave()
-        found = closure()
+        result = closure()
         stream.enter()
-        return found
+        return result
 
     steps = list[Any]()
     handle = optimizer.register_step_post_hook(lambda *call: steps.append(None)) if draws is None else None
     stream.enter()
     try:
-        yield apart
+        yield run_closure
     finally:
         stream.leave()
         if handle is not None:
             handle.remove()
-    if draws is None:  # a rank whose shards are empty may draw nothing, and must go on to meet the others
+    if draws is None:  # a rank with empty shards may draw nothing, but must take part if others draw
         drew = any_rank(stream.drew, group)
         if drew or steps:  # a GradScaler skips a step on all ranks
             setattr(optimizer, _DRAWS, drew)
@@ -87,7 +87,7 @@ class _SharedStream:
         set_rng_state(self._begin)
 
     def leave(self) -> None:
-        """Give generators that were a rank's own their states back. Does nothing after an error in between."""
+        """Give generators that differed from the first rank's their states back. Does nothing if left already."""
         if self._begin:
             now = get_rng_state(every_device=False)
             self.drew = self.drew or bool(differing_generators(self._begin, now))
@@ -96,7 +96,7 @@ class _SharedStream:
 
 
 def broadcast_rng(group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` the random state of its first. Collective: every rank of it must call it."""
+    """Give every rank of ``group`` the first rank's random state. Collective: every rank of ``group`` must call it."""
     set_rng_state(_broadcast(get_rng_state(every_device=False), group))
 
 

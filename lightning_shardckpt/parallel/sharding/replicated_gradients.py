@@ -1,9 +1,9 @@
-"""Average the gradients of replicated parameters, in whatever backward they arise.
+"""Reduction of the gradients of replicated parameters, in any backward.
 
-As DistributedDataParallel does it: in buckets, each on its way to the other ranks as soon as autograd has all of its
-gradients. ``grad`` has the mean when the backward ends; what user code does to it before that counts. Two kinds are
-reduced at once, one by one: those of a parameter with hooks of the user's, which must see the gradient of all batches,
-and what ``torch.autograd.grad`` returns.
+As in DistributedDataParallel, gradients are reduced in buckets, and the all-reduce of a bucket starts when autograd has
+computed all of its gradients. ``grad`` has the mean when the backward ends; changes by user code during the backward
+are included. Two kinds of gradients are reduced immediately, one by one: those of parameters with hooks of the user,
+which must get the gradient of all batches, and those that ``torch.autograd.grad`` returns.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 
 _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
-"""What to remove from a parameter when it is given to another one of these."""
+"""The hooks of `ReplicatedGradients` on a parameter; another instance that takes it over removes them."""
 _sums: MutableMapping[Tensor, tuple[dist.ProcessGroup, float]] = WeakIdKeyDictionary()
-"""The group over which the gradients of a parameter are summed, and what the sums are multiplied with."""
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
+"""The group over which the gradients of a parameter are summed, and the scale of the sum."""
+_BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
 _data: Any = Tensor.data
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """A gradient → the scaled sum over a group. Its derivative is the same, since gradients are those of a mean."""
+    """Sums a gradient over a group, and scales it. Its backward is the same, as gradients are those of a mean."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
         ctx.group, ctx.scale = group, scale
         refuse_batched(gradient)
-        found = gradient.clone(memory_format=torch.contiguous_format)
-        local = local_tensor(found)
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        local = local_tensor(total)
         dist.all_reduce(local, group=group)
         local.mul_(scale)
-        return found
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -57,12 +57,12 @@ class _SumOverGroup(torch.autograd.Function):
 
 
 def is_reduced(parameter: Tensor) -> bool:
-    """Return whether the gradients of a parameter are reduced here."""
+    """Return whether a `ReplicatedGradients` reduces the gradients of a parameter."""
     return parameter in _sums
 
 
 def average_gradients_of_copy(parameter: nn.Parameter, copied: nn.Parameter) -> None:
-    """Sum the gradients of a copy as those of the original are, each at once: not every rank need make one."""
+    """Reduce the gradients of a deep copy as those of the original, immediately: other ranks may have no copy."""
     if parameter not in _sums:
         return
     group, scale = _sums[copied] = _sums[parameter]
@@ -74,13 +74,13 @@ def average_gradients_of_copy(parameter: nn.Parameter, copied: nn.Parameter) -> 
 
 @dataclass(slots=True)
 class Accumulation:
-    """Whether the backward passes of a module only accumulate gradients of replicated parameters now."""
+    """A switch: while it is on, backward passes only accumulate gradients of replicated parameters."""
 
     is_on: bool = False
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, they do, without communication."""
+        """Inside, the switch is on, or off if not ``enabled``."""
         before, self.is_on = self.is_on, enabled
         try:
             yield
@@ -89,17 +89,16 @@ class Accumulation:
 
 
 class ReplicatedGradients:
-    """Reduces the gradients of some parameters over ``group``; one instance lives as long as they do.
+    """Reduces the gradients of parameters over ``group``; one instance lives as long as they do.
 
     Args:
-        parameters: plain ones, or DTensors that nothing but a tensor-parallel plan has sharded; in the same order on
-            all ranks.
-        scale: of the sum. Only 1 / size may be reduced again without a change.
+        parameters: plain parameters, or DTensors of a tensor-parallel plan, in the same order on all ranks.
+        group: the ranks to reduce over.
+        scale: the scale of the sum. Only for 1 / size does a second reduction change nothing.
         accumulation: says whether backward passes only accumulate.
-        at_once: reduce each gradient by itself, for sums.
-        overlapping: a group of the same ranks, for nothing but means that are computed while a backward goes on; None
-            to compute them when it is done.
-        bucket_bytes: of gradients that are sent together.
+        at_once: reduce each gradient immediately; needed for sums.
+        overlapping: a separate group of the same ranks for reductions during a backward; None to reduce at its end.
+        bucket_bytes: the size of the gradients in a bucket.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ReplicatedGradients:
         self._accumulation = accumulation
         self._changed: set[int] = set()
         self._queued: Callable[[], object] = lambda: None
-        """A reference to what the backward that runs calls at its end, which dies with that."""
+        """A weak reference to the function that the running backward calls at its end."""
         self._overlapping, self._bucket_bytes = overlapping, bucket_bytes
         self._buckets, self._sent = list[_Bucket](), 0
         self._bucket_of: dict[int, _Bucket] = {}
@@ -125,7 +124,7 @@ class ReplicatedGradients:
         self.add(parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients of these, too. Every rank must add the same ones in the same order."""
+        """Also reduce the gradients of these parameters. All ranks must add the same ones in the same order."""
         for parameter in parameters:
             for handle in _handles.pop(parameter, ()):
                 handle.remove()
@@ -136,7 +135,7 @@ class ReplicatedGradients:
     def _watch(self, parameter: nn.Parameter) -> None:
         leaf: Any = parameter  # its hooks are untyped
         trained = leaf.requires_grad
-        leaf.requires_grad_(True)  # one that is frozen now may be trained later
+        leaf.requires_grad_(True)  # a frozen one may be trained later
         before = leaf.register_hook(partial(self._on_gradient, ref(parameter)))
         after = leaf.register_post_accumulate_grad_hook(self._accumulated)
         leaf.requires_grad_(trained)
@@ -144,8 +143,8 @@ class ReplicatedGradients:
             assert hooks is not None  # one was registered
             others = {number: hook for number, hook in hooks.items() if number != handle.id}
             own = hooks[handle.id]
-            hooks.clear()  # torch calls them in the order of insertion, not that of an OrderedDict
-            hooks.update({handle.id: own, **others})  # those of the user see what these return
+            hooks.clear()  # torch calls hooks in the order of insertion, not of the OrderedDict
+            hooks.update({handle.id: own, **others})  # own first, so that the user's hooks get its result
         _handles[parameter] = before, after
 
     def _on_gradient(self, reference: ref[nn.Parameter], gradient: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ class ReplicatedGradients:
         if id(parameter) not in self._changed or self._accumulation.is_on:
             return
         if self._queued() is None:
-            self.reset()  # the backward before may have failed
+            self.reset()  # an earlier backward may have failed
             finish = partial(self._finish)
             self._queued = ref(finish)
             self._buckets, self._sent = self._plan_buckets(), 0
@@ -174,22 +173,22 @@ class ReplicatedGradients:
             self._send_next()
 
     def _plan_buckets(self) -> list[_Bucket]:
-        """Return buckets of parameters, those first that autograd is likely to be done with first; none for one."""
+        """Return buckets of parameters in reverse order of registration; none if one bucket would do."""
         trained = [parameter for parameter in reversed(self._replicated) if parameter.requires_grad]
         if self._overlapping is None or any(isinstance(parameter, DTensor) for parameter in trained):
             return []
         if self._has_lost_count:
             raise UnsupportedCodeError(
-                "an earlier backward failed while gradients were on their way to other replicas, which may have sent "
-                "others. End the run where a backward fails, and resume from a checkpoint."
+                "an earlier backward failed while it was reducing gradients over the replicas, which may have reduced "
+                "other ones. Let an error in a backward end the run, and resume from a checkpoint."
             )
-        found = [_Bucket(some, {id(p) for p in some}) for some in _alike(trained, self._bucket_bytes)]
-        return found if len(found) > 1 else []
+        buckets = [_Bucket(part, {id(p) for p in part}) for part in _group_alike(trained, self._bucket_bytes)]
+        return buckets if len(buckets) > 1 else []
 
     def _send_next(self) -> None:
-        """Send a bucket; all ranks do so in the same order."""
+        """Start the reduction of the next bucket; all ranks use the same order."""
         assert self._overlapping is not None
-        self._buckets[self._sent].send(self._overlapping, self._has_news)
+        self._buckets[self._sent].send(self._overlapping, self._is_changed)
         self._sent += 1
 
     def _finish(self) -> None:
@@ -202,35 +201,35 @@ class ReplicatedGradients:
             self._send_next()
         buckets, self._buckets = self._buckets, []
         changed = [bucket.end_sending() for bucket in buckets]
-        if any_rank(any(changed), self._group):  # by user code in the backward, which counts
+        if any_rank(any(changed), self._group):  # by user code during the backward
             self.reduce()
             return
         for bucket in buckets:
             bucket.unpack(self._scale)
         self._changed.clear()
 
-    def _has_news(self, parameter: nn.Parameter) -> bool:
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._changed and parameter.grad is not None
 
     def reset(self) -> None:
-        """Forget a backward that did not finish."""
+        """Discard the state of a backward that raised an error."""
         self._has_lost_count |= self._sent > 0 and bool(self._buckets)
         for bucket in self._buckets:
             bucket.release()
         self._queued, self._buckets, self._bucket_of = (lambda: None), [], {}
 
     def reduce(self) -> None:
-        """Average all gradients, if some changed here or elsewhere. Collective, if any rank has seen a backward.
+        """Reduce the gradients that any rank has changed.
 
-        Those that no rank changed stay as they are. One that only others have is made.
+        Collective: every rank of the group must call it.
         """
         trained = [parameter for parameter in self._replicated if parameter.requires_grad]
-        all_reduce_gradients(trained, self._group, self._has_news, scale=self._scale)
+        all_reduce_gradients(trained, self._group, self._is_changed, scale=self._scale)
         self._changed.clear()
 
 
 class _SentGradient(Tensor):
-    """A gradient of which a copy is on its way: notes uses by which changes go unseen by its version."""
+    """A gradient whose bucket is being reduced; records uses through which changes do not increase its version."""
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -246,18 +245,18 @@ class _SentGradient(Tensor):
         _data.__set__(self, value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values, as an array over the same memory."""
+        """Return an array over the same memory."""
         self.__dict__["_touched"] = True
         return super().numpy(force=force)
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are sent together.
+    """Parameters whose gradients are reduced together.
 
     Attributes:
-        parameters: of one dtype and device.
-        missing: the ids of those whose gradients this backward has not made.
+        parameters: parameters of one dtype and device.
+        missing: the ids of the parameters whose gradients the running backward has not computed yet.
     """
 
     parameters: list[nn.Parameter]
@@ -269,7 +268,7 @@ class _Bucket:
 
     @torch.no_grad()
     def send(self, group: dist.ProcessGroup, is_changed: Callable[[nn.Parameter], bool]) -> None:
-        """Begin to sum the gradients over ``group``; ``is_changed`` says whether this rank has something to add."""
+        """Start to sum the gradients over ``group``; ``is_changed``: whether this rank contributes to one."""
         self._marks = [float(is_changed(parameter)) for parameter in self.parameters]
         self._flat = _pack(self.parameters, self._marks)
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
@@ -280,7 +279,7 @@ class _Bucket:
                 self._gradients.append((gradient, version_of(gradient)))
 
     def end_sending(self) -> bool:
-        """Wait for the sums, on a GPU its stream; return whether a gradient that was sent may have changed since."""
+        """Wait for the sums, on a GPU by the stream; return whether a gradient may have changed since `send`."""
         assert self._flat is not None and self._work is not None
         wait_for(self._work) if self._flat.is_cpu else self._work.wait()
         present = {id(parameter.grad) for parameter in self.parameters}
@@ -292,7 +291,7 @@ class _Bucket:
         return changed
 
     def release(self) -> None:
-        """Let the gradients be plain tensors again."""
+        """Turn the gradients into plain tensors again."""
         for gradient, _ in self._gradients:
             vars(gradient).pop("_touched", None)
             gradient.__class__ = Tensor
@@ -300,13 +299,13 @@ class _Bucket:
 
     @torch.no_grad()
     def unpack(self, scale: float) -> None:
-        """Give the parameters their sums, multiplied by ``scale``."""
+        """Write the sums, multiplied by ``scale``, into the gradients."""
         assert self._flat is not None
         _unpack(self.parameters, self._marks, self._flat, scale, None)
 
 
 def count_hooks(parameter: nn.Parameter) -> int:
-    """Return how many hooks on the gradient of a parameter are not of `ReplicatedGradients`."""
+    """Return the number of hooks on the gradient of a parameter, without those of `ReplicatedGradients`."""
     every = len(gradient_hooks(parameter) or ()) + len(accumulation_hooks(parameter) or ())
     return every - len(_handles.get(parameter, ())) if every else 0
 
@@ -323,38 +322,39 @@ def all_reduce_gradients(
 ) -> None:
     """Sum the gradients of parameters over ``group``, several in one buffer, and multiply them by ``scale``.
 
-    Collective: every rank of ``group`` must call it, with the same parameters in the same order. The gradient of a
-    parameter that no rank changed stays as it is, also None; one that only others have is made.
+    Collective: every rank of ``group`` must call it, with the same parameters in the same order. A gradient that no
+    rank has changed stays as it is, even if None; one that only other ranks have is created.
 
     Args:
-        parameters: plain ones, or DTensors that are sharded alike on all ranks of ``group``.
-        is_changed: whether this rank has something to add to the gradient of a parameter.
-        scale: of the sums.
-        device: where to reduce; by default that of the gradients.
-        hooks_count: whether hooks have seen the part of this rank alone, and should have seen the sum.
+        parameters: plain parameters, or DTensors with the same sharding on all ranks of ``group``.
+        group: the ranks to sum over.
+        is_changed: whether this rank contributes to the gradient of a parameter.
+        scale: the scale of the sums.
+        device: where to reduce; by default the device of the gradients.
+        hooks_count: whether hooks on gradients are errors: they got the part of this rank, and not the sum.
 
     Raises:
-        UnsupportedCodeError: on all ranks, with ``hooks_count``, for a parameter that several of them have changed.
+        UnsupportedCodeError: on all ranks, with ``hooks_count``, for a parameter that several ranks have changed.
     """
-    for buffered in _alike(parameters, _BUCKET_BYTES):
+    for buffered in _group_alike(parameters, _BUCKET_BYTES):
         marks = [float(is_changed(p)) for p in buffered]
         flat, anywhere = _pack(buffered, marks), None
         flat = flat if device is None else flat.to(device)
         dist.all_reduce(flat, group=group)
-        if hooks_count:  # by pipeline stages, which often differ
+        if hooks_count:
             hooked = [float(count_hooks(p) > 0) for p in buffered]
             anywhere, hooks = gather_numbers(torch.tensor([marks, hooked]), group).sum(0)
             if bool(((anywhere > 1) & (hooks > 0)).any()):
                 raise UnsupportedCodeError(
                     "a parameter that several pipeline stages use, such as a tied weight, has a hook on its gradient, "
-                    "of which each of them has a part. Change the gradient in on_before_optimizer_step, or use "
-                    "pipeline_parallel_size=1."
+                    "and each stage has only a part of the gradient. Change the gradient in on_before_optimizer_step, "
+                    "or use pipeline_parallel_size=1."
                 )
         _unpack(buffered, marks, flat, scale, anywhere)
 
 
 def _pack(parameters: Sequence[nn.Parameter], marks: Sequence[float]) -> Tensor:
-    """Return marks and gradients in one buffer."""
+    """Return a flat buffer of marks and gradients."""
     parts = [_flat_gradient(parameter) for parameter in parameters]
     return torch.cat([on_device(marks, parts[0].dtype, parts[0].device), *parts])
 
@@ -362,12 +362,12 @@ def _pack(parameters: Sequence[nn.Parameter], marks: Sequence[float]) -> Tensor:
 def _unpack(
     parameters: Sequence[nn.Parameter], marks: Sequence[float], flat: Tensor, scale: float, anywhere: Tensor | None
 ) -> None:
-    """Put sums, multiplied by ``scale``, into gradients that a rank has changed.
+    """Write sums, multiplied by ``scale``, into the gradients that any rank has changed.
 
     Args:
-        marks: of the parameters that this rank has changed.
-        flat: the sums over all ranks of what `_pack` returned.
-        anywhere: the sums of the marks, where they are known in host memory.
+        marks: for each parameter, 1 if this rank has changed its gradient, else 0.
+        flat: the sum over all ranks of the buffers of `_pack`.
+        anywhere: the sums of the marks in host memory, if known.
     """
     flat[len(marks) :].mul_(scale)
     summed, *sums = torch.split(flat, [len(marks), *(local_tensor(parameter).numel() for parameter in parameters)])
@@ -388,14 +388,14 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     return local_tensor(parameter.grad).detach().reshape(-1)
 
 
-def _alike(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype and device whose gradients fill one buffer."""
+def _group_alike(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype and device whose gradients fill one buffer."""
     alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         alike[parameter.dtype, parameter.device].append(parameter)
-    for some in alike.values():
+    for group in alike.values():
         part, size = list[nn.Parameter](), 0
-        for parameter in some:
+        for parameter in group:
             part.append(parameter)
             size += parameter.numel() * parameter.itemsize
             if size >= limit_bytes:

@@ -1,7 +1,7 @@
-"""Know which samples of the training data the computation at hand is for.
+"""The samples of the training data that the running computation is for.
 
-Whoever runs steps says so here, for a batch; a pipeline says which part of it a microbatch is. What keys random numbers
-by samples asks. Nothing here knows models, loaders or topologies.
+The code that runs steps sets them for each batch, and pipelines for each microbatch; `keyed_dropout` reads them.
+Nothing here knows models, loaders or topologies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SampleNumbers:
     """The samples of a batch, or of a part of it.
 
     Attributes:
-        epoch: in which they are used.
-        numbers: of each, its place in the order of all ranks together; int64, on the CPU.
-        calls: how often each module, by name, was called for them.
-        alone: whether no other random numbers may be drawn for them.
-        divided: whether there are parts of it, whose calls are counted apart.
+        epoch: the epoch.
+        numbers: the position of each sample in the global order of all ranks; int64, on the CPU.
+        calls: the number of calls for these samples, by module name.
+        alone: whether other random numbers are forbidden.
+        divided: whether it was split into parts, which count calls on their own.
     """
 
     epoch: int
@@ -37,31 +37,31 @@ class SampleNumbers:
     divided: bool = False
 
     def uncounted(self) -> SampleNumbers:
-        """Return the same samples, for which nothing was called yet."""
+        """Return the same samples, without calls."""
         return self.part(self.numbers)
 
     def part(self, numbers: Tensor) -> SampleNumbers:
-        """Return some of them, for which nothing was called yet."""
+        """Return some of the samples, without calls."""
         return SampleNumbers(self.epoch, numbers, alone=self.alone)
 
 
 _running: list[SampleNumbers | None] = [None]
-"""Those of the step that runs now; not per thread, as backward passes on a GPU run in threads of their own."""
+"""The samples of the running step; not per thread, as backward passes on a GPU run in other threads."""
 
 
 def running_samples() -> SampleNumbers | None:
-    """Return the samples that the computation at hand is for; None if nobody said."""
+    """Return the samples that the running computation is for, if they are set."""
     return _running[-1]
 
 
 def set_running_samples(samples: SampleNumbers | None) -> None:
-    """Say what the computation from now on is for."""
+    """Set the samples that the computation from now on is for."""
     _running[-1] = samples
 
 
 @contextmanager
 def for_samples(samples: SampleNumbers | None, *, counted: bool = True) -> Iterator[None]:
-    """Say what the computation inside is for; ``counted``: whether its calls are among those of the samples."""
+    """Inside, the computation is for these samples; ``counted``: whether its calls count as calls for them."""
     _running.append(samples if counted or samples is None else samples.uncounted())
     try:
         yield
@@ -70,21 +70,21 @@ def for_samples(samples: SampleNumbers | None, *, counted: bool = True) -> Itera
 
 
 def split_running_samples(sizes: Sequence[int]) -> list[SampleNumbers | None]:
-    """Divide the running samples into parts of so many each; None for each if nobody said what runs.
+    """Split the running samples into parts; return None for each part if no samples are set.
 
     Args:
-        sizes: of the parts; one stands for all samples, whatever it is.
+        sizes: the sizes of the parts; a single one is taken for all samples.
 
     Raises:
-        UnsupportedCodeError: if these samples were divided before: their calls cannot be counted on.
+        UnsupportedCodeError: if the samples were split before, as calls can't be counted twice.
     """
     samples = running_samples()
     if samples is None:
         return [None] * len(sizes)
     if samples.divided:
         raise UnsupportedCodeError(
-            "a pipeline ran a second training step on one batch (as optimizers with a closure do), in which the calls "
-            "of dropouts cannot be told from those of the first: leave out DropoutBySample, or pipelines"
+            "a pipeline ran a second training step on one batch (as optimizers with a closure do), and calls of dropouts "
+            "cannot be distinguished from those of the first: leave out DropoutBySample, or pipelines"
         )
     samples.divided = True
     if len(sizes) == 1:
@@ -94,10 +94,10 @@ def split_running_samples(sizes: Sequence[int]) -> list[SampleNumbers | None]:
 
 @contextmanager
 def forbid_other_draws(what: str) -> Iterator[None]:
-    """Surround a computation, ``what``, that must draw nothing from the generators if its samples say so.
+    """Check that a computation, ``what``, draws nothing from the generators, if its samples forbid that.
 
     Raises:
-        UnsupportedCodeError: if it does.
+        UnsupportedCodeError: at the end, if it has drawn random numbers.
     """
     samples = running_samples()
     before = rng_checksum() if samples is not None and samples.alone else None
@@ -107,9 +107,9 @@ def forbid_other_draws(what: str) -> Iterator[None]:
 
 
 def other_draws_error(what: str) -> UnsupportedCodeError:
-    """The error that ``what`` drew random numbers that depend on the topology."""
+    """Return the error for ``what``, which drew random numbers that depend on the topology."""
     return UnsupportedCodeError(
         f"{what} drew random numbers otherwise than by nn.Dropout modules, with functions such as "
         "torch.nn.functional.dropout or scaled_dot_product_attention(dropout_p=…): these depend on the topology. Use "
-        "modules, or let them be with DropoutBySample(strict=False)."
+        "modules, or allow them with DropoutBySample(strict=False)."
     )

@@ -168,7 +168,7 @@ def test_parts_of_a_batch_have_calls_of_their_own_and_one_division() -> None:
 
 
 def test_a_tensor_of_other_samples_is_refused() -> None:
-    said = r"shape \(6, 2\), and dim 0 was to have the 3"
+    said = r"shape \(6, 2\), but dim 0 should have the 3"
     with for_samples(samples(1, 2, 3)), pytest.raises(UnsupportedCodeError, match=said):
         keyed(nn.Dropout(0.5))(torch.ones(6, 2))
 
