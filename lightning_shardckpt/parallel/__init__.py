@@ -1,4 +1,4 @@
-"""Models made parallel: sharded tensors, sharded modules, pipelines that run an unchanged step.
+"""Parallel models: sharded tensors, sharded modules, and pipelines that run an unchanged step.
 
-In come modules and device meshes. Nothing here knows checkpoints; `shard_model.py` tells it in call order.
+The input is a module and device meshes; `shard_model.py` has the steps in call order. Nothing here knows checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Let optimizers hold the parameters of a sharded module, also those that were built before or for an empty stage."""
+"""Optimizers that were built before the module was sharded, or for a stage without parameters."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
-    """Make an optimizer that was built before the module was sharded hold the parameters that the module has now.
+    """Replace the old parameters of an optimizer, and the keys of its state, by those of the sharded module.
 
     Raises:
-        UnsupportedCodeError: if it holds a parameter that the module never had.
+        UnsupportedCodeError: if the optimizer has a parameter that was never in the module.
     """
-    known = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
-    live = set(known.values())
+    current = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
+    live = set(current.values())
     for index, group in enumerate(optimizer.param_groups):
-        with user_code():  # if it was rebound before
-            given = [p for p in group["params"] if not is_placeholder(p)]
-        strangers = [p for p in given if p not in live and p not in known]
-        if strangers:
+        with user_code():  # it may have been rebound before
+            params = [p for p in group["params"] if not _is_dummy(p)]
+        unknown = [p for p in params if p not in live and p not in current]
+        if unknown:
             raise UnsupportedCodeError(
-                f"param group {index} of {type(optimizer).__name__} holds {len(strangers)} parameters that are not in "
-                f"the module (first shape: {tuple(strangers[0].shape)}). Build the optimizer from the module's "
+                f"param group {index} of {type(optimizer).__name__} holds {len(unknown)} parameters that are not in "
+                f"the module (first shape: {tuple(unknown[0].shape)}). Build the optimizer from the module's "
                 "parameters: in configure_optimizers, from self.parameters()."
             )
-        group["params"] = [known.get(p, p) for p in given]
-    for old, new in known.items():
+        group["params"] = [current.get(p, p) for p in params]
+    for old, new in current.items():
         if new is not old and old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
     for placeholder in [p for p in optimizer.state if isinstance(p, Placeholder)]:
@@ -47,24 +47,23 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
 
 @contextmanager
 def allow_empty_optimizers() -> Iterator[None]:
-    """Inside, an optimizer may be built for a stage that has none of its parameters; torch refuses an empty list.
+    """Inside, an optimizer may be built with an empty list of parameters, which torch refuses.
 
-    It gets a placeholder, which `rebind_optimizer` removes.
+    The optimizer gets a dummy parameter, which `rebind_optimizer` removes.
     """
 
-    def with_placeholder(params: Any) -> Any:
-        return params if isinstance(params, Tensor | dict) else list(params) or [_placeholder()]
+    def add_dummy(params: Any) -> Any:
+        return params if isinstance(params, Tensor | dict) else list(params) or [_dummy()]
 
-    with changed_parameters(with_placeholder):
+    with changed_parameters(add_dummy):
         yield
 
 
-def _placeholder() -> nn.Parameter:
+def _dummy() -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(0), requires_grad=False)
-    parameter.__dict__["_shardckpt_placeholder"] = True
+    parameter.__dict__["_shardckpt_dummy"] = True
     return parameter
 
 
-def is_placeholder(parameter: Tensor) -> bool:
-    """Return whether a parameter stands for those that a stage does not have."""
-    return "_shardckpt_placeholder" in parameter.__dict__
+def _is_dummy(parameter: Tensor) -> bool:
+    return "_shardckpt_dummy" in parameter.__dict__

@@ -1,4 +1,4 @@
-"""Shard an ordinary module over the mesh: all steps, in call order."""
+"""Sharding of an ordinary module over the mesh: all steps, in call order."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_m
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import (
+    module_names,
     named_modules,
     own_parameters,
     parameter_names,
@@ -50,7 +51,7 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import (
     Plan,
     TensorPlan,
     apply_plan,
-    note_planned_shards,
+    record_planned_specs,
     resolve_plan,
 )
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
@@ -62,10 +63,10 @@ from lightning_shardckpt.parallel.tensors.views import keep_gathered
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Instructions for sharding a module; the arguments of ``ShardedStrategy`` that give them.
+    """Instructions for sharding a module, from the arguments of ``ShardedStrategy`` with the same names.
 
     Attributes:
-        autocast_dtype: of the precision plugin, to which autocast casts parameters in steps; None without autocast.
+        autocast_dtype: the dtype of autocast in steps, from the precision plugin; None without autocast.
     """
 
     tensor_parallel_plan: Plan = "auto"
@@ -85,19 +86,21 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModule:
-    """A module that was sharded, and what its users need to know.
+    """A sharded module.
 
     Attributes:
+        meshes: the device meshes.
         root: the module.
+        gradients: synchronizes its gradients.
         pipeline: runs steps over all stages; None without pipeline parallelism.
-        ties: the names of each tied parameter, canonical first, over all stages.
-        canonical_names: every parameter name as registered, on any stage → its clean canonical FQN.
-        state_names: clean names of the entries of the whole module's state dict.
-        state_ties: clean names of each of its tensors that has several, canonical first.
-        replaced: parameters that the module had before → those that it has now.
-        elsewhere: parameters that it had before, of which this rank holds nothing now → what stands for them.
-        engine: torch's, which gathers parameters and reduces their gradients; None if this package does.
-        holders: parameter → how many ranks of the world hold it or a part of it; `ranks_of` says it of any.
+        ties: the clean FQNs of each tied parameter, canonical first, over all stages.
+        canonical_names: for every parameter name as registered, on any stage, its clean canonical FQN.
+        state_names: the clean FQNs of all entries of the whole module's state dict.
+        state_ties: the clean FQNs of each tied tensor of the state dict, canonical first.
+        replaced: for each parameter before sharding, the one that replaced it.
+        elsewhere: for each parameter that is now on other stages only, its placeholder.
+        holders: for each parameter, the number of ranks that hold it or a part of it.
+        engine: torch's engine, which gathers parameters and reduces gradients; None if this package does.
     """
 
     meshes: Meshes
@@ -114,34 +117,34 @@ class ShardedModule:
     engine: Engine | None = None
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step of the module."""
+        """Run a step of the module, and return its result."""
         with keep_gathered():
             return step() if self.engine is None else self.engine.run(step)
 
     def ranks_of(self, parameter: Tensor) -> int:
-        """Return how many ranks of the world hold a parameter or a part of it; of copies and new ones, all."""
+        """Return the number of ranks that hold a parameter or a part of it; all of a stage's for unknown ones."""
         return self.holders.get(parameter, self.meshes.topology.world_size // self.meshes.topology.pipeline)
 
     def holds(self, root: nn.Module) -> bool:
-        """Return whether ``root`` has the parameters that were sharded; False if it was built anew since.
+        """Return whether ``root`` has the sharded parameters; False if it was built again since.
 
         Raises:
-            UnsupportedCodeError: if it has some of them and others.
+            UnsupportedCodeError: if it has both sharded and new parameters.
         """
         reshard(self.root)
-        mine = {*self.replaced.values(), *self.gradients.adopted}
-        strangers = [name for name, parameter in own_parameters(root) if parameter not in mine]
-        if strangers and is_parallel(root):
+        own = {*self.replaced.values(), *self.gradients.adopted}
+        new = [name for name, parameter in own_parameters(root) if parameter not in own]
+        if new and is_parallel(root):
             raise UnsupportedCodeError(
-                f"{type(root).__name__} got {len(strangers)} parameters after it was sharded, the first is "
-                f"{strangers[0]}. configure_model runs again for every stage: build each layer once, "
+                f"{type(root).__name__} got {len(new)} parameters after it was sharded, the first is "
+                f"{new[0]}. configure_model runs again for every stage: build each layer once, "
                 "`if self.net is None: self.net = ...`."
             )
-        return not strangers
+        return not new
 
 
 def is_parallel(root: nn.Module) -> bool:
-    """Return whether somebody (the user, in ``configure_model``) already sharded ``root``."""
+    """Return whether ``root`` is already sharded, in ``configure_model``."""
     return any(isinstance(p, DTensor) for p in root.parameters()) or any(True for _ in fsdp_modules(root))
 
 
@@ -157,24 +160,24 @@ def shard(
     restores: Callable[[], bool] = lambda: False,
     is_called: bool = False,
 ) -> ShardedModule:
-    """Shard ``root`` in place, unless the user already did, and give it its first values.
+    """Shard ``root`` in place, unless ``configure_model`` already did, and give it its first values.
 
     Collective: every rank of the world must call it.
 
     Args:
-        root: the module, whole; on the meta device where it has no memory yet.
+        root: the whole module; tensors without memory are on the meta device.
         meshes: the device meshes of this process.
         recipe: how to shard.
         device: where the module runs.
-        values: knows the first values of parameters on the meta device.
+        values: has the first values of parameters on the meta device.
         copy_slice: copies this rank's slice of a whole value into a parameter.
         loaded: clean FQNs of parameters and buffers that the caller will fill; no value is computed for them.
-        restores: asked only if something has no first value, whether a checkpoint will fill the whole state dict.
-            Collective then.
+        restores: returns whether a checkpoint will fill the whole state dict; called only if something has no first
+            value, on all ranks.
         is_called: whether ``root`` itself will be called, and not only modules inside it.
 
     Raises:
-        UnsupportedCodeError: if ``root`` cannot be sharded or pipelined so, saying what to change.
+        UnsupportedCodeError: if ``root`` cannot be sharded or pipelined, saying what to change.
     """
     _refuse_lazy(root)
     if meshes.topology.world_size > 1 or is_parallel(root):
@@ -210,7 +213,7 @@ def shard(
     _materialize(root, ties, home, device)
     fill(first_values, copy_slice)
     after = dict(root.named_parameters(remove_duplicate=False))
-    replaced = {old: after[name] for name, old in before.items() if name in after}  # a tied one may be elsewhere, too
+    replaced = {old: after[name] for name, old in before.items() if name in after}
     elsewhere = dict[nn.Parameter, Tensor]()
     if stages is not None:
         elsewhere |= {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
@@ -222,9 +225,9 @@ def shard(
 
 
 def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
-    """The parameters that have one of these clean FQNs, or are tied to one that has, as (id of module, name)."""
-    found = list(root.named_parameters(remove_duplicate=False))
-    filled = {parameter for name, parameter in found if clean_fqn(name) in names}
+    """Return the (id of module, name) of the parameters with these clean FQNs, and of those tied to them."""
+    parameters = root.named_parameters(remove_duplicate=False)
+    filled = {parameter for name, parameter in parameters if clean_fqn(name) in names}
     return {
         (id(module), name)
         for module in root.modules()
@@ -234,7 +237,7 @@ def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
 
 
 def _refuse_lazy(root: nn.Module) -> None:
-    """Raise an UnsupportedCodeError for modules that get their parameters when they are called."""
+    """Raise for modules that get their parameters in their first forward."""
     lazy = [name for name, p in root.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise UnsupportedCodeError(
@@ -245,7 +248,7 @@ def _refuse_lazy(root: nn.Module) -> None:
 
 
 class _Parameters(NamedTuple):
-    """Those of a module before it was sharded, by name; then what took their places here, or stands for them."""
+    """The parameters of a module before sharding, by name; ``replaced`` and ``elsewhere`` of `ShardedModule`."""
 
     before: dict[str, nn.Parameter]
     replaced: dict[nn.Parameter, nn.Parameter]
@@ -310,7 +313,7 @@ def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.M
 def _read_in_steps(
     root: nn.Module, units: Sequence[nn.Module], device: torch.device, *, is_called: bool
 ) -> dict[nn.Parameter, torch.device]:
-    """Return the parameters of no FSDP unit: code of steps reads their shards, beside activations on ``device``."""
+    """Return the parameters outside of units, with ``device``: steps use them beside activations on it."""
     around = units_around(root, units, is_called=is_called).values()
     gathered = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
     return {parameter: device for parameter in root.parameters() if parameter not in gathered}
@@ -323,7 +326,7 @@ def _shard_parameters(
     home: torch.device,
     elsewhere: Mapping[nn.Parameter, torch.device],
 ) -> None:
-    """Shard over the data axes, unless neither they nor a tensor axis shard anything: then parameters stay plain."""
+    """Shard over the data axes; parameters stay plain if neither these nor the tensor axis shard anything."""
     topology = meshes.topology
     if topology.tensor == 1 and topology.shard == 1:
         return
@@ -331,11 +334,11 @@ def _shard_parameters(
     group = meshes.tensor_group if topology.tensor > 1 else None
     partial = _partial_names(root, plan)
     shard_parameters(root, over, meshes.root, home, elsewhere=elsewhere, partial=partial, partial_group=group)
-    note_planned_shards(root)
+    record_planned_specs(root)
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
-    """Return torch's engine, where rows are sharded over ranks."""
+    """Return torch's engine; None if rows are not sharded, or the recipe has another engine."""
     topology = meshes.topology
     if recipe.fsdp_engine != "torch" or topology.shard == 1:
         return None
@@ -364,15 +367,13 @@ def _make_units(
     is_called: bool,
 ) -> None:
     """Make FSDP units of the modules that this rank's stages hold."""
-    names = {module: clean_fqn(name) for name, module in root.named_modules()}
+    names = module_names(root)
     compiled = {original: m for m in names if (original := compiled_from(m)) is not None}
-    gathers = any(isinstance(p, DTensor) for p in root.parameters())
-    chosen = {module: "reshard" for module in units if module in names}
-    if gathers:
+    chosen = dict[nn.Module, str]()
+    if any(isinstance(p, DTensor) for p in root.parameters()):
+        chosen = {module: "reshard" for module in units if module in names}
         others = units_around(root, list(chosen), is_called=is_called)
         chosen |= dict.fromkeys(others.values(), "keep")
-    else:
-        chosen.clear()
     chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
     for module, kind in chosen.items():
         unit = Unit(
@@ -399,23 +400,18 @@ def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str
 
 
 def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, rest: torch.device) -> None:
-    """Give memory to what has none, parameters on ``device``; everything else goes to the device ``rest``."""
+    """Allocate tensors on the meta device, parameters on ``device``; move buffers and plain parameters to ``rest``."""
     if meta_slots(root) or any(buffer.is_meta for buffer in root.buffers()):
         allocate(root, device)
         retie(root, ties)
-    _move_rest(root, rest)
-
-
-def _move_rest(root: nn.Module, device: torch.device) -> None:
-    """Move buffers and plain parameters; sharded ones are where they belong."""
     for module in root.modules():
         buffers = buffer_slots(module)
         for name, buffer in buffers.items():
             if buffer is not None:
-                buffers[name] = buffer.to(device)
+                buffers[name] = buffer.to(rest)
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(device)
+            parameter.data = parameter.data.to(rest)
 
 
 def _partial_names(root: nn.Module, plan: TensorPlan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gather plain tensors of all ranks, with gradients: what ``self.all_gather`` does."""
+"""Differentiable all-gather of plain tensors, for ``self.all_gather``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched
 
-_NDIM = 7  # of the most dims that are compared
+_NDIM = 7  # shapes are compared up to so many dims
 
 
 class _AllGather(torch.autograd.Function):
-    """A tensor of each rank → all of them, stacked. torch's own has no backward for parts of all processes on gloo."""
+    """Stacks the tensors of all ranks. The backward of torch's own does not run on a gloo group of some ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -29,11 +29,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _SumOfParts.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+        return _ReduceScatter.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
 
 
-class _SumOfParts(torch.autograd.Function):
-    """A part for each rank, from each rank → the sum of those for this rank."""
+class _ReduceScatter(torch.autograd.Function):
+    """Sums the stacked parts of all ranks, and returns this rank's part of the sum."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -49,32 +49,30 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
-    """The tensors of all ranks of ``group``, stacked in front. Collective.
+    """Return the tensors of all ranks, stacked along a new first dim.
+
+    Collective: every rank of ``group`` must call it.
 
     Args:
-        tensor: of the same shape on all ranks.
-        group: whose ranks take part.
-        sync_grads: whether the gradient of a rank's tensor is the sum of those that all ranks have of it.
+        tensor: this rank's tensor, with the same shape on all ranks.
+        group: the ranks.
+        sync_grads: whether the result is differentiable; the gradient of ``tensor`` is then the sum over all ranks.
     """
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         if group.size() == 1:
             return torch.stack([tensor])
-        _check_alike(tensor, group)
-        found: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
-    return found
+        _check_shapes(tensor, group)
+        gathered: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
 
 
-def _check_alike(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse tensors of other sizes on other ranks, of which collectives make anything or never end.
-
-    Raises:
-        UnsupportedCodeError: on every rank.
-    """
+def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if shapes differ between ranks: collectives would mix memory, or hang."""
     own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
     shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gather_numbers(own, group).tolist()]
     if any(shape != shapes[0] for shape in shapes):
         raise UnsupportedCodeError(
             f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "
-            "Samples that do not fill the last step of an epoch are divided unevenly: set drop_last=True in the "
-            "DataLoader, or gather what has the same shape on all ranks"
+            "The samples of the last batch may be divided unevenly: set drop_last=True in the DataLoader, or gather "
+            "tensors that have the same shape on all ranks"
         )

@@ -1,7 +1,7 @@
-"""Keep the running statistics of norms equal on all data-parallel ranks.
+"""Running statistics of batch norms, equal on all data-parallel ranks.
 
-Batch norm collects statistics of the batches that its rank saw. As under DDP, those of the first data-parallel rank
-count; they are broadcast after the backward, so that every rank, and every checkpoint, has the same.
+A batch norm collects statistics of its rank's batches. As under DDP, the statistics of the first data-parallel rank
+count: they are broadcast after the backward, so that all ranks and checkpoints have the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_shardckpt.errors import TopologyError
 
 
 def running_statistics(root: nn.Module) -> list[Tensor]:
-    """The running means and variances of the norms of ``root`` that are in training mode."""
+    """Return the running means and variances of the norms of ``root`` in training mode."""
     norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
     return [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
 
 
 @torch.no_grad()
 def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` the running statistics of its first. Collective: every rank of it must call it."""
+    """Broadcast the running statistics of the first rank. Collective: every rank of ``group`` must call it."""
     if group.size() == 1 or not (statistics := running_statistics(root)):
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
@@ -32,9 +32,9 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let the batch norms inside ``root`` normalize over the batches of all ranks, as ``sync_batchnorm=True`` asks for.
+    """Convert the batch norms inside ``root`` to torch.nn.SyncBatchNorm, for ``sync_batchnorm=True``.
 
-    They are torch's, which run on GPUs only; that part has not been run by this project.
+    SyncBatchNorm runs only on GPUs; this project has not run it.
 
     Raises:
         TopologyError: on CPUs, if there are batch norms.
@@ -44,7 +44,7 @@ def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: t
         return
     if device.type == "cpu":
         raise TopologyError(
-            f"Trainer(sync_batchnorm=True): torch.nn.SyncBatchNorm, which would take the place of {norms[0]}, does not "
-            "run on CPUs. Use GPUs, or a norm that does not depend on the batch, such as GroupNorm."
+            f"Trainer(sync_batchnorm=True): torch.nn.SyncBatchNorm, which would replace {norms[0]}, does not run on "
+            "CPUs. Use GPUs, or a norm that does not depend on the batch, such as GroupNorm."
         )
     nn.SyncBatchNorm.convert_sync_batchnorm(root, group)  # type: ignore[no-untyped-call]  # torch's

@@ -1,9 +1,9 @@
-"""Clip and unscale gradients of parameters that are sharded in different ways.
+"""Clipping and unscaling of gradients with different shardings.
 
 ``torch.nn.utils.clip_grad_norm_`` refuses a mix of plain tensors and DTensors, and DTensors of different meshes
-(torch 2.13). Here every rank sums over its own memory, counts an element that k ranks hold as 1/k, and one
-all-reduce of a single number makes the norm. ``torch.amp.GradScaler`` takes no such mix either, and each rank would
-skip a step for its own infinities only.
+(torch 2.13). Here, every rank sums over its own memory with weight 1/k for an element that k ranks hold, and one
+all-reduce of a single number gives the norm. ``torch.amp.GradScaler`` does not support such a mix either, and each rank
+would skip a step only for its own infinities.
 """
 
 from __future__ import annotations
@@ -42,35 +42,40 @@ def replica_count(tensor: Tensor, ranks: int) -> float:
 def grad_norm(
     parameters: Iterable[Tensor], *, device: torch.device, ranks_of: RanksOf | None = None, norm_type: float = 2.0
 ) -> Tensor:
-    """Return the norm of all gradients together, equal on every rank, a 0-dim tensor on ``device``.
+    """Return the norm of all gradients together, equal on every rank, as a 0-dim tensor on ``device``.
 
-    ``ranks_of`` a parameter says how many ranks hold it or a part of it; by default all of the world.
-    Collective: every rank of the world must call it. Gradients must be reduced and in their parameter's layout.
+    Collective: every rank of the world must call it. Gradients must be reduced, with their parameter's sharding.
+
+    Args:
+        parameters: the parameters whose gradients count.
+        device: the device of the result.
+        ranks_of: returns the number of ranks that hold a parameter or a part of it; by default the world size.
+        norm_type: the order of the norm.
     """
     return _norm_of(_gradients(parameters), device=device, ranks_of=ranks_of, norm_type=norm_type)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters that have gradients, with these."""
+    """Return the parameters that have gradients, each with its gradient."""
     return [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
 
 
 def _norm_of(
     gradients: Sequence[tuple[Tensor, Tensor]], *, device: torch.device, ranks_of: RanksOf | None, norm_type: float
 ) -> Tensor:
-    """Return the norm of the gradients of some parameters together. Collective, as `grad_norm`."""
+    """Return the norm of gradients together. Collective, as `grad_norm`."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    kept = [(p, g, local) for p, g in gradients if (local := local_tensor(g)).numel()]
+    present = [(p, g, local) for p, g in gradients if (local := local_tensor(g)).numel()]
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-    if kept:
-        sizes = [local.abs() if local.is_complex() else local for _, _, local in kept]
-        norms = torch.stack([n.to(device) for n in _norms(sizes, norm_type)]).to(total.dtype)
+    if present:
+        values = [local.abs() if local.is_complex() else local for _, _, local in present]
+        norms = torch.stack([n.to(device) for n in _norms(values, norm_type)]).to(total.dtype)
         if math.isinf(norm_type):
             total = norms.max()
         else:
             powers = norms.pow(norm_type)
             if ranks > 1:
-                weights = [1 / replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in kept]
+                weights = [1 / replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in present]
                 powers = powers * on_device(weights, total.dtype, device)
             total = powers.sum()
     if ranks > 1:
@@ -87,13 +92,20 @@ def clip_by_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before.
+    """Scale the gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
-    ``ranks_of``: see `grad_norm`. Collective: every rank of the world must call it. Does not wait for the device, but
-    for ``error_if_nonfinite``.
+    Collective: every rank of the world must call it. Waits for the device only with ``error_if_nonfinite``.
+
+    Args:
+        parameters: the parameters whose gradients are scaled.
+        max_norm: the largest norm afterwards.
+        device: the device of the result.
+        ranks_of: as for `grad_norm`.
+        norm_type: the order of the norm.
+        error_if_nonfinite: whether to raise for an infinite norm or NaN.
 
     Raises:
-        RuntimeError: on every rank, with ``error_if_nonfinite``, if the norm is infinite or NaN. Nothing is scaled.
+        RuntimeError: on every rank, with ``error_if_nonfinite``, before anything is scaled.
     """
     gradients = _gradients(parameters)
     norm = _norm_of(gradients, device=device, ranks_of=ranks_of, norm_type=norm_type)
@@ -128,7 +140,7 @@ def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make ``scaler`` work on the local memory of gradients and find an infinity that any rank of the world has.
+    """Make ``scaler`` unscale this rank's part of gradients, and find infinities of all ranks.
 
     Its ``unscale_`` becomes collective: every rank of the world must call it. Not run on CUDA.
     """
@@ -136,25 +148,25 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> No
     def unscale_everywhere(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = found_inf.to(device, copy=True)
-        for (place, dtype), grads in _local_grads(optimizer).items():
+        any_inf = found_inf.to(device, copy=True)
+        for (grad_device, dtype), grads in _local_grads(optimizer).items():
             if dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
-            here = torch.zeros((), device=place)
-            unscale(grads, inv_scale.to(place), here)
-            found.copy_(torch.maximum(found, here.to(device)))
+            own_inf = torch.zeros((), device=grad_device)
+            unscale(grads, inv_scale.to(grad_device), own_inf)
+            any_inf.copy_(torch.maximum(any_inf, own_inf.to(device)))
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return {device: found}
+            dist.all_reduce(any_inf, op=dist.ReduceOp.MAX)
+        return {device: any_inf}
 
     replace_unscale(scaler, unscale_everywhere)
 
 
 def _local_grads(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 grad = local_tensor(parameter.grad)
-                found[grad.device, grad.dtype].append(grad)
-    return found
+                grads[grad.device, grad.dtype].append(grad)
+    return grads

@@ -1,4 +1,4 @@
-"""Choose the modules whose parameters are gathered and freed together; handle modules that the user gave to FSDP2."""
+"""Choice of FSDP units, and modules to which the user has applied ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, 
 
 
 def trunk_layers(root: nn.Module) -> list[str]:
-    """The layers of the largest ModuleList or Sequential, and of others at least half its size."""
+    """Return the FQNs of the layers of the largest ModuleList or Sequential, and of others at least half its size."""
     trunks: dict[str, tuple[int, list[str]]] = {}
     names = module_names(root)
     for name, module in named_modules(root).items():
@@ -25,37 +25,41 @@ def trunk_layers(root: nn.Module) -> list[str]:
 
 
 def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """FQNs of the modules whose parameters are freed between forward and backward, parents before children."""
+    """Return the FQNs of units that are freed between forward and backward, parents before children."""
     names = set(trunk_layers(root) if patterns is None else select_modules(root, patterns, "fsdp_units"))
     return [name for name, module in named_modules(root).items() if name in names and _has_parameters(module)]
 
 
 def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> dict[str, nn.Module]:
-    """The outermost modules without a unit inside, and those around units that have parameters of their own; by FQN.
+    """Return the modules that become units for parameters outside of ``units``, by FQN.
+
+    These are the outermost modules without a unit inside, and modules around units that have parameters of their own.
 
     Args:
-        is_called: whether ``root`` itself is, and not only its steps.
+        root: the module tree.
+        units: the chosen units.
+        is_called: whether ``root`` itself is called, and not only its steps.
     """
-    taken, found = set(units), dict[str, nn.Module]()
+    chosen, around = set(units), dict[str, nn.Module]()
 
     def walk(name: str, module: nn.Module) -> None:
-        if module in taken:
+        if module in chosen:
             return
-        inside = not taken.isdisjoint(module.modules())
-        has_own = has_own_parameters(module) if inside else _has_parameters(module)
+        has_units = not chosen.isdisjoint(module.modules())
+        has_own = has_own_parameters(module) if has_units else _has_parameters(module)
         if _has_forward(module) and (name or is_called) and has_own:
-            found[name] = module
-            if not inside:
+            around[name] = module
+            if not has_units:
                 return
         for child_name, child in module.named_children():
             walk(f"{name}.{child_name}" if name else child_name, child)
 
     walk("", root)
-    return found
+    return around
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Return whether the module is called, and has parameters besides those of the modules inside it."""
+    """Return whether a module has a forward, and parameters of its own."""
     return _has_forward(module) and any(True for _ in module.parameters(recurse=False))
 
 
@@ -65,7 +69,7 @@ def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free what FSDP2 has gathered, so that ``root.parameters()`` are the sharded ones. No communication."""
+    """Free gathered parameters, so that ``root.parameters()`` are the sharded ones. No communication."""
     for module in fsdp_modules(root):
         module.reshard()
 

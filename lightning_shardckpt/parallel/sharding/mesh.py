@@ -1,7 +1,4 @@
-"""The size of each kind of parallelism, and the process groups that follow from it.
-
-Knows numbers and process groups; nothing about models.
-"""
+"""The topology: the sizes of all mesh axes, and their process groups. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """Number of different batches that are in flight at a time."""
+        """The number of different batches in a step."""
         return self.replicate * self.shard
 
     @property
@@ -71,10 +68,11 @@ class Meshes:
     """The process groups of one topology.
 
     Attributes:
-        root: axes pipeline, replicate, shard, tensor.
-        user: axes data_parallel, tensor_parallel over the same ranks, as Lightning's ModelParallelStrategy names
-            them. A mesh of its own: slicing a flattened axis out of ``root`` is deprecated in torch 2.13.
-        timeout_s: of the collectives of training.
+        topology: the sizes of the axes.
+        root: the mesh with the axes pipeline, replicate, shard, tensor.
+        user: a mesh with the axes data_parallel and tensor_parallel, named as in Lightning's ModelParallelStrategy. It
+            is no slice of ``root``: slicing a flattened axis is deprecated in torch 2.13.
+        timeout_s: the timeout of the collectives of training.
     """
 
     topology: Topology
@@ -83,12 +81,12 @@ class Meshes:
     timeout_s: float
 
     def __deepcopy__(self, memo: dict[int, object]) -> Meshes:
-        """The same: a copy of a module, as StochasticWeightAveraging makes it, is of the same processes."""
+        """Return itself, so that a module can be copied: process groups can't."""
         return self
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The mesh that rows are sharded over: two axes for HSDP, else one. A size of 1 is meant: it makes DTensors."""
+        """The mesh of the data axes: two axes for HSDP, else one, which may have the size 1."""
         return self.root["replicate", "shard"] if self.topology.replicate > 1 else self.root["shard"]
 
     @cached_property
@@ -119,8 +117,10 @@ class Meshes:
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
     """Return the meshes of ``topology``. Collective: every rank of the world must call it.
 
-    ``timeout_s``: of the collectives of training; so long, but at most 300 s, a rank waits for the others that asks for
-    a value of a sharded tensor.
+    Args:
+        topology: the sizes of the axes.
+        device_type: the device type of the meshes.
+        timeout_s: the timeout of the collectives of training; reads of sharded tensors wait at most 300 s.
     """
     root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
     build_peers(root, min(timeout_s, READ_TIMEOUT_S))

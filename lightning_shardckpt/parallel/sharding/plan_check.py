@@ -1,9 +1,9 @@
-"""Find out whether a tensor-parallel plan changes what is computed, before it trains something else.
+"""Checks that a tensor-parallel plan does not change the results of a model.
 
-Between a column-wise layer and a row-wise one each rank has a part of the columns, as a plain tensor. Code that treats
-each column by itself is right there; a norm, a softmax, a chunk or the width of that part is something else. So the
-first block of each kind is compared with a copy that is not sharded, when it is called for the first time; and hooks
-that would see a part are refused.
+Between a column-wise and a row-wise layer, each rank has a part of the columns, as a plain tensor. Code that treats
+each column on its own is right there; a norm, a softmax, a chunk or the width of the part is not. So the first call of
+one block of each kind is compared with a copy of the block that is not sharded, and hooks of the user that would get a
+part are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import gather_whole
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value; sums in another order are off by less
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; more than sums in another order differ
 _REMEDY = (
     'Give the column-wise layers in it the style "colwise_gather_output" and the row-wise ones "rowwise_split_input", '
     "or leave them out of tensor_parallel_plan."
@@ -53,13 +53,13 @@ def takes_parts(style: ParallelStyle) -> bool:
 def watch_plan(
     root: nn.Module, styles: Mapping[str, ParallelStyle], hooks: Mapping[nn.Module, frozenset[int]], mesh: DeviceMesh
 ) -> None:
-    """Check what a plan has done, as modules are called.
+    """Register checks of a plan, which run when modules are called.
 
     Args:
-        root: sharded as the plan says.
-        styles: by FQN.
-        hooks: the ids of the hooks that the plan has put on modules.
-        mesh: of the tensor-parallel ranks.
+        root: the module, sharded by the plan.
+        styles: the styles by FQN.
+        hooks: the ids of the hooks of ``parallelize_module``, by module.
+        mesh: the tensor-parallel ranks.
     """
     modules = named_modules(root)
     for fqn, style in styles.items():
@@ -75,8 +75,8 @@ def watch_plan(
 
 
 def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> dict[str, tuple[str, ...]]:
-    """The innermost modules around a column-wise layer and the row-wise one after it, and what is sharded in them."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the innermost modules with both column-wise and row-wise layers, and the names of the layers inside."""
+    blocks: dict[str, tuple[str, ...]] = {}
     rows = [fqn for fqn, style in styles.items() if takes_parts(style)]
     for fqn in (fqn for fqn, style in styles.items() if makes_parts(style)):
         name = fqn
@@ -84,15 +84,15 @@ def _blocks(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle
             is_called = type(modules[name]).forward is not nn.Module.forward or "forward" in vars(modules[name])
             if is_called and any(row.startswith(f"{name}.") for row in rows):
                 inside = [other.removeprefix(name) for other in styles if other.startswith(f"{name}.")]
-                found[name] = tuple(sorted(inside))
+                blocks[name] = tuple(sorted(inside))
                 break
-    return found
+    return blocks
 
 
 def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a module that is sharded: refuse hooks of the user's that get a part of an activation."""
+    """Forward pre-hook of a sharded module: refuse hooks of the user that would get a part of an activation."""
     others = (result_hooks(module) if makes else argument_hooks(module)) - of_plan
-    if (makes and others) or len(others) > 1:  # this one is among those that get arguments
+    if (makes and others) or len(others) > 1:  # this hook itself gets arguments
         raise UnsupportedCodeError(
             f"a hook on {fqn}, which tensor_parallel_plan shards, would get the part of its "
             f"{'output' if makes else 'input'} that this rank has. Register it on the module around, or give {fqn} the "
@@ -102,7 +102,7 @@ def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Mod
 
 @dataclass(slots=True)
 class _Comparison:
-    """A forward pre-hook that compares a block with one that is not sharded, once."""
+    """A forward pre-hook that compares a block with a copy that is not sharded, once."""
 
     name: str
     block: ref[nn.Module]
@@ -115,39 +115,39 @@ class _Comparison:
         return self
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.handle is None or block is not self.block():  # a copy has its hooks, under which it is another one
+        if self.handle is None or block is not self.block():  # a deep copy of a block has this hook, too
             return
         self.handle.remove()
         self.handle = None
-        said = self._difference(block, args, kwargs)
-        if any_rank(bool(said), self.group):
+        difference = self._compare(block, args, kwargs)
+        if any_rank(bool(difference), self.group):
             raise TopologyError(
                 f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
-                f"sharded: {said or 'another rank found a difference'}. Between its column-wise and row-wise layers a "
-                "rank has a part of the columns: a norm, a softmax, a chunk, or their number are not those of all. "
-                f"{_REMEDY}"
+                f"sharded: {difference or 'another rank found a difference'}. Between its column-wise and row-wise "
+                "layers a rank has a part of the columns, so a norm, a softmax, a chunk, or the number of columns is "
+                f"not that of the whole. {_REMEDY}"
             )
 
     @torch.no_grad()
-    def _difference(self, block: nn.Module, args: Any, kwargs: Any) -> str:
-        """Where a copy that is sharded and one that is not differ; nothing where that can't be told."""
+    def _compare(self, block: nn.Module, args: Any, kwargs: Any) -> str:
+        """Return the difference of a sharded and an unsharded copy; empty if there is none, or it is unknown."""
         state = get_rng_state(every_device=False)
         try:
             dtype = torch.float64 if any(p.dtype == torch.float64 for p in block.parameters()) else torch.float32
             copied, unsharded = self._copy(block, sharded=True), self._copy(block, sharded=False)
             expected = _run(unsharded, dtype, args, kwargs, state)
-        except Exception:  # the module, or what it gets, can't be copied, or knows that it is sharded
+        except Exception:  # the module or its inputs can't be copied, or its code depends on the sharding
             return ""
         try:
-            found = _run(copied, dtype, args, kwargs, state)
+            actual = _run(copied, dtype, args, kwargs, state)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
             set_rng_state(state)
-        return _worst(found, expected, _TOLERANCES[dtype])
+        return _describe_difference(actual, expected, _TOLERANCES[dtype])
 
     def _copy(self, block: nn.Module, *, sharded: bool) -> nn.Module:
-        """A copy of the block in evaluation mode, without hooks of the user's."""
+        """Return a copy of the block in evaluation mode, without hooks of the user."""
         memo: dict[int, Any] = {id(self.root): self.root}
         if not sharded:
             memo |= {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in block.parameters()}
@@ -158,37 +158,36 @@ class _Comparison:
 
 
 def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: dict[str, Any]) -> list[Tensor]:
-    """What a copy of a block makes of copies of the arguments, in this precision."""
+    """Return the floating-point outputs of a copy of a block, run with copies of the arguments in ``dtype``."""
     if any(p.dtype != dtype for p in block.parameters() if p.is_floating_point()):
         block.to(dtype)
-    own_args, own_kwargs = tree_map(partial(_own, dtype), (args, kwargs))
+    own_args, own_kwargs = tree_map(partial(_copy_argument, dtype), (args, kwargs))
     set_rng_state(state)
     with torch.autocast(next(block.parameters()).device.type, enabled=False), without_global_hooks():
-        found = block(*own_args, **own_kwargs)
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        outputs = block(*own_args, **own_kwargs)
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    leaf = leaf_of(parameter)  # of one that a unit around the block has gathered
+    leaf = leaf_of(parameter)  # a unit around the block may have gathered it
     return gather_whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
 
 
-def _own(dtype: torch.dtype, value: Any) -> Any:
-    """An argument that a copy of the block may change."""
+def _copy_argument(dtype: torch.dtype, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
     return deepcopy(value)
 
 
-def _worst(found: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
-    for position, (got, value) in enumerate(zip(found, expected, strict=False)):
-        if got.shape != value.shape:
-            if position:  # weights that an attention returns beside its output are of the rank's heads
+def _describe_difference(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
+    for position, (value, reference) in enumerate(zip(actual, expected, strict=False)):
+        if value.shape != reference.shape:
+            if position:  # attention weights, returned beside the output, are those of the rank's heads
                 continue
-            return f"its output has the shape {tuple(got.shape)}, not {tuple(value.shape)}"
-        if not value.numel():
+            return f"its output has the shape {tuple(value.shape)}, not {tuple(reference.shape)}"
+        if not reference.numel():
             continue
-        off, largest = float((got - value).abs().max()), float(value.abs().max())
+        off, largest = float((value - reference).abs().max()), float(reference.abs().max())
         if off > tolerance * largest:
             return f"its output is off by {off:.3g} of {largest:.3g}"
     return ""

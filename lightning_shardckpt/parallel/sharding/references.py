@@ -1,9 +1,8 @@
-"""References to parameters in the attributes of modules, which follow when others take the place of these.
+"""References to parameters in attributes of modules, which are replaced when parameters are sharded.
 
-What only shares the memory of a parameter can't follow, and is refused.
-
-A parameter of before still acts as the new one, but is another object: a set, a dict or ``is`` would not find the new
-one. So containers in attributes (lists, tuples, sets, dicts, also of ids of parameters) get the new ones, in place.
+A replaced parameter still behaves like the new one, but is another object: a set, a dict or ``is`` would not find the
+new one. So the new ones are put into attributes, and into containers there (lists, tuples, sets, dicts, also with ids
+of parameters), in place. Buffers that share the memory of a parameter are refused.
 """
 
 from __future__ import annotations
@@ -21,80 +20,81 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 _WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)
 _DEPTH = 4  # of containers in containers
 REGISTRIES = frozenset(vars(nn.Module()))
-"""The attributes that every module has for itself, its parameters among them."""
+"""The attributes of nn.Module itself, such as ``_parameters``."""
 
 
 def refuse_shared_memory(root: nn.Module) -> None:
-    """Raise for buffers over the memory of parameters, which they could not follow when these are sharded.
+    """Check that no buffer shares the memory of a parameter.
 
     Raises:
-        UnsupportedCodeError: naming the first one.
+        UnsupportedCodeError: naming the first one that does.
     """
     with below_modes():
-        memory = {_memory(parameter): name for name, parameter in root.named_parameters()}
+        names = {_memory(parameter): name for name, parameter in root.named_parameters()}
         for name, buffer in root.named_buffers():
-            where = _memory(buffer)
-            if where is not None and (found := memory.get(where)) and not isinstance(buffer, nn.Parameter):
+            memory = _memory(buffer)
+            if memory is not None and memory in names and not isinstance(buffer, nn.Parameter):
                 raise UnsupportedCodeError(
-                    f"the buffer {name} is in the memory of the parameter {found}: it would change with every step on "
-                    "one process, but not when the parameter is sharded. Register a clone(), or read the parameter."
+                    f"the buffer {name} is in the memory of the parameter {names[memory]}: it would change with every "
+                    "step on one process, but not when the parameter is sharded. Register a clone(), or read the "
+                    "parameter."
                 )
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """What tells the memory of a tensor, None for none."""
+    """Return an id of the memory of a tensor, if it has some."""
     if dispatches(type(tensor)) or tensor.layout is not torch.strided or isinstance(tensor, _WITHOUT_SHAPE):
         return None
     return storage_id(tensor.untyped_storage()) if tensor.numel() else None
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put the new parameters in the place of the old ones, wherever attributes of modules inside ``root`` have them.
+    """Replace old parameters by new ones in the attributes of modules inside ``root``.
 
     Args:
-        root: has the new parameters already.
-        replaced: old ones → new ones, or what stands for those of other pipeline stages.
+        root: a module that has the new parameters already.
+        replaced: the new parameter, or a placeholder, for each old one.
     """
-    known = {id(old): new for old, new in replaced.items() if old is not new}
-    if not known:
+    new_by_id = {id(old): new for old, new in replaced.items() if old is not new}
+    if not new_by_id:
         return
 
-    def new_one(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         if isinstance(value, nn.Parameter):
-            return known.get(id(value), value)
-        return id(known[value]) if type(value) is int and value in known else value
+            return new_by_id.get(id(value), value)
+        return id(new_by_id[value]) if type(value) is int and value in new_by_id else value
 
-    replace_in_attributes(root, new_one, len(known) + 100)  # data has more items than there are parameters
+    replace_in_attributes(root, replace, len(new_by_id) + 100)  # longer containers hold data
 
 
-def replace_in_attributes(root: nn.Module, new_one: Callable[[Any], Any], limit: int) -> None:
-    """Put ``new_one(value)`` in the place of each value in attributes of modules, and in containers that these are.
+def replace_in_attributes(root: nn.Module, replace: Callable[[Any], Any], limit: int) -> None:
+    """Apply ``replace`` to each value in attributes of modules, also in containers; parameters and buffers stay.
 
     Args:
-        root: the parameters, buffers and children of its modules are left alone.
-        new_one: returns its argument to leave it.
-        limit: containers with more items are left alone.
+        root: the module tree.
+        replace: returns the new value, or its argument.
+        limit: containers with more items are skipped.
     """
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in REGISTRIES:
-                found = _replaced(value, new_one, limit, _DEPTH)
-                if found is not value:
-                    module.__dict__[name] = found
+                new = _replace(value, replace, limit, _DEPTH)
+                if new is not value:
+                    module.__dict__[name] = new
 
 
-def _replaced(value: Any, new_one: Callable[[Any], Any], limit: int, depth: int) -> Any:
-    """The new one for a value; a container itself, with the new ones in it, or another tuple."""
+def _replace(value: Any, replace: Callable[[Any], Any], limit: int, depth: int) -> Any:
+    """Return the new value; a list, set or dict is changed in place."""
     if type(value) not in (list, tuple, set, frozenset, dict):
-        return new_one(value)
+        return replace(value)
     if not depth or len(value) > limit:
         return value
     items = [*value.items()] if type(value) is dict else [*value]
-    found = [_replaced(item, new_one, limit, depth - 1) for item in items]
-    if all(new is old for new, old in zip(found, items, strict=True)):
+    new_items = [_replace(item, replace, limit, depth - 1) for item in items]
+    if all(new is old for new, old in zip(new_items, items, strict=True)):
         return value
     if type(value) in (tuple, frozenset):
-        return type(value)(found)
+        return type(value)(new_items)
     value.clear()
-    value.extend(found) if type(value) is list else value.update(found)
+    value.extend(new_items) if type(value) is list else value.update(new_items)
     return value

@@ -83,8 +83,8 @@ def split_running_samples(sizes: Sequence[int]) -> list[SampleNumbers | None]:
         return [None] * len(sizes)
     if samples.divided:
         raise UnsupportedCodeError(
-            "a pipeline ran a second training step on one batch (as optimizers with a closure do), and calls of dropouts "
-            "cannot be distinguished from those of the first: leave out DropoutBySample, or pipelines"
+            "a pipeline ran a second training step on one batch (as optimizers with a closure do), and its calls of "
+            "dropouts cannot be distinguished from those of the first: leave out DropoutBySample, or pipelines"
         )
     samples.divided = True
     if len(sizes) == 1:

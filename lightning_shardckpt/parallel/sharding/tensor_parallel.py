@@ -1,8 +1,8 @@
-"""Shard modules over the tensor axis as a plan says.
+"""Tensor-parallel plans: one style for each module, applied by ``parallelize_module``.
 
-A plan is resolved to one style per module before anything is sharded, so that every problem is reported at once and the
-model is unchanged when it is. Replicated parameters that see only this rank's heads or columns have gradients that
-are partial sums: the plan names them, ``gradient_sync`` sums them.
+A plan is resolved completely before anything is sharded, so that all problems are reported at once, with the model
+unchanged. Gradients of replicated parameters that see only this rank's heads or columns are partial sums: the plan
+names them, and ``gradient_sync`` sums them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
 }
-"""The styles that have a name, spelled as Hugging Face transformers does; ``replicate`` and PARTIAL shard nothing."""
+"""The named styles, spelled as in Hugging Face transformers; ``replicate`` and PARTIAL shard nothing."""
 
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts")
-"""Styles that transformers has for all experts of a layer together."""
+"""Styles of transformers for all experts of a layer together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class TensorPlan:
     """The style of each module, by clean FQN.
 
     Attributes:
-        styles: how to shard it.
-        partial: modules kept whole whose gradients are partial sums over the tensor axis.
-        apply: the user's own function of (module, tensor mesh); runs instead of ``styles``.
+        styles: the styles of sharded modules.
+        partial: replicated modules whose gradients are partial sums over the tensor axis.
+        apply: the user's function of (module, tensor mesh), in place of ``styles``.
     """
 
     styles: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -77,13 +77,19 @@ class TensorPlan:
 
 
 def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) -> TensorPlan:
-    """The plan for ``root`` over ``size`` tensor ranks, checked; ``ties`` are the names of tied parameters.
+    """Return the checked plan for a module.
+
+    Args:
+        root: the module.
+        plan: the user's argument.
+        ties: the names of each tied parameter.
+        size: the number of tensor-parallel ranks.
 
     Raises:
         TopologyError: if a pattern matches nothing, a style is unknown or a size doesn't divide.
     """
     if isinstance(plan, str) and plan != "auto":
-        plan = cast("Plan", _imported(plan))
+        plan = cast("Plan", _import(plan))
     if callable(plan):
         return TensorPlan(apply=plan)
     modules = named_modules(root)
@@ -104,7 +110,7 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
 
 
 def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the modules of ``root`` as ``plan`` says; every rank must already hold equal weights (or none)."""
+    """Shard the modules of ``root``. Weights must be equal on all ranks, or on the meta device."""
     if plan.apply is not None:
         outcome = plan.apply(root, mesh)
         if isinstance(outcome, Mapping):
@@ -112,20 +118,20 @@ def apply_plan(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     hooks = _apply_styles(root, plan.styles, mesh)
     for module in root.modules():
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            handle = module.register_forward_hook(_differentiable_once)
+            handle = module.register_forward_hook(_refuse_second_derivatives)
             hooks[module] = hooks.get(module, frozenset()) | {handle.id}
     refuse_compiled(root, "", {id(p) for p in root.parameters() if isinstance(p, DTensor)})
     watch_plan(root, plan.styles, hooks, mesh)
 
 
 def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outside: bool = False) -> None:
-    """Raise if a module with parameters that a plan shards is compiled.
+    """Check that no module is compiled that has parameters sharded by a plan.
 
     Args:
-        root: looked at with the modules inside it.
-        name: of ``root``; empty for the whole model.
-        planned: ids of the parameters that the plan shards.
-        from_outside: whether something compiled calls ``root``.
+        root: the module tree.
+        name: the FQN of ``root``; empty for the whole model.
+        planned: the ids of the parameters that the plan shards.
+        from_outside: whether compiled code calls ``root``.
 
     Raises:
         TopologyError: naming the module.
@@ -133,16 +139,16 @@ def refuse_compiled(root: nn.Module, name: str, planned: Set[int], *, from_outsi
     for inner, module in root.named_modules():
         compiled = is_compiled(module) or compiled_from(module) is not None
         if (compiled or from_outside) and any(id(p) in planned for p in module.parameters()):
-            found = clean_fqn(".".join(filter(None, (name, inner))))
+            fqn = clean_fqn(".".join(filter(None, (name, inner))))
             raise TopologyError(
-                f"{found or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch "
-                "cannot compile what gathers and reduces there. Compile modules that the plan leaves whole, or train "
-                "without torch.compile or without tensor parallelism."
+                f"{fqn or type(root).__name__} is compiled, and tensor_parallel_plan shards it: torch cannot compile "
+                "its collectives. Compile modules that the plan leaves whole, or train without torch.compile or "
+                "without tensor parallelism."
             )
 
 
-def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: refuse second derivatives, parts of which torch's DTensor loses on the way to plain tensors."""
+def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: refuse second derivatives, of which torch's DTensor loses parts."""
 
     def check(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -160,7 +166,7 @@ def _differentiable_once(module: nn.Module, args: Any, output: Any) -> None:
 def _apply_styles(
     root: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
 ) -> dict[nn.Module, frozenset[int]]:
-    """Shard modules, and return the ids of the hooks that this has put on them."""
+    """Shard modules, and return the ids of the hooks of ``parallelize_module``."""
     modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()
     for fqn, style in styles.items():
         if is_parametrized(modules[fqn]) or "weight_orig" in parameter_slots(modules[fqn]):
@@ -195,25 +201,25 @@ class _HookOfPlan:
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedCodeError(
-            "a module that tensor_parallel_plan shards is pickled as a whole, with what shards it. Pickle its "
+            "a module that tensor_parallel_plan shards can't be pickled, because of its hooks. Pickle its "
             "state_dict(), or build a module of its class and load a checkpoint."
         )
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise TopologyError(
             f'tensor_parallel_plan: cannot import {path!r} ({error}); give "auto", a dict of module pattern to style, '
             "or the import path of a function of (module, tensor_mesh)"
         ) from error
-    return cast("Callable[..., Any]", found)
+    return cast("Callable[..., Any]", function)
 
 
 def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
-    """The plans of the outermost Hugging Face models inside ``root``, keyed from ``root``."""
+    """Return the plans of the outermost Hugging Face models inside ``root``, with patterns for ``root``."""
     plan: dict[str, Style] = {}
     for name, model in _hf_models(root):
         prefix = f"{name}." if name else ""
@@ -221,17 +227,18 @@ def _hf_plan(root: nn.Module, size: int) -> dict[str, Style]:
         _check_heads(name, getattr(model, "config", None), size)
     if not plan:
         raise TopologyError(
-            f'tensor_parallel_plan="auto": no module of {type(root).__name__} brings a plan (a Hugging Face model '
-            'with config.base_model_tp_plan does). Give a dict such as {"net.blocks.*.up": "colwise", '
+            f'tensor_parallel_plan="auto": no module of {type(root).__name__} has a plan (a Hugging Face model '
+            'with config.base_model_tp_plan has). Give a dict such as {"net.blocks.*.up": "colwise", '
             '"net.blocks.*.down": "rowwise"}, or a function of (module, tensor_mesh).'
         )
     return plan
 
 
 def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
-    """A model's own plan for all but its experts, which stay whole on each tensor rank.
+    """Return a model's own plan without its experts, which are replicated.
 
-    What else cannot be sharded is refused, with the plan that leaves the layers around it out.
+    Raises:
+        TopologyError: for other unsupported styles, with a plan that leaves out the layers around them.
     """
     experts = tuple(pattern for pattern, style in plan.items() if style in _EXPERTS)
     kept = {p: style for p, style in plan.items() if not any(p == e or p.startswith(f"{e}.") for e in experts)}
@@ -243,21 +250,21 @@ def without_experts(plan: dict[str, Style]) -> dict[str, Style]:
         rest = {p: s for p, s in kept.items() if not any(p == a or p.startswith(f"{a}.") for a in around)}
         named = ", ".join(f"{p} ({kept[p]})" for p in sorted(unknown))
         raise TopologyError(
-            f'tensor_parallel_plan="auto": the model\'s own plan has styles by which nothing here can shard: {named}. '
+            f'tensor_parallel_plan="auto": the model\'s own plan has styles that are not supported: {named}. '
             f"Leave out the layers around them: tensor_parallel_plan={rest!r}"
         )
     return kept
 
 
 def _hf_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    found: list[str] = []
+    outermost: list[str] = []
     for name, module in root.named_modules():
-        clean = clean_fqn(name)
-        if any(clean.startswith(f"{outer}.") for outer in found):
+        fqn = clean_fqn(name)
+        if any(fqn.startswith(f"{outer}.") for outer in outermost):
             continue
         if own_tensor_parallel_plan(module):
-            found.append(clean)
-            yield clean, module
+            outermost.append(fqn)
+            yield fqn, module
 
 
 def _check_heads(name: str, config: Any, size: int) -> None:
@@ -273,20 +280,20 @@ def _check_heads(name: str, config: Any, size: int) -> None:
 def _matched(
     modules: dict[str, nn.Module], plan: Mapping[str, Style], root: nn.Module, *, strict: bool
 ) -> dict[str, Style]:
-    """Module FQN → style; the last pattern that matches a module decides."""
+    """Return the style of each module by FQN; the last pattern that matches a module decides."""
     named: dict[str, Style] = {}
-    problems, adapted = [], _has_adapters(modules)
+    problems, has_adapters = [], any(hasattr(module, "peft_config") for module in modules.values())
     for pattern, style in plan.items():
-        found = matching_fqns(modules, pattern)
-        if adapted:
-            found = list(dict.fromkeys([*found, *matching_base_modules(modules, pattern)]))
+        matches = matching_fqns(modules, pattern)
+        if has_adapters:
+            matches = list(dict.fromkeys([*matches, *matching_base_modules(modules, pattern)]))
         if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
-            if found:
-                known = [*STYLES, "replicate", PARTIAL]
-                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {known}")
-        elif not found and strict:
+            if matches:
+                supported = [*STYLES, "replicate", PARTIAL]
+                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {supported}")
+        elif not matches and strict:
             problems.append(f"  {pattern!r} matches no module{suggest_names(modules, pattern)}")
-        named |= dict.fromkeys(found, style)
+        named |= dict.fromkeys(matches, style)
     if not problems and not named:
         problems = [f"  none of its {len(plan)} patterns matches a module"]
     if problems:
@@ -299,7 +306,7 @@ def _matched(
 
 
 def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: list[list[str]]) -> dict[str, Style]:
-    """Styles for modules that share a weight with a sharded one and have no style: all must shard its rows alike."""
+    """Return styles for modules without one that share a weight with a sharded module: all must shard it alike."""
     added: dict[str, Style] = {}
     for tie in ties:
         owners = [clean_fqn(name).rpartition(".")[0] for name in tie]
@@ -313,8 +320,8 @@ def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: l
 
 
 def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """A dim whose slices go on as plain local tensors must divide: torch takes equal slices for granted there."""
-    wrong = []
+    """Check that dims divide evenly where parts are plain local tensors: torch assumes equal parts there."""
+    uneven = []
     for fqn, style in styles.items():
         module = modules[fqn]
         features = None
@@ -324,52 +331,43 @@ def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelSty
             features = "in_features"
         width = getattr(module, features, None) if features else None
         if isinstance(width, int) and width % size:
-            wrong.append(f"  {fqn}: {features} is {width}")
-    if wrong:
+            uneven.append(f"  {fqn}: {features} is {width}")
+    if uneven:
         raise TopologyError(
-            f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(wrong)
+            f"tensor_parallel_plan: these widths don't divide over tensor_parallel_size {size}\n" + "\n".join(uneven)
         )
 
 
 # ── adapters of PEFT ────────────────────────────────────────────────────────────────────────────────────────────────
 
-# A plan speaks of the modules that adapters wrap. A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its
-# base layer. A column-wise base layer has its whole input on every rank: ``lora_A`` is kept whole and ``lora_B`` is
-# sharded like the base layer, so that the outputs fit. A row-wise one has a part of the input: ``lora_A`` is sharded
-# like the base layer, its sum over the ranks is as small as the rank of the adapter, and ``lora_B`` is kept whole. PEFT
-# is not imported: its layers are known by what they have.
+# A plan names the modules that adapters wrap. A LoRA layer adds ``lora_B(lora_A(dropout(x)))`` to the output of its
+# base layer. A column-wise base layer has its whole input on every rank: ``lora_A`` is replicated, and ``lora_B`` is
+# sharded like the base layer, so that the outputs fit. A row-wise base layer has a part of the input: ``lora_A`` is
+# sharded like the base layer, with a sum over the ranks as small as the rank of the adapter, and ``lora_B`` is
+# replicated. PEFT is not imported: its layers are recognized by their attributes.
 
 _LISTED = 5
-
-
-def _has_adapters(modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether PEFT wrapped one of these modules."""
-    return any(hasattr(module, "peft_config") for module in modules.values())
 
 
 def _styles_inside_adapters(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]
 ) -> dict[str, ParallelStyle]:
-    """The styles of what wrappers of PEFT wrap and add, in place of those of the wrappers.
-
-    Args:
-        modules: every module by clean FQN.
-        styles: by clean FQN, of wrappers and of others; what is named itself keeps its own style.
+    """Replace the styles of PEFT's wrappers by styles of the modules inside; a module's own style has precedence.
 
     Raises:
         TopologyError: listing the wrappers that cannot be sharded: other kinds than LoRA, and variants such as DoRA.
     """
-    found: dict[str, ParallelStyle] = {}
+    inside: dict[str, ParallelStyle] = {}
     problems = []
     for fqn, style in styles.items():
         module = modules[fqn]
         parts = child_slots(module)
         if not {"base_layer", "original_module"} & parts.keys():
-            found[fqn] = style
-        elif (why := _why_not(module, style)) is not None:
-            problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {why}")
+            inside[fqn] = style
+        elif (problem := _find_problem(module, style)) is not None:
+            problems.append(f"  {fqn} ({type(module).__module__}.{type(module).__name__}): {problem}")
         elif "base_layer" in parts:
-            found |= {f"{fqn}.{name}": part_style for name, part_style in _parts(module, style).items()}
+            inside |= {f"{fqn}.{name}": part_style for name, part_style in _lora_styles(module, style).items()}
     if problems:
         more = [f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         raise TopologyError(
@@ -377,13 +375,13 @@ def _styles_inside_adapters(
             + "\n".join(problems[:_LISTED] + more)
             + "\nUse plain LoRA, leave their patterns out of the plan, or give a function of (module, tensor_mesh)."
         )
-    return found | {fqn: style for fqn, style in styles.items() if fqn in found}
+    return inside | {fqn: style for fqn, style in styles.items() if fqn in inside}
 
 
-def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
+def _find_problem(module: nn.Module, style: ParallelStyle) -> str | None:
     """Return why a wrapper cannot be sharded; None if it can."""
     inside = child_slots(module)
-    if "original_module" in inside:  # what it wraps has the style, too: the plan matched it
+    if "original_module" in inside:  # the plan has matched the wrapped module, too
         return None if "modules_to_save" in inside else "only modules_to_save can be sharded"
     if "lora_A" not in inside:
         return "only LoRA can be sharded"
@@ -403,34 +401,28 @@ def _why_not(module: nn.Module, style: ParallelStyle) -> str | None:
     )
 
 
-def _parts(module: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Styles of the modules in a LoRA layer, by name. LoRA of an embedding is kept whole: it is made of parameters."""
-    parts: dict[str, ParallelStyle] = {"base_layer": style}
+def _lora_styles(layer: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """Return the styles of the modules in a LoRA layer, by name. LoRA of an embedding has only parameters."""
+    styles: dict[str, ParallelStyle] = {"base_layer": style}
     sharded = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
-    parts |= {f"{sharded}.{adapter}": style for adapter in _by_adapter(module, sharded)}
+    styles |= {f"{sharded}.{adapter}": style for adapter, _ in layer.get_submodule(sharded).named_children()}
     if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
-        dropouts = _by_adapter(module, "lora_dropout").items()
-        parts |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
-    return parts
+        dropouts = layer.get_submodule("lora_dropout").named_children()
+        styles |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
+    return styles
 
 
-def _by_adapter(layer: nn.Module, name: str) -> dict[str, nn.Module]:
-    found = layer.get_submodule(name)
-    assert isinstance(found, nn.ModuleDict)
-    return dict(found.items())
+# ── whole weights in place of sharded ones ──────────────────────────────────────────────────────────────────────────
 
-
-# ── whole weights in the place of sharded ones ──────────────────────────────────────────────────────────────────────
-
-# As ``torch.func.functional_call`` puts them there for a call. A module that a plan shards expects its part, so they
-# are sharded when it is called, through autograd; those that are sharded already need nothing of this.
+# torch.func.functional_call replaces parameters by whole weights during a call. A module that a plan shards expects its
+# part, so whole weights are sharded when the module is called, through autograd.
 
 _planned: MutableMapping[nn.Module, dict[str, DTensorSpec]] = WeakIdKeyDictionary()
-"""How a plan has sharded the parameters of modules."""
+"""The specs of the parameters that a plan has sharded, by module and name."""
 
 
-def note_planned_shards(root: nn.Module) -> None:
-    """Remember how tensor parallelism has sharded the parameters of modules inside ``root``."""
+def record_planned_specs(root: nn.Module) -> None:
+    """Record how tensor parallelism has sharded the parameters of modules inside ``root``."""
     for module in root.modules():
         parameters: dict[str, Any] = dict(parameter_slots(module))
         for name, parameter in parameters.items():
@@ -441,23 +433,18 @@ def note_planned_shards(root: nn.Module) -> None:
 
 @contextmanager
 def sharded_as_planned(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Inside, whole weights in these places are sharded as the plan has sharded those that belong there."""
+    """Inside, whole weights of these modules and names are replaced by weights that are sharded by the plan."""
     before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for module, name in places if _planned else ():
         slots, spec = parameter_slots(module), _planned.get(module, {}).get(name)
         value = slots.get(name)
         if spec is not None and isinstance(value, Tensor) and not isinstance(value, DTensor):
             before.append((slots, name, value))
-            slots[name] = _part(value, spec)  # type: ignore[assignment]  # torch takes it for a parameter
+            with without_torch_function():
+                like = new_dtensor(local_tensor(value).new_empty(0), spec)
+                slots[name] = Scatter.apply(value, like)  # type: ignore[no-untyped-call]  # torch's
     try:
         yield
     finally:
         for slots, name, value in before:
             slots[name] = value
-
-
-def _part(value: Tensor, spec: DTensorSpec) -> Tensor:
-    with without_torch_function():
-        like = new_dtensor(local_tensor(value).new_empty(0), spec)
-        found: Tensor = Scatter.apply(value, like)  # type: ignore[no-untyped-call]  # torch's
-        return found
