@@ -78,19 +78,19 @@ def replace_in_attributes(root: nn.Module, replace: Callable[[Any], Any], limit:
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in REGISTRIES:
-                new = _replace(value, replace, limit, _DEPTH)
+                new = _replace_nested(value, replace, limit, _DEPTH)
                 if new is not value:
                     module.__dict__[name] = new
 
 
-def _replace(value: Any, replace: Callable[[Any], Any], limit: int, depth: int) -> Any:
+def _replace_nested(value: Any, replace: Callable[[Any], Any], limit: int, depth: int) -> Any:
     """Return the new value; a list, set or dict is changed in place."""
     if type(value) not in (list, tuple, set, frozenset, dict):
         return replace(value)
     if not depth or len(value) > limit:
         return value
     items = [*value.items()] if type(value) is dict else [*value]
-    new_items = [_replace(item, replace, limit, depth - 1) for item in items]
+    new_items = [_replace_nested(item, replace, limit, depth - 1) for item in items]
     if all(new is old for new, old in zip(new_items, items, strict=True)):
         return value
     if type(value) in (tuple, frozenset):

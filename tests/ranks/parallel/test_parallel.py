@@ -165,7 +165,7 @@ def test_a_module_tied_to_a_sharded_one_is_sharded_alike() -> None:
         ({"net.blok.*.up": "colwise"}, 2, r"'net.blok.\*.up' matches no module \(nearest: net.blocks.\*.up"),
         ({}, 2, "none of its 0 patterns matches"),
         ({"net.head": "diagonal"}, 2, "'net.head': unknown style 'diagonal', expected one of"),
-        ("auto", 2, "no module of Root brings a plan"),
+        ("auto", 2, "no module of Root has a plan"),
         ({"net.blocks.*.up": "colwise"}, 4, "net.blocks.0.up: out_features is 26"),
         ({"net.blocks.*.down": "rowwise"}, 4, "net.blocks.2.down: in_features is 26"),
         ("no.such:function", 2, "cannot import 'no.such:function'"),
