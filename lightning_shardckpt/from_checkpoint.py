@@ -83,6 +83,7 @@ def load_from_checkpoint(
         return _load_weights(cls, path, device, storage, strict, kwargs)
     checkpoint = load_whole(path, device, optimizers=False, weights_only=weights_only is not False, storage=storage)
     checkpoint = as_trainer_checkpoint(checkpoint, path, fitting=False)
+    checkpoint["optimizer_states"] = []  # for hooks that go over them
     hyper = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not isinstance(hyper, dict):  # of OmegaConf
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hyper)

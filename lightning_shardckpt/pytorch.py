@@ -406,7 +406,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return False  # load_checkpoint has done it
+        return self._checkpoints.shows_optimizers
 
     def _attached_io(self) -> ShardCkptIO:
         """Return the CheckpointIO after attaching the current ranks and names."""
@@ -430,7 +430,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: load_checkpoint has done it."""
+        """Take over what hooks have changed of the state that load_checkpoint has loaded."""
+        self._checkpoints.finish_optimizers(checkpoint["optimizer_states"])
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or referred to.
 
-``encode`` and ``decode`` are inverse but for types that carry code: an enum comes back as its value, a named tuple as
-a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing is ever imported or called by name.
+``encode`` and ``decode`` are inverse but for types that carry code: an enum whose members equal numbers or texts comes
+back as its value, a named tuple as a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing is ever imported or called by name.
 What ``decode`` does without torch is in ``json_values``.
 """
 
@@ -99,6 +99,8 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, enum.Enum):
+            if not isinstance(value, int | float | str):  # the value would be another one than the member
+                return self._refuse(value, path)
             return {
                 TAG: "enum",
                 "type": f"{type(value).__module__}.{type(value).__qualname__}",

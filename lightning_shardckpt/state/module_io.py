@@ -292,12 +292,12 @@ def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterabl
 def _cutting_wholes(module: nn.Module) -> Iterator[None]:
     """Inside, whole tensors that hooks have made are loaded into torch's own DTensors, which take no plain ones."""
 
-    def cut(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def cut_each(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         parameters = dict(part.named_parameters(prefix.removesuffix("."), recurse=False))
-        state.update({name: _cut(state[name], parameters[name]) for name in parameters if name in state})
+        state.update({name: cut(state[name], parameters[name]) for name in parameters if name in state})
 
     parts = [m for m in module.modules() if any(not acts_as_whole(p) for p in m.parameters(recurse=False))]
-    hooks = [part.register_load_state_dict_pre_hook(cut) for part in parts]  # type: ignore[no-untyped-call]  # last
+    hooks = [part.register_load_state_dict_pre_hook(cut_each) for part in parts]  # type: ignore[no-untyped-call]  # last
     try:
         yield
     finally:
@@ -320,10 +320,10 @@ def _edited(
         if names:
             value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
             edited |= {name: value for name in live if clean_fqn(name) in tie}
-    return {name: _cut(value, live.get(name)) for name, value in edited.items()}
+    return {name: cut(value, live.get(name)) for name, value in edited.items()}
 
 
-def _cut(value: Any, like: Any) -> Any:
+def cut(value: Any, like: Any) -> Any:
     """Return this rank's part of a whole tensor for a sharded one of its shape; anything else as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value

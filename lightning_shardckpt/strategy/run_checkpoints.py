@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -27,10 +27,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.dtensor import copied_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful, skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
@@ -41,6 +43,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
+from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watch_state
@@ -49,7 +52,7 @@ from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
 from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled, keep_groups
 from lightning_shardckpt.strategy.resume import Continuation, DataShare, Stopping
-from lightning_shardckpt.strategy.trainer_checkpoint import LoadedModule, load_checkpoint, save_checkpoint
+from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
 
@@ -176,7 +179,9 @@ class RunCheckpoints:
         self._continuation: Continuation | None = None
         self._awaited = False
         self._validation_rng: dict[str, Any] | None = None
-        self._loaded: LoadedModule | None = None
+        self._loaded: Loaded | None = None
+        self._place: Callable[[], Continuation] | None = None
+        self._optimizers: LoadedOptimizers | None = None
 
     # --- a run begins ---
 
@@ -186,7 +191,7 @@ class RunCheckpoints:
 
     def begin_setup(self) -> None:
         """Call when the strategy is set up, before anything is loaded."""
-        self._continuation = self._loaded = self._validation_rng = None
+        self._continuation = self._place = self._loaded = self._optimizers = self._validation_rng = None
         if self._begun.is_fit:
             self.stopping.forget()
 
@@ -212,6 +217,8 @@ class RunCheckpoints:
             restore_modules_and_callbacks(run.trainer, None if path is None else os.fspath(path))
             keep_groups(run.trainer)
             self.restored = True
+            if self._place is not None:  # read only now, since hooks may have changed the loops
+                self._continuation, self._place = self._place(), None
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
@@ -226,17 +233,18 @@ class RunCheckpoints:
         loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
         checkpoint, rank_state, self._loaded = loaded
         if run.is_fit and rank_state is not None:
-            self._continuation = Continuation(checkpoint, rank_state, run.share, io.resume)
+            self._place = partial(Continuation, checkpoint, rank_state, run.share, io.resume)
+        self._optimizers = self._loaded.optimizers
         return checkpoint
 
-    def finish_load(self, module: pl.LightningModule, state_dict: Mapping[str, Any], names: WholeNames) -> None:
+    def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any], names: WholeNames) -> None:
         """Load what could not be filled in place, what hooks have changed, and what code of the module is to load.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
         if self._loaded is None:
             return
-        (path, live, for_code), self._loaded = self._loaded, None
+        (path, live, for_code, _), self._loaded = self._loaded, None
 
         def load() -> list[str]:
             copies = not_live(module, live)
@@ -250,6 +258,20 @@ class RunCheckpoints:
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
+        callbacks: list[Callback] = self._begun.trainer.callbacks  # type: ignore[attr-defined]  # set late
+        if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
+            state_dict.update(copied_state_dict(state_dict))
+
+    @property
+    def shows_optimizers(self) -> bool:
+        """True if hooks of a fit see the state of optimizers that was loaded."""
+        return self._optimizers is not None
+
+    def finish_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Bring optimizers to what hooks have left of the state that they were shown."""
+        if self._optimizers is not None:
+            self._optimizers.take(states)
+            self._optimizers = None
 
     # --- training begins ---
 

@@ -27,6 +27,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import with_objects
+from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loaded, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
@@ -56,12 +57,13 @@ def check_io(io: object) -> ShardCkptIO:
     )
 
 
-class LoadedModule(NamedTuple):
-    """A module whose state dict, live or copied, a checkpoint has filled, and what is left to its code."""
+class Loaded(NamedTuple):
+    """A module whose state dict, live or copied, a checkpoint has filled, what is left to its code, and optimizers."""
 
     path: str
     live: dict[str, Any]
     for_code: ForCode
+    optimizers: LoadedOptimizers | None
 
 
 def save_checkpoint(
@@ -92,7 +94,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
-) -> tuple[dict[str, Any], Mapping[str, Any] | None, LoadedModule]:
+) -> tuple[dict[str, Any], Mapping[str, Any] | None, Loaded]:
     """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
 
     Collective: every rank must call it.
@@ -107,7 +109,7 @@ def load_checkpoint(
     Returns:
         Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, and what code of the modules is to
         load; for a module with ``on_load_checkpoint`` it holds copies, which are not in the module yet; the state of
-        the saving rank that stood in this one's place, None if there is none; and what of the model is loaded already.
+        the saving rank that stood in this one's place, None if there is none; and what is loaded already.
     """
     module = trainer.lightning_module
     with gc_paused():
@@ -118,6 +120,7 @@ def load_checkpoint(
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
     targets = module_targets(module, state_dict, optimizers, io.names)
+    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
     if "callbacks" in parts:
         targets = replace(targets, regroup=partial(regroup, trainer))
     loaded = io.load_into(
@@ -133,13 +136,14 @@ def load_checkpoint(
         rank_zero_info(note)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = entries_loaded({"": module}, state_dict, loaded.extra_state, loaded.for_code)
+    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show()
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _compare_hyper_parameters(module, checkpoint, str(path))
     _leave_out(checkpoint, trainer, parts)
     if left := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
-    return checkpoint, rank_state, LoadedModule(str(path), state_dict, loaded.for_code)
+    return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.for_code, of_optimizers)
 
 
 def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:

@@ -308,6 +308,60 @@ def test_a_hook_that_keeps_values_of_the_module_sees_those_from_before_the_load(
             assert tiny.differences(expected, found) == []
 
 
+class Edits(tiny.TinyLM):
+    """Its hook changes what optimizers and loops are to get; what on_fit_start does to an optimizer is written over."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (state,) = checkpoint["optimizer_states"]
+        state["param_groups"][0]["lr"] *= 3
+        first, second, third, *_ = state["state"]
+        state["state"][first]["exp_avg"].zero_()
+        state["state"][second]["exp_avg"] = torch.ones_like(state["state"][second]["exp_avg"])
+        del state["state"][third], checkpoint["loops"]
+
+    def on_fit_start(self) -> None:
+        self.optimizers().param_groups[0]["lr"] = 9.0  # type: ignore[union-attr]  # there is one
+
+
+class Anew(tiny.TinyLM):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+        del checkpoint["loops"]
+
+
+class KeepsLoaded(pl.Callback):
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        checkpoint["state_dict"]["gate"].zero_()  # the module is loaded already
+        self.head = checkpoint["state_dict"]["head.bias"]
+
+
+def resume_with_edits(strategy: Any, path: str, seed: int) -> list[Any]:
+    found = list[Any]()
+    for kind in (Edits, Anew) if seed > 1 else (tiny.TinyLM,):
+        pl.seed_everything(seed, verbose=False)
+        keeps = KeepsLoaded()
+        run = tiny.trainer(strategy, max_steps=3 * seed, limit_val_batches=0, callbacks=[keeps])
+        for block in (module := kind()).blocks:
+            block.dropout.p = 0.0  # Lightning does not go on with random numbers
+        run.fit(module, tiny.loader(shuffle=False), ckpt_path=path if seed > 1 else None)
+        if seed == 1:
+            run.save_checkpoint(path)
+        kept = tiny.whole(keeps.head) if seed > 1 else None
+        found.append((tiny.full_state(module, run.optimizers), kept, run.global_step, run.current_epoch))
+    return found
+
+
+def test_what_hooks_change_of_optimizers_and_loops_counts_and_callbacks_see_copies(tmp_path: Path) -> None:
+    """Oracle: Lightning on one process, which loads them from the dict when all hooks are done."""
+    path = str(tmp_path / "a.ckpt")
+    ((saved, *_),) = run_ranks(1, resume_with_edits, {}, path, 1)[0]
+    (expected,) = run_ranks(1, resume_with_edits, "auto", path, 2, init_process_group=False)
+    (found,) = run_ranks(1, resume_with_edits, {}, path, 2)
+    for (state, kept, *counts), (its_state, its_kept, *its_counts) in zip(found, expected, strict=True):
+        assert tiny.differences(state, its_state) == [] and counts == its_counts
+        assert torch.equal(kept, its_kept) and torch.equal(kept, saved["model/head.bias"])
+
+
 def test_what_is_no_checkpoint_or_cannot_be_removed_stays_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "foreign.ckpt").mkdir()
     (tmp_path / "foreign.ckpt" / "precious").touch()

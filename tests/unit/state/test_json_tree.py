@@ -155,6 +155,10 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Phase(enum.Enum):
+    WARMUP = "warmup"
+
+
 class Name(str):
     pass
 
@@ -209,6 +213,7 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
         "type": int,
         "generator": torch.Generator(),
         "objects": numpy.array([None]),
+        "phase": Phase.WARMUP,
         "fine": 1,
     }
     encoder.encode(state, "")
@@ -223,6 +228,7 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
         "  type: builtins.type",
         "  generator: torch._C.Generator",
         "  objects: numpy.ndarray",
+        "  phase: tests.unit.state.test_json_tree.Phase",
     ]
     assert "without pickle" in lines[0]
     assert "state_dict or on_save_checkpoint" in lines[-1]
