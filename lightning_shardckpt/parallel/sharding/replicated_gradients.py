@@ -126,6 +126,8 @@ class ReplicatedGradients:
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Also reduce the gradients of these parameters. All ranks must add the same ones in the same order."""
         for parameter in parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):  # quantized weights are never trained
+                continue
             for handle in _handles.pop(parameter, ()):
                 handle.remove()
             self._replicated.append(parameter)

@@ -26,6 +26,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.skipped = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)), skipped
+        self.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)  # as of quantized weights
         self.events = list[str]()
         self.at_layer: Callable[[Net, int], Any] = lambda net, number: None
 
@@ -142,7 +143,7 @@ def _train(make: Make) -> tuple[bool, list[str], set[type]]:
     _watch(net)
     with _noted(net.events):
         net(_batch(dist.get_rank())).backward()
-    return _alike(net.gradients(), expected), net.events, {type(p.grad) for p in net.parameters()}
+    return _alike(net.gradients(), expected), net.events, {type(p.grad) for p in net.parameters() if p.requires_grad}
 
 
 def _plain() -> Any:
