@@ -1,7 +1,8 @@
 """Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or referred to.
 
 ``encode`` and ``decode`` are inverse but for types that carry code: an enum whose members equal numbers or texts comes
-back as its value, a named tuple as a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing is ever imported or called by name.
+back as its value, a named tuple as a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing
+is ever imported or called by name.
 What ``decode`` does without torch is in ``json_values``.
 """
 
@@ -173,7 +174,7 @@ class Encoder:
             return {TAG: "dropped", "type": value.type_name, "v": value.text}
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in _OMEGACONF:
-            content = sys.modules["omegaconf"].OmegaConf.to_container(value)
+            content = sys.modules["omegaconf"].OmegaConf.to_container(value, enum_to_str=True)  # as in its YAML
             return {TAG: "omegaconf", "v": self.encode(content, path)}
         if self._pickles and (content := pickle_object(value)) is not None:
             return {TAG: "pickle", "type": kind, "v": base64.b64encode(content).decode()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def test_containers_keep_interpolations_and_missing_values() -> None:
     found = decode_small(encode_small(made, "x"))
     assert type(found) is type(made) and found == made and found.a.b[1] == 2
     assert omegaconf.OmegaConf.is_missing(found, "later")
+
+
+class Phase(enum.Enum):
+    WARMUP = 1
+
+
+def test_members_of_an_enum_are_names_as_in_yaml() -> None:
+    made = omegaconf.OmegaConf.create({"phase": Phase.WARMUP})
+    found = decode_small(encode_small(made, "x"))
+    assert found == omegaconf.OmegaConf.create(omegaconf.OmegaConf.to_yaml(made)) == {"phase": "WARMUP"}
 
 
 @pytest.mark.parametrize("kind", [Configured, WithConfig])
