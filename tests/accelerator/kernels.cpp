@@ -1,6 +1,9 @@
 // Operations of the pretend device: those of the CPU, over the same memory. Its random numbers, and its place in torch.
 #include "pretend.h"
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>

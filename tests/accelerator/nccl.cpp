@@ -7,7 +7,7 @@
 // aborted. That a peer has died is not noticed. An operation that does not end within ``settings.deadlock_s`` ends the
 // process, after all queues have been printed.
 #include "pretend.h"
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <condition_variable>
