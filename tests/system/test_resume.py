@@ -19,7 +19,7 @@ from tests.support.pool import run_ranks
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-PP2_1F1B: dict[str, Any] = {**PP2, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}
+PP2_1F1B: dict[str, Any] = {**PP2, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}  # of 2 microbatches
 
 
 def all_straight_and_resumed(
@@ -50,11 +50,12 @@ RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
         "in the second epoch": ({}, 6, 4, {}, {"count": 12}),
         "at the end of an epoch": ({}, 5, 3, {}, {"count": 12}),
         "with worker processes": ({}, 4, 2, {}, {"workers": 2}),
+        "pp2, 1f1b": (PP2_1F1B, 4, 2, {}, {}),
     },
     1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
 }
 
-SWEPT = [pytest.mark.slow, pytest.mark.sweep]
+SWEPT = ("pp2 x tp2", "at the end of an epoch", "with worker processes")  # test_stopped and one process have these
 
 Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 
@@ -76,24 +77,21 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "name"),
     [
-        pytest.param(world, name, id=name, marks=SWEPT if name == "pp2 x tp2" else SWEPT[:1] if world == 4 else [])
+        pytest.param(
+            world, name, id=name, marks=[pytest.mark.slow] * (world == 4) + [pytest.mark.sweep] * (name in SWEPT)
+        )
         for world in RUNS
         for name in RUNS[world]
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(world: int, name: str, seen: Callable[[int], Seen]) -> None:
     _, steps, stop, *_ = RUNS[world][name]
+    losses_per_step = 2 if "1f1b" in name else 1  # a step runs once for each microbatch
     for straight, resumed in (rank[name] for rank in seen(world)):
-        assert resumed["losses"] == straight["losses"][stop:]
+        assert len(straight["losses"]) == steps * losses_per_step
+        assert resumed["losses"] == straight["losses"][stop * losses_per_step :]
         assert tiny.differences(straight["state"], resumed["state"]) == []
         assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])
-
-
-def test_resumed_1f1b_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(2, straight_and_resumed, PP2_1F1B, str(tmp_path), 6, 3, {}, {}):
-        assert len(straight["losses"]) == 12  # the list of a step that runs once for each of two microbatches
-        assert resumed["losses"] == straight["losses"][6:]
-        assert tiny.differences(straight["state"], resumed["state"]) == []
 
 
 def with_and_without_saves(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:

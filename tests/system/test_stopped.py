@@ -81,8 +81,8 @@ class OutOfTime(Timer):
         return {}
 
 
-PER_EPOCH = 6  # batches
-STEPS = 13
+PER_EPOCH = 4  # batches
+STEPS = 9
 
 
 def ended(kind: str) -> tuple[dict[str, Any], list[pl.Callback]]:
@@ -171,21 +171,21 @@ EACH = {"limit_val_batches": 2, "val_check_interval": 2}
 IN_WORKERS: dict[str, Any] = {"workers": 2}
 
 # By the number of ranks: how the first run ended, who saved, loader, options of the Trainer ("before": of the first).
-# One process draws the order from its random state, two have a DistributedSampler. Six batches an epoch.
+# One process draws the order from its random state, two have a DistributedSampler. Four batches an epoch.
 ROWS: dict[int, list[Row]] = {
     1: [
-        ("max_steps@4", "after", {}, {}),
-        ("max_steps@9", "epoch end", IN_WORKERS, {}),
-        ("max_steps@6", "after", {}, EACH),
+        ("max_steps@2", "after", {}, {}),
+        ("max_steps@5", "epoch end", IN_WORKERS, {}),
+        ("max_steps@4", "after", {}, EACH),
         ("max_time@3", "after", {}, EACH),
         ("SIGTERM@3", "after", {}, {}),
         ("should_stop@3", "epoch end", {}, EACH),
         ("max_epochs@2", "epoch end", IN_WORKERS, {}),
     ],
     2: [
-        ("max_steps@4", "after", {}, EACH),
-        ("max_time@9", "epoch end", {}, {}),
-        ("SIGTERM@6", "after", {}, EACH),
+        ("max_steps@2", "after", {}, EACH),
+        ("max_time@5", "epoch end", {}, {}),
+        ("SIGTERM@4", "after", {}, EACH),
     ],
 }
 FAST = {1: 3, 2: 1}
@@ -222,15 +222,15 @@ def test_a_run_that_ended_continues_as_one_that_never_stopped(
 
 
 SHORTER: list[Row] = [
-    ("max_steps@4", "after", {}, {"limit_train_batches": 3, "before": {"limit_train_batches": 6}}),
-    ("max_epochs@1", "after", {}, {"before": {"limit_train_batches": 3}}),
+    ("max_steps@3", "after", {}, {"limit_train_batches": 2, "before": {"limit_train_batches": 4}}),
+    ("max_epochs@1", "after", {}, {"before": {"limit_train_batches": 2}}),
 ]
 
 
 def test_an_epoch_that_is_over_by_the_limit_of_either_run_is_followed_by_the_next_one(tmp_path: Path) -> None:
     """Oracle: the second epoch of the run that never stopped, whose DistributedSampler shuffles by the epoch."""
     for below, raised in run_ranks(2, all_three, SHORTER, str(tmp_path), 2 * PER_EPOCH):
-        for (straight, _, rest), length in ((below, 3), (raised, 6)):
+        for (straight, _, rest), length in ((below, 2), (raised, 4)):
             where = [step[:3] for step in rest["steps"][:length]]
             assert where == [step[:3] for step in straight["steps"] if step[0] == 1]
             assert rest["begun"][0] == 1
