@@ -108,9 +108,9 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, checkpointed": (2, PP2 | {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}),
 }
 QUICK = {"pp2"}
-SLOW = {"fsdp4"}  # what is resumed ends as the topology that goes on
-RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp4", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
-"""The topology whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
+SLOW = {"fsdp2"}  # what is resumed ends as the topology that goes on
+RESUMED: dict[str, tuple[str, str]] = {"on stages": ("fsdp2", "pp2"), "on 4 ranks": ("pp2", "fsdp2 x tp2")}
+"""The topology of two ranks whose checkpoint, of the middle of an epoch, is resumed; the one that goes on."""
 
 
 def dropout(seed: int = 3) -> DropoutBySample:
@@ -170,11 +170,10 @@ def seen(
     directory, found = str(tmp_path_factory.mktemp("runs")), {}
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {item.callspec.params.get("name") for item in items}
-    targets = {name: TOPOLOGIES[onto][0] for name, (_, onto) in RESUMED.items() if name in wanted}
-    wanted |= {RESUMED[name][0] for name in targets}
-    for world, begins, goes_on in (2, True, False), (4, True, True), (2, False, True):
-        names = [name for name, (ranks, _) in TOPOLOGIES.items() if begins and ranks == world and name in wanted]
-        resumed = [name for name, ranks in targets.items() if goes_on and ranks == world]
+    wanted |= {RESUMED[name][0] for name in wanted & RESUMED.keys()}
+    for world in (2, 4):
+        names = [name for name, (ranks, _) in TOPOLOGIES.items() if ranks == world and name in wanted]
+        resumed = [name for name, (_, onto) in RESUMED.items() if TOPOLOGIES[onto][0] == world and name in wanted]
         if names or resumed:
             every = run_ranks(world, run_all, names, resumed, directory)
             found |= {name: [rank[name] for rank in every] for name in (*names, *resumed)}

@@ -68,8 +68,8 @@ def _is_adapter(key: str) -> bool:
     return "lora_" in key or "modules_to_save" in key
 
 
-def fit(strategy: Any, options: dict[str, Any], steps: int = 2) -> dict[str, Any]:
-    return adapters.fit(strategy, steps, **options)
+def fit(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return adapters.fit(strategy, 1, **options)
 
 
 # ── a base model that was saved without adapters ────────────────────────────────────────────────────────────────────
@@ -122,14 +122,22 @@ def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     assert "has no adapters: 20 tensors of adapters left as they are" in note
 
 
-def resume_refused(path: str, options: dict[str, Any], base: str | None) -> str:
+def resume_refused(strategy: Any, path: str, **options: Any) -> str:
     with pytest.raises(MismatchError) as caught:
-        adapters.fit(TP, 3, base=base, resume=path, options=options)
+        adapters.fit(strategy, 3, resume=path, **options)
     return str(caught.value)
 
 
+def refused_alone(path: str, *cases: dict[str, Any]) -> list[str]:
+    return [resume_refused(FSDP, path, **options) for options in cases]
+
+
+def refused_on_ranks(path: str) -> str:
+    return resume_refused(TP, path, base=None, options=adapters.LORA)
+
+
 def test_a_checkpoint_without_adapters_is_not_resumed_with_adapters(without_adapters: tuple[str, Any]) -> None:
-    for message in run_ranks(2, resume_refused, without_adapters[0], adapters.LORA, None):
+    for message in run_ranks(2, refused_on_ranks, without_adapters[0]):
         assert "model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight  in model only" in message
 
 
@@ -140,15 +148,14 @@ def test_a_checkpoint_without_adapters_is_not_resumed_with_adapters(without_adap
 def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     run_ranks(2, fit, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
-    more, other = {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "o_proj"], "r": 5}
-    message, *_ = run_ranks(2, resume_refused, path, more, None)
+    options = {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "o_proj"], "r": 5}
+    ((message, other),) = run_ranks(1, refused_alone, path, *({"base": None, "options": each} for each in options))
     lines = [line.strip() for line in message.splitlines() if line.startswith("  ")]
     layer = "model.base_model.model.model.layers.0"
     assert f"{layer}.mlp.up_proj.lora_A.default.weight  in model only" in "\n".join(lines)
     assert f"{layer}.self_attn.o_proj.lora_B.default.weight  in checkpoint only" in lines
     assert not [line for line in lines if line.startswith(f"{layer}.self_attn.v_proj.weight")]  # left out
-    message, *_ = run_ranks(2, resume_refused, path, other, None)
-    assert f"{layer}.self_attn.q_proj.lora_A.default.weight  shape (3, 16) in checkpoint, (5, 16) in model" in message
+    assert f"{layer}.self_attn.q_proj.lora_A.default.weight  shape (3, 16) in checkpoint, (5, 16) in model" in other
 
 
 @pytest.mark.slow
@@ -162,14 +169,8 @@ def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) 
         frozen[name] = ["F32", [16]]
 
     small.edit(path, "frozen-state-dist-00000.json", shrunk)
-    (message,) = run_ranks(1, refused_alone, str(path), base)
+    ((message,),) = run_ranks(1, refused_alone, str(path), {"base": base})
     assert f"1 difference\n  {name}  F32 (16,) when the checkpoint left it out, BF16 (16,) in model" in message
-
-
-def refused_alone(path: str, base: str) -> str:
-    with pytest.raises(MismatchError) as caught:
-        adapters.fit(FSDP, 3, base=base, resume=path)
-    return str(caught.value)
 
 
 # ── what else may be trained, and other ways to save and load ───────────────────────────────────────────────────────
@@ -253,7 +254,7 @@ def load_alone(path: str, file: str, base: str, expected: dict[str, Any]) -> lis
     """By ``load_from_checkpoint`` from the directory, and by a Trainer from the single file."""
     module = load_from_checkpoint(adapters.Adapted, path)
     found = [tiny.differences(expected, tiny.full_state(module, []))]
-    state = adapters.fit(FSDP, 2, base=base, resume=file, io={}, seed=3)
+    state = adapters.fit(FSDP, 1, base=base, resume=file, io={}, seed=3)
     found.append(tiny.differences(expected, {k: v for k, v in state.items() if k.startswith("model/")}))
     with pytest.raises(MismatchError, match=r"35 differences\n  .*lm_head\.weight  in model only\n"):
         load_from_checkpoint(adapters.Adapted, path, options={"target_modules": ["q_proj"]})
@@ -287,7 +288,7 @@ def save_for_transformers(path: str) -> None:
 def test_a_model_with_adapters_is_not_written_for_transformers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapters_only leaves out the base model"):
         ShardCkptIO(adapters_only=True, also="huggingface")
-    run_ranks(2, save_for_transformers, str(tmp_path / "a.ckpt"))
+    run_ranks(1, save_for_transformers, str(tmp_path / "a.ckpt"))
     assert os.listdir(tmp_path) == []
 
 
