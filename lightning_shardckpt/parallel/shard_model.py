@@ -79,10 +79,6 @@ class Recipe:
     autocast_dtype: torch.dtype | None = None
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
-    def keeps_gathered(self, meshes: Meshes) -> bool:
-        """Return whether FSDP keeps parameters gathered between forward and backward, as in pipelines."""
-        return self.reshard_after_forward is False or meshes.topology.pipeline > 1
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedModule:
@@ -375,11 +371,12 @@ def _make_units(
         others = units_around(root, list(chosen), is_called=is_called)
         chosen |= dict.fromkeys(others.values(), "keep")
     chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
+    reshards = recipe.reshard_after_forward is not False and meshes.topology.pipeline == 1
     for module, kind in chosen.items():
         unit = Unit(
             names[module],
             device,
-            reshard=kind == "reshard" and not recipe.keeps_gathered(meshes),
+            reshard=kind == "reshard" and reshards,
             is_rest=kind == "keep" and meshes.topology.pipeline == 1,
             recompute=module in recomputed,
             inner=kind == "inner",

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shardckpt.compat.torch_modules import BatchNorm, NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
 
 
-def running_statistics(root: nn.Module) -> list[Tensor]:
-    """Return the running means and variances of the norms of ``root`` in training mode."""
-    norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
-    return [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-
-
 @torch.no_grad()
 def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast the running statistics of the first rank. Collective: every rank of ``group`` must call it."""
-    if group.size() == 1 or not (statistics := running_statistics(root)):
+    """Broadcast the first rank's statistics of norms in training mode.
+
+    Collective: every rank of ``group`` must call it.
+    """
+    norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
+    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    if group.size() == 1 or not statistics:
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
     dist.broadcast(flat, group=group, group_src=0)

@@ -27,7 +27,7 @@ RanksOf = Callable[[Tensor], int]
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-def replica_count(tensor: Tensor, ranks: int) -> float:
+def _replica_count(tensor: Tensor, ranks: int) -> float:
     """Return how many of ``ranks`` processes hold each element of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return float(ranks)
@@ -39,22 +39,6 @@ def replica_count(tensor: Tensor, ranks: int) -> float:
     return ranks / parts
 
 
-def grad_norm(
-    parameters: Iterable[Tensor], *, device: torch.device, ranks_of: RanksOf | None = None, norm_type: float = 2.0
-) -> Tensor:
-    """Return the norm of all gradients together, equal on every rank, as a 0-dim tensor on ``device``.
-
-    Collective: every rank of the world must call it. Gradients must be reduced, with their parameter's sharding.
-
-    Args:
-        parameters: the parameters whose gradients count.
-        device: the device of the result.
-        ranks_of: returns the number of ranks that hold a parameter or a part of it; by default the world size.
-        norm_type: the order of the norm.
-    """
-    return _norm_of(_gradients(parameters), device=device, ranks_of=ranks_of, norm_type=norm_type)
-
-
 def _gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters that have gradients, each with its gradient."""
     return [(p, gradient) for p in parameters if (gradient := p.grad) is not None]
@@ -63,7 +47,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def _norm_of(
     gradients: Sequence[tuple[Tensor, Tensor]], *, device: torch.device, ranks_of: RanksOf | None, norm_type: float
 ) -> Tensor:
-    """Return the norm of gradients together. Collective, as `grad_norm`."""
+    """Return the norm of all gradients together. Collective: every rank of the world must call it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     present = [(p, g, local) for p, g in gradients if (local := local_tensor(g)).numel()]
     total = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
@@ -75,7 +59,7 @@ def _norm_of(
         else:
             powers = norms.pow(norm_type)
             if ranks > 1:
-                weights = [1 / replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in present]
+                weights = [1 / _replica_count(g, ranks_of(p) if ranks_of else ranks) for p, g, _ in present]
                 powers = powers * on_device(weights, total.dtype, device)
             total = powers.sum()
     if ranks > 1:
@@ -94,13 +78,14 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
-    Collective: every rank of the world must call it. Waits for the device only with ``error_if_nonfinite``.
+    Collective: every rank of the world must call it. Gradients must be reduced, with their parameter's sharding. Waits
+    for the device only with ``error_if_nonfinite``.
 
     Args:
         parameters: the parameters whose gradients are scaled.
         max_norm: the largest norm afterwards.
         device: the device of the result.
-        ranks_of: as for `grad_norm`.
+        ranks_of: returns the number of ranks that hold a parameter or a part of it; by default the world size.
         norm_type: the order of the norm.
         error_if_nonfinite: whether to raise for an infinite norm or NaN.
 

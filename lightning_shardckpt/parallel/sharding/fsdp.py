@@ -46,7 +46,7 @@ def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool
         if module in chosen:
             return
         has_units = not chosen.isdisjoint(module.modules())
-        has_own = has_own_parameters(module) if has_units else _has_parameters(module)
+        has_own = any(True for _ in module.parameters(recurse=not has_units))
         if _has_forward(module) and (name or is_called) and has_own:
             around[name] = module
             if not has_units:
@@ -56,11 +56,6 @@ def units_around(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool
 
     walk("", root)
     return around
-
-
-def has_own_parameters(module: nn.Module) -> bool:
-    """Return whether a module has a forward, and parameters of its own."""
-    return _has_forward(module) and any(True for _ in module.parameters(recurse=False))
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:

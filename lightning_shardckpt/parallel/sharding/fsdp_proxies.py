@@ -196,7 +196,7 @@ class Engine:
         self._is_in_backward = False
         for proxy in self._proxies:
             proxy.end_backward()
-        if not self._compare_trails(sum(proxy.count_unused() for proxy in self._proxies)):
+        if not self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies)):
             return
         used = torch.tensor([is_used for proxy in self._proxies for is_used in proxy.list_used()], dtype=torch.uint8)
         for peers in self.peers:
@@ -407,7 +407,7 @@ class FSDPProxy:
         Torch's memory is freed at once, and not gathered again for the backward.
         """
         numbers = self._begin(leaves)
-        call = Call(partial(self._copy_inside, numbers))
+        call = Call(partial(self._copy_gathered, numbers))
         output = self.module(torch.empty(0, device=self._engine.device, requires_grad=torch.is_grad_enabled()), call)
         wholes: list[Tensor] = call.result()
         if output is not None and output.hook is not None:
@@ -416,7 +416,7 @@ class FSDPProxy:
         self.free()
         return wholes
 
-    def _copy_inside(self, numbers: Sequence[int], token: Tensor) -> list[Tensor]:
+    def _copy_gathered(self, numbers: Sequence[int], token: Tensor) -> list[Tensor]:
         self._wholes = [self._slots[str(n)] for n in range(len(self._leaves))]
         return list(self._as_seen(numbers, token, copies=True)[0])
 
@@ -577,18 +577,14 @@ class FSDPProxy:
             completed.append(gradient)
         return completed
 
-    def _list_unused(self) -> list[int]:
+    def list_unused(self) -> list[int]:
         """Return the parameters without a gradient before this backward that got none on this rank."""
         return [n for n, filled in enumerate(self._filled) if filled and not self._used[n] and not self._had[n]]
-
-    def count_unused(self) -> int:
-        """Return the number of parameters for which this rank has computed no gradient."""
-        return len(self._list_unused())
 
     def list_used(self) -> list[bool]:
         """Return for each parameter whether this rank has computed a gradient for it."""
         used = [True] * len(self._leaves)
-        for n in self._list_unused():
+        for n in self.list_unused():
             gradient = self._leaves[n].grad
             if gradient is not None:
                 rows = local_tensor(gradient)

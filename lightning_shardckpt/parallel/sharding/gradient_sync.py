@@ -55,6 +55,7 @@ class GradientSync:
     Attributes:
         adopted: plain parameters that the module got after it was sharded.
         has_stage_alone: whether each pipeline stage is one rank, so that `finish_kept` does not communicate.
+        is_blocked: whether `backward` only accumulates.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class GradientSync:
         self._fsdp = list(fsdp_modules(root))
         self.has_stage_alone = meshes.topology.world_size == meshes.topology.pipeline
         self._communicates = meshes.topology.world_size > 1 or bool(self._fsdp)
-        self._blocked = self._checked = False
+        self.is_blocked = self._checked = False
         self._before: dict[nn.Parameter, Tensor | None] = {}
 
     @contextmanager
@@ -107,15 +108,11 @@ class GradientSync:
     @contextmanager
     def blocked(self) -> Iterator[None]:
         """Inside, `backward` only accumulates."""
-        self._blocked = True
+        self.is_blocked = True
         try:
             yield
         finally:
-            self._blocked = False
-
-    @property
-    def is_blocked(self) -> bool:
-        return self._blocked
+            self.is_blocked = False
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward; after it, gradients are synchronized, unless they only accumulate."""
@@ -124,16 +121,16 @@ class GradientSync:
     @contextmanager
     def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
-            module.set_requires_gradient_sync(not self._blocked, recurse=False)
+            module.set_requires_gradient_sync(not self.is_blocked, recurse=False)
         try:
-            with self.no_sync(self._blocked), explain_unused_inputs():
+            with self.no_sync(self.is_blocked), explain_unused_inputs():
                 yield
         except BaseException:
             for replicated in (self._partial, self._averaged):
                 if replicated is not None:
                     replicated.reset()
             raise
-        if not self._blocked:
+        if not self.is_blocked:
             self._check()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
@@ -163,7 +160,7 @@ class GradientSync:
 
         Collective: every rank of the world must call it.
         """
-        if self._blocked:
+        if self.is_blocked:
             return
         for replicated in (self._partial, self._averaged):
             if replicated is not None:

@@ -182,7 +182,7 @@ def _copy_argument(dtype: torch.dtype, value: Any) -> Any:
 def _describe_difference(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> str:
     for position, (value, reference) in enumerate(zip(actual, expected, strict=False)):
         if value.shape != reference.shape:
-            if position:  # attention weights, returned beside the output, are those of the rank's heads
+            if position:  # attention weights, returned beside the output, are the weights of the rank's heads
                 continue
             return f"its output has the shape {tuple(value.shape)}, not {tuple(reference.shape)}"
         if not reference.numel():

@@ -306,7 +306,7 @@ def _has_norm(tensors: Sequence[Tensor], order: Any) -> bool:
 
 
 def _compute_norms(tensors: Sequence[Any], order: float) -> list[Tensor]:
-    """Return the norm of each tensor, joined in double precision from those of all ranks' rows; all sharded alike."""
+    """Return the norm of each tensor, joined in double precision from the norms of rows; all are sharded alike."""
     rows = [local_tensor(tensor) for tensor in tensors]
     wide = [part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in rows]
     own = [float(torch.linalg.vector_norm(part, order)) if part.numel() else 0.0 for part in wide]

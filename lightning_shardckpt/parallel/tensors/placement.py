@@ -58,15 +58,16 @@ def resolve_sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sha
     """Return the sharding that a mesh and placements stand for."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     axes = {name: (placement, size) for name, placement, size in zip(names, placements, mesh.shape, strict=True)}
-    peers = {name: peers_of(_axis(mesh, name)) for name in DATA_AXES if name in axes and axes[name][1] > 1}
+    peers = {name: axis_peers(mesh, name) for name in DATA_AXES if name in axes and axes[name][1] > 1}
     others = tuple(name for name in names if name not in DATA_AXES)
     model_mesh = None if not others else mesh if len(others) == mesh.ndim else mesh[others]
     model = tuple(axes[name][0] for name in others)
     return Sharding(peers.get("shard"), peers.get("replicate"), model_mesh, model)
 
 
-def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    return mesh if mesh.ndim == 1 else mesh[name]
+def axis_peers(mesh: DeviceMesh, name: str) -> Peers:
+    """Return the ranks of one axis of a mesh."""
+    return peers_of(mesh if mesh.ndim == 1 else mesh[name])
 
 
 def spec_over(tensor: Tensor, data_mesh: DeviceMesh, root: DeviceMesh) -> DTensorSpec:

@@ -20,8 +20,14 @@ from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_o
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
-from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
-from lightning_shardckpt.parallel.tensors.placement import Sharding, describe, local_part, resolve_sharding
+from lightning_shardckpt.parallel.tensors.peers import Peers
+from lightning_shardckpt.parallel.tensors.placement import (
+    Sharding,
+    axis_peers,
+    describe,
+    local_part,
+    resolve_sharding,
+)
 
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 """Plain tensors that were equal on all ranks: their version then, and the id of the sharding."""
@@ -207,8 +213,4 @@ def _model_axes(sharding: Sharding) -> list[tuple[Peers, bool]]:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     axes = zip(names, sharding.model, mesh.shape, strict=True)
-    return [
-        (peers_of(mesh if mesh.ndim == 1 else mesh[name]), not placement.is_replicate())
-        for name, placement, size in axes
-        if size > 1
-    ]
+    return [(axis_peers(mesh, name), not placement.is_replicate()) for name, placement, size in axes if size > 1]
