@@ -69,13 +69,13 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
     [
         (0, "training_step", "none"),
         (1, "training_step", "on exception"),
+        pytest.param(1, "on_train_batch_start", "model checkpoint", marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
                 (0, "training_step", "model checkpoint"),
                 (0, "on_train_batch_start", "on exception"),
                 (1, "on_train_batch_start", "none"),
-                (1, "on_train_batch_start", "model checkpoint"),
             )
         ),
     ],
@@ -94,7 +94,7 @@ def test_the_exception_of_one_rank_is_neither_hidden_nor_waited_for(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_an_exception_in_a_hook_of_saving_reaches_the_rank_that_waits(who: int, tmp_path: Path) -> None:
     where = "on_save_checkpoint"
     found = run_ranks(2, broken, who, where, "every step", str(tmp_path), expect_errors=True, grace_s=30, timeout_s=90)
@@ -105,7 +105,7 @@ def test_an_exception_in_a_hook_of_saving_reaches_the_rank_that_waits(who: int, 
     assert sorted(os.listdir(tmp_path)) == ["epoch=0-step=1.ckpt"]
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_a_rank_that_dies_on_its_way_to_a_save_is_named(who: int, tmp_path: Path) -> None:
     where = "killed on_save_checkpoint"
     found = run_ranks(2, broken, who, where, "every step", str(tmp_path), expect_errors=True, grace_s=30, timeout_s=90)

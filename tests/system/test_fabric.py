@@ -91,13 +91,13 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case(), "before", {}),
-    (HARD, "before", {}),
     (HARD, "after", {"activation_checkpointing": True}),
     (Case(clip=0.05), "after", {"cpu_offload": True}),
     (HARD, "before", TENSOR),
-    (Case("llama", clip=0.05), "before", {"tensor_parallel_size": 2}),
     (Case(), "before", {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}),
 ]
+
+
 def train_all(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [train(case, order, **options) for case, order, options in ways]
 

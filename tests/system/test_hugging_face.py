@@ -55,7 +55,7 @@ def train(kind: str, strategy: Any, save: str | None, resume: str | None) -> dic
 @pytest.mark.parametrize(
     ("kind", "world", "strategy", "to_world", "to"),
     [
-        pytest.param("llama-tied", 4, TP, 3, {}, marks=pytest.mark.slow),
+        pytest.param("llama-tied", 2, TP, 3, {}, marks=pytest.mark.slow),
         ("qwen3", 2, {}, 4, TP),
     ],
 )

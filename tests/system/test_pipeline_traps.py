@@ -411,6 +411,7 @@ class Hybrid(Named):
 NAMED = (*Named.__subclasses__(), OnBothSides)
 ALL = (*(kind for kind in Plain.__subclasses__() if kind is not Named), UsesSecondResult, *NAMED)
 KINDS = {kind.__name__: kind for kind in ALL}
+SWEPT = ("Plain", "TwoResults", "OfTheList", "TwiceBefore")  # of which others are a kind
 
 
 class Trained(NamedTuple):
@@ -454,7 +455,9 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Pairs:
     return {name: (alone[name], [rank[name] for rank in ranks]) for name in names}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sweep) if kind in SWEPT else kind for kind in KINDS]
+)
 def test_training_over_two_stages_equals_one_process(kind: str, trained: Pairs, folder: Path) -> None:
     alone, ranks = trained[kind]
     state = {name: value for rank in ranks for name, value in rank.state.items()}

@@ -84,8 +84,8 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("who", "strategy"),
     [
-        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=[pytest.mark.slow] * (who != "rank 1"))
-        for strategy in STRATEGIES
+        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=marks if who != "rank 1" else [])
+        for strategy, marks in (("fsdp2", [pytest.mark.slow]), ("pp2", [pytest.mark.slow, pytest.mark.sweep]))
         for who in CHOICES
     ],
 )

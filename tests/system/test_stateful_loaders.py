@@ -122,7 +122,8 @@ def fit(kind: str, resume: str | None = None, net_fails: int = 0, data_fails: in
 
 
 WAYS = ("in an epoch", "at its end", "in the next", "after max_steps", "after max_epochs", "step fails", "data fail")
-KINDS = ("loader", "corpus", "both")
+KINDS = {1: ("loader", "corpus", "both"), 2: ("both",)}
+"""Kinds of loaders, by the number of ranks."""
 
 
 def first_part(kind: str, way: str, directory: str) -> str:
@@ -142,7 +143,7 @@ def first_part(kind: str, way: str, directory: str) -> str:
 
 def run_all(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in KINDS[int(os.environ["WORLD_SIZE"])]:
         _, net = fit(kind, max_steps=STEPS)
         found[kind] = straight = (net.steps, tiny.full_state(net, []))
         for way in ways(kind):
@@ -173,10 +174,17 @@ DONE = {"in an epoch": 4, "at its end": 6, "in the next": 9, "after max_steps": 
 DONE |= {"step fails": 4}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind in KINDS for way in ways(kind)])
+@pytest.mark.parametrize(
+    ("world", "kind", "way"),
+    [
+        pytest.param(world, kind, way, marks=[pytest.mark.slow] * (world > 1))
+        for world, kinds in KINDS.items()
+        for kind in kinds
+        for way in ways(kind)
+    ],
+)
 def test_no_batch_is_lost_or_comes_twice(
-    kind: str, way: str, world: int, seen: Callable[[int], list[dict[str, Any]]]
+    world: int, kind: str, way: str, seen: Callable[[int], list[dict[str, Any]]]
 ) -> None:
     for rank in seen(world):
         steps, same, said = rank[f"{kind}, {way}"]

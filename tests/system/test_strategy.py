@@ -15,7 +15,6 @@ from tests.support.pool import run_ranks
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 TOLERANCE = 1e-12
 
-LATE = Case(late=True)
 TIED = Case("tied net", late=True)
 CLIPPED = Case(clip=0.05)
 ACCUMULATED = Case(clip=0.05, accumulate=2)
@@ -23,7 +22,7 @@ LLAMA = Case("llama", late=True)
 TIED_LLAMA = Case("tied llama", clip=0.05)
 QWEN3 = Case("qwen3", accumulate=2)
 GPT2 = Case("gpt2", late=True)
-EVERY_CASE = [LATE, TIED, CLIPPED, ACCUMULATED, LLAMA, TIED_LLAMA, QWEN3, GPT2]
+EVERY_CASE = [TIED, CLIPPED, ACCUMULATED, LLAMA, TIED_LLAMA, QWEN3, GPT2]
 TP = {"tensor_parallel_size": 2}
 
 
@@ -66,8 +65,8 @@ def expected() -> dict[Case, Trained]:
     ("world", "sizes", "cases"),
     [
         pytest.param(1, {}, [ACCUMULATED, QWEN3], id="one process"),
-        pytest.param(2, {}, [CLIPPED, LATE, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
-        pytest.param(3, {}, [TIED], id="fsdp3 uneven", marks=pytest.mark.slow),
+        pytest.param(2, {}, [CLIPPED, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(3, {}, [TIED], id="fsdp3 uneven", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param(2, {"data_parallel_replicate_size": 2}, [ACCUMULATED], id="replicate2"),
         pytest.param(2, TP, [QWEN3, TIED_LLAMA], id="tp2", marks=pytest.mark.slow),
         pytest.param(4, TP, [TIED], id="fsdp2 x tp2", marks=pytest.mark.slow),

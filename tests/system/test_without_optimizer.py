@@ -67,8 +67,9 @@ def resume_by(doors: list[tuple[str, str]], answer: Any) -> list[dict[str, Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("answer", [None, []], ids=["none", "empty list"])
+@pytest.mark.parametrize(
+    ("answer", "world"), [pytest.param(None, 1, id="none, one rank"), pytest.param([], 2, id="empty list, two ranks")]
+)
 def test_a_module_without_optimizers_is_saved_and_resumed_through_every_door(
     answer: Any, world: int, tmp_path: Path
 ) -> None:
