@@ -191,7 +191,7 @@ def train_with_batch_norm() -> None:
 def test_batch_norms_that_cannot_be_synchronized_are_refused() -> None:
     (outcome,) = run_ranks(1, train_with_batch_norm, expect_errors=True)
     assert outcome.error.type == "TopologyError"
-    assert "would take the place of net.batch_norm, does not run on CPUs" in outcome.error.message
+    assert "would replace net.batch_norm, does not run on CPUs" in outcome.error.message
 
 
 def combine_with_unknown(module: Any) -> tuple[list[bool], list[str], bool]:
