@@ -19,7 +19,7 @@ from tests.support.nets import LENGTH, VOCABULARY, Block, Net, optimizer_of
 
 WIDTH, LABELS, PATIENCE = 12, 5, 2
 SHORT = (12,) * 4
-RAGGED = (12, 8, 12, 5, 7, 3, 2, 1)  # the default number of microbatches is 4
+RAGGED = (12, 8, 12, 5, 3, 2, 1)  # the default number of microbatches is 4
 VALIDATION = (12, 8, 6)
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────

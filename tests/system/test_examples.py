@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from lightning_shardckpt import cli
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
-INSPECT = ("-m", "lightning_shardckpt", "inspect", "--json")
 STEPS = 6
 ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 TOPOLOGIES = {"first": (4, 1, 2, 2), "second": (4, 2, 2, 1), "third": (1, 1, 1, 1)}  # world, pipeline, shard, tensor
@@ -51,13 +50,6 @@ class Job:
         return self.losses("first") | self.losses("second") | self.losses("third")
 
 
-def new_python(*arguments: str | Path) -> str:
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, python: Run) -> Job:
     folder = tmp_path_factory.mktemp("examples") / "job"
@@ -67,8 +59,11 @@ def job(tmp_path_factory: pytest.TempPathFactory, python: Run) -> Job:
 
 
 @pytest.mark.parametrize("leg", TOPOLOGIES)
-def test_each_leg_ran_on_the_topology_that_is_claimed(leg: str, job: Job) -> None:
-    facts: dict[str, Any] = json.loads(new_python(*INSPECT, job.checkpoint(leg)))
+def test_each_leg_ran_on_the_topology_that_is_claimed(
+    leg: str, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", "--json", str(job.checkpoint(leg))]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     mesh = facts["topology"]
     assert (facts["world_size"], mesh["pipeline"], mesh["shard"], mesh["tensor"]) == TOPOLOGIES[leg]
     assert facts["step"] == job.steps(leg)
@@ -154,19 +149,21 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
     assert [line.split()[0] for line in seconds] == ["uninterrupted", *TOPOLOGIES, "all"]
 
 
-def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path) -> None:
+def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path, python: Run) -> None:
     pytest.importorskip("matplotlib")  # of the extra bench, which the tests do without
-    new_python(EXAMPLES / "losses.py", job.folder, tmp_path / "losses.svg")
+    done = python([EXAMPLES / "losses.py", job.folder, tmp_path / "losses.svg"], env=ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
     drawn = (tmp_path / "losses.svg").read_text()
     assert re.findall(r">(\w+) leg<", drawn) == list(TOPOLOGIES)
 
 
 @pytest.mark.sweep
-def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
+def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule(python: Run) -> None:
     size = ["--rounds=1", "--steps=1", "--layers=4", "--width=16", "--length=8", "--batch=8"]
-    lines = new_python(
-        EXAMPLES / "benchmarks" / "pipeline.py", *size, "--schedules", "1f1b", "zbv_zero_bubble"
-    ).splitlines()
+    command = [EXAMPLES / "benchmarks" / "pipeline.py", *size, "--schedules", "1f1b", "zbv_zero_bubble"]
+    done = python(command, env=ENV, timeout_s=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
     head, alone, *rows = lines[2:6]
     assert lines[0].startswith("2 processes in a pipeline")
     assert head.split() == ["step", "ratio", "at", "best", "work", "idle", "bubble", "state", "peak"]
@@ -180,8 +177,7 @@ def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule() -> None:
 
 
 @pytest.mark.parametrize("steps", ["0", "10"])
-def test_a_number_of_steps_that_makes_no_legs_is_refused(steps: str, tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "main_job.py", "--steps", steps, "--dir", tmp_path]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=60, check=False)
+def test_a_number_of_steps_that_makes_no_legs_is_refused(steps: str, tmp_path: Path, python: Run) -> None:
+    done = python([EXAMPLES / "main_job.py", "--steps", steps, "--dir", tmp_path], env=ENV)
     assert done.returncode == 2
     assert "multiple of 3" in done.stderr

@@ -77,7 +77,7 @@ GROUPS = {
             "dict of outputs": Case(module="Answering", sizes=RAGGED),
             "buffer that counts": Case(module="Counting"),
             "metrics, sizes change": Case(module="Measured", sizes=RAGGED),
-            "callbacks decide": Case(module="Deciding", epochs=9, scheduler="plateau"),
+            "callbacks decide": Case(module="Deciding", epochs=9, scheduler="plateau", sizes=(12, 12)),
         },
     ),
     "models": Group(
@@ -139,8 +139,9 @@ QUICK = {
     ("schedules", "1f1b"),
 }
 SWEPT = {
-    *(("two stages per rank", name) for name in ("looped_bfs", "dualpipe_v")),
+    *(("two stages per rank", name) for name in ("looped_bfs", "interleaved_zero_bubble", "dualpipe_v")),
     *(("with fsdp", "tied llama"), ("with tensor", "metrics"), ("with fsdp and tensor", "gpipe")),
+    *(("with replicas", "1f1b"), ("schedules", "gpipe by microbatch"), ("models", "head first")),
 }
 """What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
 

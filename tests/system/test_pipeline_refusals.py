@@ -27,7 +27,7 @@ from tests.support.tiny import full_state, trainer
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
 PROMPT_S = 30  # from the start of a run to its error on the last rank; a test machine may be busy
-TOGETHER = 6  # cases in the same processes, one after another, before a run that is not refused
+TOGETHER = 9  # cases in the same processes, one after another, before a run that is not refused
 
 # ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -967,8 +967,8 @@ every_case = pytest.mark.parametrize(
     "case",
     [
         *QUICK,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW[::3]),
-        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.sweep]) for n, case in enumerate(SLOW) if n % 3),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW[::4]),
+        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.sweep]) for n, case in enumerate(SLOW) if n % 4),
     ],
 )
 
