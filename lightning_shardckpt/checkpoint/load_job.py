@@ -280,7 +280,8 @@ class LoadJob:
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         self.trainer = self.source.trainer(tensors.__getitem__)
         if self._elsewhere:
-            drop_elsewhere(self.trainer, self._is_elsewhere)
+            requested = self._live.trainer_tensors
+            drop_elsewhere(self.trainer, lambda key: key not in requested and self._is_elsewhere(key))
         first = decode_small(self.source.document("rank"))
         rank = 0 if first is None else self._pick_rank(first)
         self.trainer["rank_state"] = first if rank == 0 else decode_small(self.source.document("rank", rank))

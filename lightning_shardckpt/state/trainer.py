@@ -7,7 +7,7 @@ state, whatever its keys: a JSON tree, with its larger tensors in the component 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -164,20 +164,30 @@ def entry_of(key: str, entries: Collection[str]) -> str | None:
     return next((name for name in fqns_of(key) if name in entries), None)
 
 
-def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool]) -> None:
+def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool], path: str = "") -> None:
     """Take tensors and extra state of model entries that are elsewhere out of decoded trainer state, by their keys.
 
     So what a callback keeps by parameter name is of this stage's names when it comes back to a pipeline stage.
+
+    Args:
+        state: changed in place.
+        is_elsewhere: given the key of trainer state.
+        path: the key of ``state``.
     """
     if isinstance(state, argparse.Namespace):
-        drop_elsewhere(vars(state), is_elsewhere)
-    elif isinstance(state, dict):
-        kept_by_name = [k for k, v in state.items() if isinstance(k, str) and _is_entry(k, v)]
-        for key in filter(is_elsewhere, kept_by_name):
+        state = vars(state)
+    if not isinstance(state, dict | list | tuple):
+        return
+    items = [(f"{path}/{key}" if path else str(key), key, value) for key, value in _items(state)]
+    for name, key, value in items:
+        if isinstance(state, dict) and isinstance(key, str) and _is_entry(key, value) and is_elsewhere(name):
             del state[key]
-    if isinstance(state, dict | list | tuple):
-        for item in state.values() if isinstance(state, dict) else state:
-            drop_elsewhere(item, is_elsewhere)
+        else:
+            drop_elsewhere(value, is_elsewhere, name)
+
+
+def _items(state: Any) -> Iterable[tuple[Any, Any]]:
+    return state.items() if isinstance(state, dict) else enumerate(state)
 
 
 def _is_entry(key: str, value: Any) -> bool:

@@ -84,12 +84,15 @@ def save_and_refuse(path: str) -> None:
     loss = fabric.strategy.run_step(module, batch)
     fabric.backward(loss)
     optimizer.step()
-    state = {"model": module, "optimizer": optimizer, "step": 1}
+    names = ("net.blocks.0.up.weight", "net.blocks.2.up.weight")  # of the first stage, and of the last
+    state = {"model": module, "optimizer": optimizer, "step": 1, "average": {name: torch.ones(300) for name in names}}
     fabric.save(path, state)
     torch.manual_seed(8)
     again, its = built(fabric, HARD)
-    loaded = {"model": again, "optimizer": its, "step": 0}
+    average = {name: torch.zeros(300) for name in names}
+    loaded = {"model": again, "optimizer": its, "step": 0, "average": average}
     assert fabric.load(path, loaded) == {} and loaded["step"] == 1
+    assert all(tensor.sum() == 300 for tensor in average.values())
     assert differing(whole(again), whole(module)) == []
     assert differing(whole(its.optimizer), whole(optimizer.optimizer)) == []
     lone = built(fabric, HARD)[1]
