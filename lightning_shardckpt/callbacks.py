@@ -27,7 +27,7 @@ from lightning_shardckpt.compat.lightning_trainer import save_directory
 from lightning_shardckpt.errors import ShardCkptError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import matching_fqns
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.parallel.pipeline.microbatch import samples_in
+from lightning_shardckpt.parallel.pipeline.microbatch import count_samples
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.keyed_dropout import (
     OTHER_RANDOM,
@@ -440,7 +440,7 @@ class DropoutBySample(Callback):
     def _sample_numbers(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> torch.Tensor:
         """Return the positions of this rank's samples in the epoch's order of samples over all data-parallel ranks."""
         try:
-            count = samples_in(batch)
+            count = count_samples(batch)
         except UnsupportedCodeError as error:
             raise MisconfigurationException(
                 f"DropoutBySample must know the samples of a batch, and the first dims of its tensors differ: {error}"

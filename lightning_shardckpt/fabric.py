@@ -49,7 +49,12 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
-from lightning_shardckpt.strategy.fabric_modules import HeldBackward, SetUpModules, ShardedForward, gradients_accumulate
+from lightning_shardckpt.strategy.fabric_modules import (
+    BackwardSyncControl,
+    SetUpModules,
+    ShardedForward,
+    allow_backward,
+)
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
@@ -108,7 +113,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._deferred: DeferredInit | None = None
         self._agreement = BatchAgreement()
         self._joint_updates = JointUpdates()
-        self._backward_sync_control = HeldBackward()  # type: ignore[assignment]  # Fabric calls one method of it
+        self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
 
     # --- properties ---
 
@@ -206,10 +211,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         stepped, self._stepped = self._stepped, None
-        if not self._apart and any(not sharded.gradients.is_blocked for sharded in self._sharded):
-            self._agreement.any_rank_told(False, self.meshes, self.root_device, self.tuning)
+        if not self._is_alone and any(not sharded.gradients.is_blocked for sharded in self._sharded):
+            self._agreement.should_stop(False, self.meshes, self.root_device, self.tuning)
         with ExitStack() as stack:
-            stack.enter_context(gradients_accumulate())
+            stack.enter_context(allow_backward())
             if stepped is None:
                 for sharded in self._sharded:
                     stack.enter_context(sharded.gradients.backward())
@@ -226,7 +231,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Run an optimizer step. Collective in a pipeline without a closure: every rank of the world must call it."""
         if self.topology.pipeline > 1 and not kwargs:  # without a closure, which would compute the gradients
             self._joint_updates.check(optimizer, None, self.root_device)
-        closure, group = kwargs.get("closure"), None if self._apart else self.meshes.data_parallel_group
+        closure, group = kwargs.get("closure"), None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure or (lambda: None), group) as gradients:
             return super().optimizer_step(optimizer, **kwargs | ({} if closure is None else {"closure": gradients}))
 
@@ -253,7 +258,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """
         if self.topology.pipeline == 1:
             return step(batch)
-        sharded = self._sharded.meant_by(module)
+        sharded = self._sharded.resolve(module)
         assert sharded.pipeline is not None
         pipeline, train = sharded.pipeline, torch.is_grad_enabled()
 
@@ -344,14 +349,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def describe() -> str:
             objects = objects_in(state).in_order(order)
-            whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
+            whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
             described.append((objects, whole, checkpoint))
             return os.fspath(path)
 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, checkpoint),) = described
-        if not self._apart:
+        if not self._is_alone:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
         self.checkpoint_io.save_checkpoint(checkpoint, common_path, storage_options)
@@ -382,7 +387,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def make() -> NestedLoad:
             objects = objects_in(states).in_order(order)
-            whole, named_by = self._sharded.whole_names(objects), self._sharded.naming(objects).root
+            whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             skip, cast = io.resume_skip, io.cast
             return NestedLoad(
                 states, objects, named_by=named_by, whole=whole, skip=skip, cast=cast, keep_parameters=True

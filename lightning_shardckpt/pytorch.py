@@ -39,7 +39,7 @@ from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
-from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code, watch_state
+from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code
 from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
@@ -52,11 +52,17 @@ from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
-from lightning_shardckpt.strategy.lightning_module import ModuleBuild, check_filled, recall, remember, whole_names
+from lightning_shardckpt.strategy.lightning_module import (
+    ModuleBuild,
+    attach_sharded,
+    check_filled,
+    find_sharded,
+    whole_names,
+)
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.resume import DataShare
-from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, look_at_saves
+from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, check_saves
 from lightning_shardckpt.strategy.steps import (
     StepContext,
     TrainerSteps,
@@ -140,7 +146,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = ResolvingLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, meet=self._meet
+            self.cluster_environment, self.num_processes, self.num_nodes, join=self._meet
         )
 
     @override
@@ -178,7 +184,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Return the context of ``configure_model``, on every stage; only the first one may build."""
         deferred = self.tuning if self._defer_init else None
-        with self._build.configuring(self._module, self.topology, self.root_device, deferred=deferred):
+        with self._build.configure(self._module, self.topology, self.root_device, deferred=deferred):
             yield
 
     @override
@@ -191,7 +197,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         written_numbers.reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
-        sharded = recall(self._module, self.topology) or self._shard()
+        sharded = find_sharded(self._module, self.topology) or self._shard()
         self._own_steps = TrainerSteps(
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
         )
@@ -212,23 +218,23 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._unmark_user_code()
             self._unmark_user_code = wrap_actions(trainer.profiler, user_code)  # type: ignore[attr-defined]  # set late
             for optimizer in self.optimizers:
-                watch_state(optimizer)
+                guard_state(optimizer)
 
     def _shard(self) -> ShardedModule:
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
-        pretrained, lacks_weights = self._pretrained, partial(self._checkpoints.lacks_weights, self.checkpoint_io)
+        pretrained, needs_weights = self._pretrained, partial(self._checkpoints.needs_weights, self.checkpoint_io)
         phase = "deciding whether initial weights are needed"
 
         def restores() -> bool:
-            return not self._ranks.step(phase, lacks_weights, any)
+            return not self._ranks.step(phase, needs_weights, any)
 
         pretrained = None if pretrained is not None and restores() else pretrained
         sharded = self._shard_module(
-            module, self._build.first_values(), pretrained, precision=self.precision_plugin, restores=restores
+            module, self._build.take_deferred(), pretrained, precision=self.precision_plugin, restores=restores
         )
-        remember(self._module, sharded)
+        attach_sharded(self._module, sharded)
         for size, group in (
             (self.topology.tensor, self.meshes.tensor_group),
             (self.topology.pipeline, self.meshes.pipeline_group),
@@ -280,18 +286,18 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     def _any_rank_preempted(self, is_preempted: bool) -> bool:
         """Return True if any rank was told to stop. Collective: every rank of the world must call it."""
-        if self._apart:
+        if self._is_alone:
             return is_preempted
-        return self._agreement.any_rank_told(is_preempted, self.meshes, self.root_device, self.tuning)
+        return self._agreement.should_stop(is_preempted, self.meshes, self.root_device, self.tuning)
 
     def _compare_ranks(self) -> None:
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
-        if not self._apart:
+        if not self._is_alone:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._checkpoints.stopping.forget()
+        self._checkpoints.stop_position.reset()
         if self._agreement.values is not None and batch_idx == 0:
             self._agreement.values.begin()
         self._check_preemption()
@@ -341,11 +347,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if not self._apart:
+        if not self._is_alone:
             closure = with_mean_loss(optimizer, closure, self.reduce)
         if self.sharded.pipeline is not None:
-            closure = self._joint_updates.checked(optimizer, closure, self.root_device)
-        group = None if self._apart else self.meshes.data_parallel_group
+            closure = self._joint_updates.wrap_closure(optimizer, closure, self.root_device)
+        group = None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure, group) as gradients, user_code(False):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
@@ -353,19 +359,19 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @property
     @override
-    def _apart(self) -> bool:
+    def _is_alone(self) -> bool:
         """True also while hooks run after an exception, if the other ranks may not be running them.
 
         Collectives in such hooks then use only this rank's values, since the other ranks may still be training.
         """
-        return super()._apart or self._checkpoints.answers_alone
+        return super()._is_alone or self._checkpoints.answers_alone
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         """Reduce over the data-parallel group by default, since the ranks of a tensor group have equal values."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if not isinstance(tensor, Tensor) or self._apart:
+        if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         ranks = group or self.meshes.data_parallel_group
         return tensor if ranks.size() == 1 else reduced(tensor, ranks, reduce_op)
@@ -419,7 +425,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Return live shards by FQN."""
         self.reshard()
         if self.sharded.pipeline is not None:
-            self.sharded.pipeline.absent.check_own()
+            self.sharded.pipeline.absent.check_data()
         return live_state_dict(self._module)
 
     @override
@@ -471,7 +477,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
-        look_at_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
+        check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
         self._checkpoints.start()
 
     @override

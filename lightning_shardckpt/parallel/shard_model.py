@@ -212,7 +212,7 @@ def shard(
     replaced = {old: after[name] for name, old in before.items() if name in after}
     elsewhere = dict[nn.Parameter, Tensor]()
     if stages is not None:
-        elsewhere |= {old: stages.weights[id(old)] for old in before.values() if old not in replaced}
+        elsewhere |= {old: stages.placeholders[id(old)] for old in before.values() if old not in replaced}
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
         retire_parameter(old, replaced.get(old))
@@ -271,8 +271,8 @@ def _sharded_module(
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
     if stages is not None:
-        absent = stages.list_absent(parameters.before, parameters.replaced)
-        pipeline = stages.pipeline(root, gradients, absent, device)
+        absent = stages.register_absent(parameters.before, parameters.replaced)
+        pipeline = stages.build_pipeline(root, gradients, absent, device)
     return ShardedModule(
         meshes,
         root,

@@ -1,4 +1,4 @@
-"""The steps that both strategies take around Lightning's hooks: resume, `ckpt_path="last"`, preemption, disk space.
+"""The part of the strategies around Lightning's hooks: resume, ``ckpt_path="last"``, steps, preemption, disk space.
 
-In come a Trainer or a Fabric. Nothing below the entry points imports this.
+Works on a Trainer or a Fabric. Only the entry points import this folder.
 """

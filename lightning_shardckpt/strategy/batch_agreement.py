@@ -1,13 +1,13 @@
-"""Agree before a batch whether to end, and that the ranks have not drifted apart, in one reduction of host numbers.
+"""Agreement of the ranks before a batch: whether to stop, and that replicated values are equal on all ranks.
 
-With steps of a few milliseconds a reduction before each of them would be a large part of the time. So ranks meet before
-the first batches, then after a few batches, as many as fit into a bound on time; the number follows from what all of
-them reduced the last time, so it is the same on all. They also meet before a save and the end. A meeting does not wait
-for a GPU: a digest that it computes is compared in the next one.
+One reduction of numbers from host memory does both. With steps of a few milliseconds, a reduction before each step
+would take too long, so ranks meet before the first batches, then once per several batches within a bound on time. The
+number of batches follows from the last reduction, so it is the same on all ranks. They also meet before a save and at
+the end. A meeting does not wait for a GPU: a digest that it computes is compared in the next meeting.
 
-Parameters that are not sharded, and buffers, must be the same on every data-parallel rank. A number of a rank's own
-batch (a learning rate, a running mean) makes them drift apart without an error, and a checkpoint has those of one rank.
-So a few of them are compared, in turn, in each meeting. Statistics of norms are those of the first rank, see
+Buffers and parameters that are not sharded must be equal on all data-parallel ranks. A value computed from a rank's own
+batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have those of
+one rank. So each meeting compares a few of them, in turn. Statistics of norms are excluded: they are broadcast, see
 ``parallel.sharding.batch_norm``.
 """
 
@@ -38,17 +38,12 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 Slots = Mapping[str, Tensor | None]
 
-_LOOK_AGAIN = 100  # digests until values are listed anew: for a thousand modules it takes milliseconds
+_LIST_AGAIN = 100  # digests until values are listed again, which takes milliseconds for a thousand modules
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What was looked at together.
-
-    Attributes:
-        tensors: by their FQNs.
-        digest: of all of them, a number that differs where one of them does, but for chance; on its way to the host.
-    """
+class Sample:
+    """Some tensors, with a digest of their bits that is being copied to the host."""
 
     tensors: list[tuple[str, Tensor]]
     digest: HostCopy
@@ -56,38 +51,35 @@ class Look:
 
 @dataclass(slots=True)
 class ReplicatedValues:
-    """The plain values of some modules, of which the next few are looked at.
-
-    Every rank must look at the same ones, so all of them must call the same methods.
-    """
+    """The replicated values of some modules, sampled in turn. All ranks must make the same calls."""
 
     roots: list[nn.Module] = field(default_factory=list)
     tuning: Tuning = TUNING
     _slots: list[tuple[str, Slots, str]] = field(default_factory=list)
     _next: int = 0
-    _digests: int = 0  # since it was looked for what there is
+    _digests: int = 0  # since values were listed
 
     def add(self, root: nn.Module) -> None:
-        """Look at the values of this module, too."""
+        """Add the values of a module."""
         self.roots.append(root)
         self.begin()
 
     def begin(self) -> None:
-        """Look for what the modules have now; call when an epoch begins."""
-        self._slots, self._next = [slot for root in self.roots for slot in _slots_of(root)], 0
+        """List the current values of the modules. Call it at the start of an epoch."""
+        self._slots, self._next = [slot for root in self.roots for slot in _find_slots(root)], 0
         self._digests = 0
 
-    def look(self, device: torch.device) -> Look:
-        """Return the next values and their digest, which is computed on ``device``; the host does not wait for it."""
+    def sample(self, device: torch.device) -> Sample:
+        """Return the next few values, with a digest that is computed on ``device`` without a wait."""
         self._digests += 1
-        if self._digests > _LOOK_AGAIN:  # a script has no epochs, and its modules may get new buffers
-            at = self._next
+        if self._digests > _LIST_AGAIN:  # a script has no epochs, and its modules may get new buffers
+            position = self._next
             self.begin()
-            self._next = at % max(len(self._slots), 1)
-        tensors = list(self._following())
-        return Look(tensors, HostCopy(_digest([tensor for _, tensor in tensors], device)))
+            self._next = position % max(len(self._slots), 1)
+        tensors = list(self._next_values())
+        return Sample(tensors, HostCopy(_digest([tensor for _, tensor in tensors], device)))
 
-    def _following(self) -> Iterator[tuple[str, Tensor]]:
+    def _next_values(self) -> Iterator[tuple[str, Tensor]]:
         size = 0
         for _ in range(min(len(self._slots), self.tuning.compared_tensors)):
             fqn, slots, name = self._slots[self._next]
@@ -100,34 +92,31 @@ class ReplicatedValues:
                     return
 
 
-def refuse(look: Look, group: dist.ProcessGroup) -> None:
-    """Raise, naming what differs of what was looked at, in this or another data-parallel group.
+def refuse_difference(sample: Sample, group: dist.ProcessGroup) -> None:
+    """Raise an UnsupportedCodeError that names the tensors of a sample that differ, on every rank.
 
     Collective: every rank of the world must call it, with its data-parallel group.
-
-    Raises:
-        UnsupportedCodeError: on every rank.
     """
-    own = torch.tensor([int(_digest([tensor], tensor.device)) for _, tensor in look.tensors])
+    own = torch.tensor([int(_digest([tensor], tensor.device)) for _, tensor in sample.tensors])
     differs = (gather_numbers(own, group) != own).any(0).tolist()
-    wrong = [name for (name, _), bad in zip(look.tensors, differs, strict=True) if bad]
-    names = wrong or [f"one of {', '.join(name for name, _ in look.tensors)}, on other ranks,"]
+    names = [name for (name, _), is_different in zip(sample.tensors, differs, strict=True) if is_different]
+    names = names or [f"one of {', '.join(name for name, _ in sample.tensors)}, on other ranks,"]
     raise UnsupportedCodeError(
         f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''} differs between the data-parallel ranks, which "
-        "each compute it from their own batches: the model is not that of one process, and a checkpoint would have "
-        "one rank's. Reduce what is computed from a batch (self.all_gather(x).mean(0), "
-        "self.trainer.strategy.reduce(x)) before it is used; for a buffer that may be a rank's own, "
+        "each compute it from their own batches: the model differs from one process, and a checkpoint would have the "
+        "values of one rank. Reduce values that are computed from a batch (self.all_gather(x).mean(0), "
+        "self.trainer.strategy.reduce(x)) before they are used; if a buffer may differ between ranks, use "
         "register_buffer(…, persistent=False)."
     )
 
 
-def _slots_of(root: nn.Module) -> Iterator[tuple[str, Slots, str]]:
-    """Each value by its FQN, the dict in which its module has it, and its name there: it may be assigned anew."""
+def _find_slots(root: nn.Module) -> Iterator[tuple[str, Slots, str]]:
+    """Yield the FQN of each replicated value, and the dict and key that hold it, since it may be replaced."""
     for prefix, module in root.named_modules():
-        kept: list[tuple[Slots, Collection[str]]] = [(parameter_slots(module), parameter_slots(module))]
+        kinds: list[tuple[Slots, Collection[str]]] = [(parameter_slots(module), parameter_slots(module))]
         if not isinstance(module, NormWithStatistics):
-            kept.append((buffer_slots(module), buffer_slots(module).keys() - non_persistent_buffers(module)))
-        for slots, names in kept:
+            kinds.append((buffer_slots(module), buffer_slots(module).keys() - non_persistent_buffers(module)))
+        for slots, names in kinds:
             for name in sorted(names):
                 if _is_plain(slots[name]):
                     yield f"{prefix}.{name}" if prefix else name, slots, name
@@ -139,7 +128,7 @@ def _is_plain(value: Tensor | None) -> TypeGuard[Tensor]:
 
 @torch.no_grad()
 def _digest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A digest of the bits of tensors in their order, positive."""
+    """Return a positive digest of the bits of tensors, in order."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         total = total * 31 + bit_digest(tensor).to(device)
@@ -150,98 +139,97 @@ class BatchAgreement:
     """The meetings of the ranks in one run of training. Every rank must make the same calls in the same order.
 
     Attributes:
-        values: what data-parallel ranks must have alike; the next few are compared in each meeting.
+        values: the values that must be equal on data-parallel ranks; None compares none.
     """
 
     def __init__(self) -> None:
         self.values: ReplicatedValues | None = None
-        self._due: Look | None = None  # on a GPU, at the last meeting
-        self._skips = 0  # batches until they meet
-        self._most = 1  # of batches from one meeting to the next: doubles, so that one short step puts off nothing far
-        self._batches, self._met_s = 0, time.monotonic()  # since they met, and when
+        self._due: Sample | None = None  # on a GPU: of the last meeting, to be compared in the next
+        self._skips = 0  # batches until the next meeting
+        self._limit = 1  # of batches between meetings; it doubles, so that one short step doesn't postpone many
+        self._batches, self._met_s = 0, time.monotonic()  # batches since the last meeting, and its time
 
-    def any_rank_told(self, told: bool, meshes: Meshes, device: torch.device, tuning: Tuning) -> bool:
-        """Return whether the ranks meet before this batch, and one of them was told to end.
+    def should_stop(self, is_told: bool, meshes: Meshes, device: torch.device, tuning: Tuning) -> bool:
+        """Return True if the ranks meet before this batch, and one of them was told to stop.
 
         Collective: every rank of the world must call it.
 
         Args:
-            told: whether this rank was; it must say so until one of them returns True.
-            meshes: all ranks.
+            is_told: True if this rank was told to stop; it must be passed until the result is True.
+            meshes: the meshes of the strategy.
             device: of this rank.
-            tuning: how long it may take until the others hear of it.
+            tuning: bounds the time between meetings.
 
         Raises:
-            UnsupportedCodeError: as in ``meet``.
+            UnsupportedCodeError: as in `meet`.
         """
         self._batches += 1
         if self._skips > 0:
             self._skips -= 1
             return False
-        anybody, step_s = self._meet(told, meshes, device)
-        fitting = tuning.agreement_s / step_s if step_s > 0 else self._most
-        self._skips = int(max(min(fitting, self._most) - 1, 0))
-        self._most = min(2 * self._most, tuning.agreement_batches)
-        return anybody
+        stop, step_s = self._meet(is_told, meshes, device)
+        batches = tuning.agreement_s / step_s if step_s > 0 else self._limit
+        self._skips = int(max(min(batches, self._limit) - 1, 0))
+        self._limit = min(2 * self._limit, tuning.agreement_batches)
+        return stop
 
     def meet(self, ranks: Ranks, meshes: Meshes, device: torch.device) -> None:
-        """Compare what the ranks wrote, before a save.
+        """Compare written numbers and replicated values before a save.
 
-        Collective: every rank of the world must call it. One that doesn't come is named.
+        Collective: every rank of the world must call it. The error names a rank that doesn't.
 
         Raises:
-            UnsupportedCodeError: if ranks wrote different numbers into sharded tensors since they last met, or have
-                other values where they must have the same.
-            Exception: as `Ranks.step` does.
+            UnsupportedCodeError: if ranks wrote different numbers into sharded tensors since the last meeting, or if
+                replicated values differ.
+            Exception: as in `Ranks.step`.
         """
         self._batches, self._met_s = 0, time.monotonic()
         votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
-        look = self.values.look(device) if self.values is not None else None
+        sample = self.values.sample(device) if self.values is not None else None
         self._due = None
-        more = _votes_on(look, meshes)
-        maxima = ranks.step("comparing what ranks wrote", lambda: [*votes, *more], _maxima)
-        _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
+        numbers = [*votes, *_encode_digest(sample, meshes)]
+        maxima = ranks.step("comparing written numbers", lambda: numbers, _maxima)
+        _check(maxima[: len(votes)], maxima[len(votes) :], sample, meshes)
 
-    def _meet(self, told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
-        """Return whether a rank was told, and the seconds that a batch took on the slowest one: the same on all."""
+    def _meet(self, is_told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
+        """Return True if a rank was told to stop, and the seconds per batch on the slowest rank; equal on all ranks."""
         now, batches = time.monotonic(), max(self._batches, 1)
         elapsed_us = int((now - self._met_s) * 1e6)
         self._batches, self._met_s = 0, now
         votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
-        look = self.values.look(device) if self.values is not None else None
+        sample = self.values.sample(device) if self.values is not None else None
         if device.type != "cpu":
-            look, self._due = self._due, look
-        found = torch.tensor([int(told), elapsed_us, *votes, *_votes_on(look, meshes)])
-        anybody, longest_us, *maxima = max_over_ranks(found).tolist()
-        _judge(maxima[: len(votes)], maxima[len(votes) :], look, meshes)
-        return bool(anybody), longest_us / batches / 1e6
+            sample, self._due = self._due, sample
+        numbers = torch.tensor([int(is_told), elapsed_us, *votes, *_encode_digest(sample, meshes)])
+        stop, longest_us, *maxima = max_over_ranks(numbers).tolist()
+        _check(maxima[: len(votes)], maxima[len(votes) :], sample, meshes)
+        return bool(stop), longest_us / batches / 1e6
 
 
-def _judge(written: list[int], values: list[int], look: Look | None, meshes: Meshes) -> None:
-    """Raise on every rank if the maxima of all ranks' votes say that they have drifted apart."""
+def _check(written: list[int], digests: list[int], sample: Sample | None, meshes: Meshes) -> None:
+    """Raise an UnsupportedCodeError on every rank if the maxima over all ranks show a difference."""
     if written_numbers.differ(written):
         raise UnsupportedCodeError(
             "the ranks wrote different numbers into sharded parameters or optimizer state since they last met, "
             "so their shards belong to different models now. Here the last was "
-            f"{written_numbers.describe_last_numbers()}. Reduce "
-            "what is computed from a rank's own batch before it is used: self.all_gather(loss).mean(), or "
-            "self.log(…, sync_dist=True) for what schedulers and callbacks read."
+            f"{written_numbers.describe_last_numbers()}. Reduce values that are computed from a rank's own batch "
+            "before they are used: self.all_gather(loss).mean(), or self.log(…, sync_dist=True) for values that "
+            "schedulers and callbacks read."
         )
-    if look is not None and written_numbers.differ(values):
-        refuse(look, meshes.data_parallel_group)
+    if sample is not None and written_numbers.differ(digests):
+        refuse_difference(sample, meshes.data_parallel_group)
 
 
-def _maxima(votes: list[list[int]]) -> list[int]:
-    return [max(of) for of in zip(*votes, strict=True)]
+def _maxima(rows: list[list[int]]) -> list[int]:
+    return [max(column) for column in zip(*rows, strict=True)]
 
 
-def _votes_on(look: Look | None, meshes: Meshes) -> list[int]:
-    """Return this rank's part of a maximum over all ranks, as `written_numbers.votes`: each data-parallel group has its
-    place."""
-    if look is None:
+def _encode_digest(sample: Sample | None, meshes: Meshes) -> list[int]:
+    """Return numbers for a maximum over all ranks, as `written_numbers.votes`, with a slot per data-parallel group."""
+    if sample is None:
         return []
-    digest, tensor = int(look.digest.read()), meshes.topology.tensor
-    place = meshes.pipeline_rank * tensor + (meshes.root.get_local_rank("tensor") if tensor > 1 else 0)
-    found = [written_numbers.NOTHING] * (2 * meshes.topology.pipeline * tensor)
-    found[2 * place : 2 * place + 2] = digest, -digest
-    return found
+    digest, tensor = int(sample.digest.read()), meshes.topology.tensor
+    slot = meshes.pipeline_rank * tensor + (meshes.root.get_local_rank("tensor") if tensor > 1 else 0)
+    numbers = [written_numbers.NOTHING] * (2 * meshes.topology.pipeline * tensor)
+    numbers[2 * slot : 2 * slot + 2] = digest, -digest
+    return numbers

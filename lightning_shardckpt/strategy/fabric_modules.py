@@ -1,4 +1,4 @@
-"""The modules that a script of Fabric has set up: what ``fabric.setup`` returns, and how each was sharded."""
+"""The sharded modules of a Fabric script, and the forward that ``fabric.setup`` returns."""
 
 from __future__ import annotations
 
@@ -23,32 +23,28 @@ from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import WRAPPED, NestedObjects
 
-_accumulating: list[None] = []  # not empty in `gradients_accumulate`; hooks run in threads of autograd, too
+_fabric_backwards: list[None] = []  # not empty in `allow_backward`, also in threads of autograd
 
 
 @contextmanager
-def gradients_accumulate() -> Iterator[None]:
-    """Return the context of ``fabric.backward``, in which gradients of parameters are averaged over all ranks."""
-    _accumulating.append(None)
+def allow_backward() -> Iterator[None]:
+    """Allow a backward that accumulates gradients of parameters, as in ``fabric.backward``, which averages them."""
+    _fabric_backwards.append(None)
     try:
         yield
     finally:
-        _accumulating.pop()
+        _fabric_backwards.pop()
 
 
 def _refuse_other_backward(root: ref[nn.Module], gradient: Tensor) -> None:
-    """Raise, in a backward that accumulates gradients of a module, if it is not that of ``fabric.backward``.
-
-    Raises:
-        UnsupportedCodeError: saying what to call.
-    """
+    """Raise an UnsupportedCodeError in a backward that accumulates gradients outside of ``fabric.backward``."""
     module = root()
-    if _accumulating or module is None:
+    if _fabric_backwards or module is None:
         return
     if any(accumulates_gradient_of(p) for p in module.parameters() if p.requires_grad):
         raise UnsupportedCodeError(
-            f"the gradients of {type(module).__name__} are those of one rank here: call fabric.backward(loss) instead "
-            "of loss.backward(). torch.autograd.grad may be called anywhere, but under mixed precision."
+            f"loss.backward() would not average the gradients of {type(module).__name__} over the ranks: call "
+            "fabric.backward(loss). torch.autograd.grad may be called anywhere, but under mixed precision."
         )
 
 
@@ -59,11 +55,11 @@ def _watch_backward(root: ref[nn.Module], output: Tensor) -> Tensor:
 
 
 class ShardedForward(nn.Module):
-    """Runs the forward of a sharded module, under the hooks of FSDP.
+    """Runs the forward of a sharded module, inside FSDP's hooks.
 
     Args:
         sharded: the module.
-        running: gives the module whose pipeline runs a step now.
+        running: returns the module whose pipeline is running a step.
     """
 
     def __init__(self, sharded: ShardedModule, running: Callable[[], ShardedModule | None]) -> None:
@@ -81,26 +77,26 @@ class ShardedForward(nn.Module):
                     "function of the batch, by fabric.strategy.run_step(function, batch)"
                 )
             return sharded.root(*args, **kwargs)
-        found = sharded.run(partial(sharded.root, *args, **kwargs))
+        output = sharded.run(partial(sharded.root, *args, **kwargs))
         if not torch.is_grad_enabled():  # no backward will follow
             reshard(sharded.root)
-        apply_to_collection(found, Tensor, partial(_watch_backward, ref(sharded.root)))  # in what Fabric looks through
-        return found
+        apply_to_collection(output, Tensor, partial(_watch_backward, ref(sharded.root)))  # as Fabric does
+        return output
 
 
-def sharded_of(module: nn.Module | None) -> ShardedModule | None:
-    """Return how a module was sharded, given what ``fabric.setup`` returned or its forward; None for others."""
+def get_sharded(module: nn.Module | None) -> ShardedModule | None:
+    """Return the sharded module of the result of ``fabric.setup``, or of its forward; None for other modules."""
     forward = fabric_forward(module)
     sharded = None if forward is None else forward.__dict__.get("sharded")
     return sharded if isinstance(sharded, ShardedModule) else None
 
 
-class HeldBackward:
-    """Lets ``fabric.no_backward_sync`` keep gradients of replicated parameters apart on every rank."""
+class BackwardSyncControl:
+    """Implements ``fabric.no_backward_sync``; the only method that Fabric calls."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return the context; Fabric calls it, and asks no more of the object."""
-        sharded = sharded_of(module)
+        """Return a context in which gradients of replicated parameters are not reduced, if ``enabled``."""
+        sharded = get_sharded(module)
         if sharded is None:
             raise TypeError(f"{type(module).__name__} was not set up by fabric.setup")
         return sharded.gradients.blocked() if enabled else nullcontext()
@@ -116,25 +112,25 @@ class SetUpModules:
         return iter(self._sharded)
 
     def add(self, sharded: ShardedModule) -> None:
-        """Take one more."""
+        """Add a module."""
         self._sharded.append(sharded)
 
-    def naming(self, objects: NestedObjects) -> NestedObjects:
-        """Return the modules that have the parameters of a state's optimizers; names of several begin with numbers."""
-        held = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
-        own = [one.root for one in self._sharded if any(id(p) in held for p in one.root.parameters())]
-        return NestedObjects({(number,): root for number, root in enumerate(own)})
+    def find_modules(self, objects: NestedObjects) -> NestedObjects:
+        """Return the modules with the parameters of a state's optimizers; the names of several start with numbers."""
+        ids = {id(p) for one in objects.optimizers.values() for group in one.param_groups for p in group["params"]}
+        roots = [one.root for one in self._sharded if any(id(p) in ids for p in one.root.parameters())]
+        return NestedObjects({(number,): root for number, root in enumerate(roots)})
 
     @property
     def holders(self) -> dict[Tensor, int]:
-        """Each parameter → how many ranks of the world hold it or a part of it."""
+        """The number of ranks that have each parameter or a part of it."""
         return {parameter: ranks for sharded in self._sharded for parameter, ranks in sharded.holders.items()}
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Make an optimizer that was built before hold the parameters that the modules have now.
+        """Replace the parameters in an optimizer by the parameters of the sharded modules.
 
         Raises:
-            UnsupportedCodeError: if no module was set up yet, or it holds a parameter that is of none of them.
+            UnsupportedCodeError: if no module was set up yet, or a parameter belongs to none of them.
         """
         if not self._sharded:
             raise UnsupportedCodeError(
@@ -145,28 +141,28 @@ class SetUpModules:
         elsewhere = {old: new for sharded in self._sharded for old, new in sharded.elsewhere.items()}
         rebind_optimizer(optimizer, replace(self._sharded[0], replaced=replaced, elsewhere=elsewhere))
 
-    def meant_by(self, module: nn.Module | None) -> ShardedModule:
-        """Return the module that is meant, given what ``fabric.setup`` returned; without it, the only one.
+    def resolve(self, module: nn.Module | None) -> ShardedModule:
+        """Return the sharded module of the result of ``fabric.setup``; for None the only one.
 
         Raises:
-            UnsupportedCodeError: if it was not set up, or there are several.
+            UnsupportedCodeError: if the module was not set up, or for None if there are several.
         """
         if module is None and len(self._sharded) == 1:
             return self._sharded[0]
-        sharded = sharded_of(module)
+        sharded = get_sharded(module)
         if sharded is None:
             raise UnsupportedCodeError(
-                f"run_step needs to know the module, of the {len(self._sharded)} that were set up: pass module=, what "
-                "fabric.setup returned"
+                f"run_step needs to know which of the {len(self._sharded)} modules runs: pass the result of "
+                "fabric.setup as module="
             )
         return sharded
 
     def whole_names(self, objects: NestedObjects) -> WholeNames:
-        """Return the names of the whole modules in a state, also on a pipeline stage that has parts of them.
+        """Return the names of the whole modules in a state, also on a pipeline stage that has only parts.
 
-        Of a state without any, of those that have the parameters of its optimizers.
+        For a state without modules, of the modules with the parameters of its optimizers.
         """
-        objects = objects if objects.modules else self.naming(objects)
+        objects = objects if objects.modules else self.find_modules(objects)
         by_root = {id(sharded.root): sharded for sharded in self._sharded}
         names, ties = set[str](), list[tuple[str, ...]]()
         for path, prefix in objects.prefixes.items():

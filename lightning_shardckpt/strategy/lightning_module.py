@@ -1,8 +1,9 @@
-"""Build a LightningModule in ``configure_model``, alike on all ranks, and remember on it how it was sharded.
+"""State of a LightningModule across Trainers: its build in ``configure_model``, its shards, and a failed load.
 
-A second Trainer must find what the first one did. Changes by Lightning's own callbacks are restored where a run
-resumes: BaseFinetuning would make param groups anew, and thaws layers only when their epoch begins; Lightning leaves
-out ``on_train_epoch_start`` of an epoch that goes on, in which GradientAccumulationScheduler does its work.
+The sharded module is attached to the LightningModule, so that a second Trainer finds it. Changes by Lightning's own
+callbacks are restored when a run resumes: BaseFinetuning would create new param groups, and unfreezes layers only at
+the start of their epoch; Lightning skips ``on_train_epoch_start`` of a resumed epoch, in which
+GradientAccumulationScheduler works.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from lightning_shardckpt.system.tuning import Tuning
 _SHARDED, _HALF_FILLED = "_shardckpt_sharded", "_shardckpt_half_filled"
 
 
-def remember(module: pl.LightningModule, sharded: ShardedModule) -> None:
-    """Keep with the module how it was sharded; not as a submodule of it."""
+def attach_sharded(module: pl.LightningModule, sharded: ShardedModule) -> None:
+    """Set an attribute of the module that is no submodule."""
     object.__setattr__(module, _SHARDED, sharded)
 
 
-def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | None:
-    """Return how the module was sharded, by this strategy or another Trainer's; None if it was not, or is built anew.
+def find_sharded(module: pl.LightningModule, topology: Topology) -> ShardedModule | None:
+    """Return the sharded module that this or another Trainer has attached; None without one, or if it is outdated.
 
     Raises:
-        TopologyError: if it was sharded for other sizes.
+        TopologyError: if the module was sharded for another topology.
     """
     sharded: ShardedModule | None = getattr(module, _SHARDED, None)
     if sharded is None or not sharded.holds(module):
@@ -53,64 +54,60 @@ def recall(module: pl.LightningModule, topology: Topology) -> ShardedModule | No
 
 
 def whole_names(sharded: ShardedModule) -> WholeNames:
-    """Return the names of the whole model, also on a pipeline stage that has a part of it."""
+    """Return the names of the whole model, also on a pipeline stage that has only a part."""
     parameters = dict.fromkeys(sharded.canonical_names.values()) if sharded.pipeline is not None else ()
     return WholeNames(sharded.state_names, sharded.state_ties, tuple(parameters))
 
 
 @contextmanager
-def filling(module: pl.LightningModule, path: str) -> Iterator[None]:
-    """Mark a module as half filled, from the checkpoint at ``path``; for longer than the context if it ends early."""
+def mark_half_filled(module: pl.LightningModule, path: str) -> Iterator[None]:
+    """Mark a module as half filled from the checkpoint at ``path``; the mark stays if the context raises."""
     object.__setattr__(module, _HALF_FILLED, path)
     yield
     object.__delattr__(module, _HALF_FILLED)
 
 
 def is_half_filled(module: pl.LightningModule) -> bool:
-    """Return whether a load has changed some tensors and then failed, and no other load succeeded since."""
+    """Return True if a load has failed after it changed some tensors, and no load has succeeded since."""
     return hasattr(module, _HALF_FILLED)
 
 
 def check_filled(module: pl.LightningModule) -> None:
-    """Check that the module's tensors are of one state.
-
-    Raises:
-        StateError: if the module `is_half_filled`.
-    """
+    """Raise a StateError if the module `is_half_filled`."""
     if is_half_filled(module):
         path = getattr(module, _HALF_FILLED)
         raise StateError(
-            f"loading {path!r} failed when some tensors of {type(module).__name__} were filled already: they are a mix "
-            "now, which is neither trained nor saved. Load another checkpoint by ckpt_path, or make a new module."
+            f"loading {path!r} failed after some tensors of {type(module).__name__} were filled. They are a mix of two "
+            "states, which cannot be trained or saved. Load another checkpoint by ckpt_path, or create a new module."
         )
 
 
 class ModuleBuild:
-    """The modules that one strategy has Lightning configure, one after the other."""
+    """The builds of the modules of one strategy, one after the other."""
 
     def __init__(self) -> None:
         self._deferred: DeferredInit | None = None
 
     @contextmanager
-    def configuring(
+    def configure(
         self, module: pl.LightningModule, topology: Topology, device: torch.device, *, deferred: Tuning | None
     ) -> Iterator[None]:
-        """Return the context of ``configure_model``, which runs for every stage; only the first one may build.
+        """Run ``configure_model``; Lightning calls it for fit, validate, …, but only the first call may build.
 
         Collective: every rank of the world must call it.
 
         Args:
-            module: whose method runs inside.
-            topology: for which it is going to be sharded, or was.
-            device: where the ranks meet.
-            deferred: sizes of deferred init; None builds with memory.
+            module: the module.
+            topology: of the strategy.
+            device: of the collectives.
+            deferred: sizes of deferred init; None allocates the weights.
 
         Raises:
-            TopologyError: if the module was sharded for other sizes.
+            TopologyError: if the module was sharded for another topology.
         """
-        known = recall(module, topology)
-        if known is not None:
-            with known.gradients.without_adoption():
+        sharded = find_sharded(module, topology)
+        if sharded is not None:
+            with sharded.gradients.without_adoption():
                 yield
             return
         broadcast_weights(module, device)
@@ -122,8 +119,8 @@ class ModuleBuild:
             with self._deferred:
                 yield
 
-    def first_values(self) -> DeferredInit | None:
-        """Return what knows the first values of the module that was configured last, once."""
+    def take_deferred(self) -> DeferredInit | None:
+        """Return the deferred init of the latest module, and forget it."""
         values, self._deferred = self._deferred, None
         return values
 
@@ -134,11 +131,11 @@ class ModuleBuild:
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Give the optimizers the param groups that BaseFinetuning had made of layers that it had thawed.
+def restore_param_groups(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Add the param groups of layers that BaseFinetuning had unfrozen, before the optimizers are loaded.
 
     Args:
-        trainer: whose optimizers are going to be loaded.
+        trainer: with the optimizers.
         state: Lightning's checkpoint dict.
     """
     for callback in _list_finetuning(trainer):
@@ -148,20 +145,20 @@ def regroup(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
 
 
-def keep_groups(trainer: pl.Trainer) -> None:
-    """Keep loaded hyper-parameters after callbacks have their state: BaseFinetuning would undo them."""
+def keep_param_groups(trainer: pl.Trainer) -> None:
+    """Keep the loaded hyper-parameters of param groups, which BaseFinetuning would reset."""
     for callback in _list_finetuning(trainer):
         keep_loaded_groups(callback)
 
 
-def trained_names(trainer: pl.Trainer) -> list[str]:
-    """Return the canonical FQNs of parameters that are not frozen, where BaseFinetuning changes that; else nothing."""
+def list_trainable(trainer: pl.Trainer) -> list[str]:
+    """Return the clean FQNs of parameters that are not frozen, if there is a BaseFinetuning callback; else nothing."""
     named = trainer.lightning_module.named_parameters(remove_duplicate=False) if _list_finetuning(trainer) else ()
     return sorted(clean_fqn(name) for name, parameter in named if parameter.requires_grad)
 
 
-def thaw(trainer: pl.Trainer, names: Collection[str]) -> None:
-    """Thaw the parameters with these canonical FQNs, as BaseFinetuning does; nothing without that callback."""
+def unfreeze(trainer: pl.Trainer, names: Collection[str]) -> None:
+    """Unfreeze parameters by their clean FQNs, as BaseFinetuning does; does nothing without that callback."""
     if not _list_finetuning(trainer):
         return
     for prefix, module in trainer.lightning_module.named_modules(remove_duplicate=False):
@@ -173,7 +170,7 @@ def thaw(trainer: pl.Trainer, names: Collection[str]) -> None:
 
 
 def schedule_accumulation(trainer: pl.Trainer) -> None:
-    """Accumulate as GradientAccumulationScheduler says for the epoch that goes on."""
+    """Set ``accumulate_grad_batches`` by GradientAccumulationScheduler for the resumed epoch."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)

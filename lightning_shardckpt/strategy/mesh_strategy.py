@@ -1,7 +1,7 @@
-"""The body of both strategies: arguments, processes on a device mesh, and modules that are sharded over it.
+"""The common base of both strategies: arguments, processes on a device mesh, and sharding of modules over it.
 
-The entry points ``pytorch`` and ``fabric`` put it before Lightning's ``ParallelStrategy``, of which the Trainer and
-Fabric have one each. It knows neither of them.
+The strategies of ``pytorch`` and ``fabric`` derive from it and from Lightning's ``ParallelStrategy`` of the Trainer or
+of Fabric. It must not know either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_shardckpt.parallel.sharding.references import refuse_shared_memor
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.strategy.pretrained import Pretrained, begin_from
+from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import check_io
 from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
@@ -46,7 +46,7 @@ TBroadcast = TypeVar("TBroadcast")
 
 @dataclass(frozen=True, slots=True)
 class AxisSizes:
-    """Number of processes for each kind of parallelism; ``"auto"``: those that the others leave."""
+    """The number of processes for each kind of parallelism; ``"auto"`` uses the remaining processes."""
 
     shard: int | Literal["auto"] = "auto"
     replicate: int = 1
@@ -54,14 +54,14 @@ class AxisSizes:
     pipeline: int = 1
 
     def topology(self, world_size: int) -> Topology:
-        """Return what that is for so many processes; raises as ``resolve_topology`` does."""
+        """Return the topology of ``world_size`` processes; raises as in `resolve_topology`."""
         return resolve_topology(
             world_size, shard=self.shard, replicate=self.replicate, tensor=self.tensor, pipeline=self.pipeline
         )
 
 
 class MeshStrategy(PickleByArguments):
-    """The part of a strategy that the Trainer's and Fabric's share; goes before their ``ParallelStrategy``."""
+    """The common part of both strategies; the base class before Lightning's ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
@@ -72,9 +72,9 @@ class MeshStrategy(PickleByArguments):
     world_size: int
     _checkpoint_io: CheckpointIO | None
     axis_sizes: AxisSizes
-    """What was asked for of each kind of parallelism; ``topology`` is what that is for the processes there are."""
+    """The requested sizes; ``topology`` has the resolved ones."""
     tuning: Tuning = TUNING
-    """Sizes of deferred init and times that ranks wait; ``ShardCkptIO.load_options`` has those of a load."""
+    """Sizes of deferred init and timeouts of ranks; ``ShardCkptIO.load_options`` has those of a load."""
 
     def __init__(
         self,
@@ -105,32 +105,30 @@ class MeshStrategy(PickleByArguments):
         checkpoint_timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        """Take what a user chose; nothing is started.
+        """Set the options; no process is started.
 
         Args:
-            data_parallel_shard_size: Processes that shard parameters (FSDP); ``"auto"`` takes those that the others
-                leave.
+            data_parallel_shard_size: Processes that shard parameters (FSDP); ``"auto"`` takes the remaining processes.
             data_parallel_replicate_size: Replicas of the sharded model (HSDP).
             tensor_parallel_size: Processes that compute one layer together.
             pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See
-                "Pipelines" in the documentation for what that asks of a module; in Fabric, steps run by ``run_step``.
-            pipeline_layers: Patterns that name the layers in the order in which they run; by default those of the
+                "Pipelines" in the documentation for the requirements on a module; in Fabric, steps run by ``run_step``.
+            pipeline_layers: Patterns that name the layers in the order in which they run; by default the layers of the
                 largest list of layers whose classes repeat, or of the largest Sequential.
-            pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, those of other
-                modules included; or the names of the first layers of all stages but the first.
+            pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, including other
+                modules; or the names of the first layers of all stages but the first.
             pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers.
-                By default what is registered before the layers is on the first stage, what comes after them on the
-                last.
-            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or of the
-                zero-bubble kind ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names
-                are understood, too. Or a schedule of your own for torch.distributed.pipelining: the path of a CSV file
-                (``.csv``) as its ``_PipelineScheduleRuntime`` reads it, or a subclass of PipelineScheduleMulti.
-            pipeline_microbatches: Into how many microbatches a batch is split; by default twice the number of
-                processes, and never more than it has samples.
-            pipeline_loss: ``"batch"`` runs what follows the layers once, on the whole batch: exact for any loss.
-                ``"microbatch"`` averages the losses of microbatches by their number of samples, which is the same for
-                losses that are means over samples; schedules that mix forward and backward passes need it.
-            pipeline_stages_per_rank: Above 1, every process has so many parts of the layers.
+                By default modules registered before the layers are on the first stage, modules after them on the last.
+            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble
+                schedules ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are
+                accepted, too. Or a schedule of your own for torch.distributed.pipelining: the path of a CSV file
+                (``.csv``) in the format of its ``_PipelineScheduleRuntime``, or a subclass of PipelineScheduleMulti.
+            pipeline_microbatches: The number of microbatches of a batch; by default twice the number of processes, and
+                never more than it has samples.
+            pipeline_loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for
+                any loss. ``"microbatch"`` averages the losses of microbatches by their number of samples, which is
+                equal for losses that are means over samples; schedules that mix forward and backward passes need it.
+            pipeline_stages_per_rank: The number of stages of each process.
             tensor_parallel_plan: ``"auto"`` (the Hugging Face model's own), a dict of module pattern to style, a
                 function of (module, tensor mesh) that shards the module, or the import path of one. In a pattern
                 ``*`` is any part of one component of a module name, ``**`` any number of components; the last match
@@ -143,29 +141,29 @@ class MeshStrategy(PickleByArguments):
             activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
                 class.
             cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
-            fsdp_engine: What gathers sharded parameters and reduces their gradients: ``"torch"`` is ``fully_shard``;
-                ``"exact"`` does what that refuses (derivatives of gradients of parameters, ``torch.autograd.grad`` for
-                parameters, views of weights that outlive a forward). It gathers each parameter when it is used, keeps
-                it whole until the backward, and overlaps nothing.
-            reduce_dtype: The dtype in which torch's engine reduces gradients, by default that of the parameters:
-                ``"float32"`` sums those of ``precision="bf16-true"`` without rounding in between. Under
-                ``"bf16-mixed"`` those of linear layers and convolutions are always reduced in float32.
-            pretrained: Path of weights to begin with: a Hugging Face directory, a file of safetensors or of
-                ``torch.save``, or a checkpoint. Each rank reads its slices when the module is sharded, unless the
-                Trainer is given a ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights"
-                in the documentation.
-            pretrained_key_mapping: From stored names to those of the model, where they don't fit by themselves: a
-                dict of whole names or regular expressions to new names (None leaves a tensor out), all of them
-                applied at once; or a function, its import path, or a file. See "Rename tensors" in the documentation.
+            fsdp_engine: The engine that gathers sharded parameters and reduces gradients: ``"torch"`` is
+                ``fully_shard``; ``"exact"`` also supports derivatives of gradients of parameters,
+                ``torch.autograd.grad`` for parameters, and views of weights that outlive a forward. It gathers each
+                parameter at its first use, keeps it until the backward, and overlaps nothing.
+            reduce_dtype: The dtype in which torch's engine reduces gradients, by default the dtype of the parameters:
+                ``"float32"`` sums gradients of ``precision="bf16-true"`` without intermediate rounding. Under
+                ``"bf16-mixed"`` gradients of linear layers and convolutions are always reduced in float32.
+            pretrained: Path of initial weights: a Hugging Face directory, a file of safetensors or of ``torch.save``,
+                or a checkpoint. Each rank reads its slices when the module is sharded, unless the Trainer is given a
+                ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights" in the
+                documentation.
+            pretrained_key_mapping: From stored names to names in the model, if they differ: a dict of whole names or
+                regular expressions to new names (None leaves a tensor out), all applied at once; or a function, its
+                import path, or a file. See "Rename tensors" in the documentation.
             pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
             defer_init: Run ``configure_model``, or Fabric's ``init_module(empty_init=True)``, without allocating
                 weights; every rank then builds only its slices.
-            timeout_s: For the collectives of training.
-            checkpoint_timeout_s: For a rank to wait for the others while saving or loading.
-            process_group_backend: By default gloo on CPU, and nccl with gloo for numbers of the host on CUDA.
+            timeout_s: Of the collectives of training.
+            checkpoint_timeout_s: Of a rank that waits for the others while saving or loading.
+            process_group_backend: By default gloo on CPU, and nccl on CUDA, with gloo for CPU tensors.
 
         Raises:
-            TopologyError: for sizes or names of a pipeline that cannot be.
+            TopologyError: for wrong sizes or names.
         """
         super().__init__()
         self.axis_sizes = AxisSizes(
@@ -178,7 +176,7 @@ class MeshStrategy(PickleByArguments):
             raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
         if reshard_after_forward and pipeline_parallel_size > 1:
             raise TopologyError(
-                "reshard_after_forward=True would gather the parameters of a pipeline for each microbatch again. Use "
+                "reshard_after_forward=True would gather the parameters of a pipeline again for each microbatch. Use "
                 "reshard_after_forward=False, which gathers them once for all"
             )
         if fsdp_engine not in ("torch", "exact"):
@@ -189,7 +187,7 @@ class MeshStrategy(PickleByArguments):
             raise TopologyError(f'reduce_dtype is "float32", "bfloat16" or None, found {reduce_dtype!r}')
         if reduce_dtype is not None and fsdp_engine == "exact":
             raise TopologyError('reduce_dtype is for fsdp_engine="torch"; "exact" reduces in the dtype of parameters')
-        pipelined = PipelineRecipe(
+        pipeline = PipelineRecipe(
             layers=pipeline_layers,
             split=pipeline_split,
             modules=pipeline_modules or {},
@@ -198,7 +196,7 @@ class MeshStrategy(PickleByArguments):
             loss=pipeline_loss,
             stages_per_rank=pipeline_stages_per_rank,
         )
-        pipelined.check(pipeline_parallel_size)
+        pipeline.check(pipeline_parallel_size)
         self._recipe = Recipe(
             tensor_parallel_plan=tensor_parallel_plan,
             fsdp_units=fsdp_units,
@@ -207,7 +205,7 @@ class MeshStrategy(PickleByArguments):
             cpu_offload=cpu_offload,
             fsdp_engine=fsdp_engine,
             reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype is not None else None,
-            pipeline=pipelined,
+            pipeline=pipeline,
         )
         mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
         self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
@@ -220,9 +218,9 @@ class MeshStrategy(PickleByArguments):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Set the fields of a strategy that has run nothing yet; called once, at the end of ``__init__``."""
+        """Set the initial state of the strategy; called once, at the end of ``__init__``."""
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def topology(self) -> Topology:
@@ -237,7 +235,7 @@ class MeshStrategy(PickleByArguments):
     def meshes(self) -> Meshes:
         if self._meshes is None:
             raise RuntimeError(
-                "the device mesh exists once the processes do: the Trainer sets them up in fit, validate, …; with "
+                "the device mesh is created with the process group: the Trainer does so in fit, validate, …; with "
                 "Fabric, call fabric.launch() before"
             )
         return self._meshes
@@ -282,7 +280,7 @@ class MeshStrategy(PickleByArguments):
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
 
     def _setup_distributed(self) -> None:
-        """Make the process group, where there is none yet. Collective: every rank of the world must call it."""
+        """Initialize the process group, if there is none. Collective: every rank of the world must call it."""
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -294,11 +292,11 @@ class MeshStrategy(PickleByArguments):
         return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
-        """Return the ranks that save and load together."""
+        """Return new ranks for saves and loads."""
         return Ranks.of_default_group(self.checkpoint_timeout_s, tuning=self.tuning)
 
     def _enable_async(self) -> None:
-        """Make saves asynchronous from now on, if asked for."""
+        """Start asynchronous saves, if ShardCkptIO has them."""
         if self.checkpoint_io.async_saves.is_async:
             self.checkpoint_io.async_saves.enable(self._new_ranks())
 
@@ -307,85 +305,83 @@ class MeshStrategy(PickleByArguments):
     def _shard_module(
         self,
         module: nn.Module,
-        values: DeferredInit | None,
-        wanted: Pretrained | None,
+        deferred: DeferredInit | None,
+        pretrained: Pretrained | None,
         *,
         precision: object,
         restores: Callable[[], bool] = lambda: False,
         is_called: bool = False,
     ) -> ShardedModule:
-        """Shard a module in place and give it its first values, or those it is to begin with.
+        """Shard a module in place, and fill it with its initial or pretrained values.
 
-        ``precision``: the precision plugin.
-        ``restores`` and ``is_called``: as for `shard`.
-        Collective: every rank of the world must call it.
+        Collective: every rank of the world must call it. ``restores`` and ``is_called`` are passed to `shard`.
         """
-        values = values or DeferredInit(self.tuning)
+        deferred = deferred or DeferredInit(self.tuning)
         refuse_shared_memory(module)
-        values.settle(module)
-        with begin_from(wanted, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as start:
-            with share_rng():  # for modules that draw their own first values only now
+        deferred.settle(module)
+        with compare_pretrained(pretrained, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as weights:
+            with share_rng():  # some modules initialize their weights only now
                 sharded = shard(
                     module,
                     self.meshes,
                     replace(self._recipe, autocast_dtype=autocast_dtype(precision)),
                     device=self.root_device,
-                    values=values,
+                    values=deferred,
                     copy_slice=copy_slice,
-                    loaded=start.names,
+                    loaded=weights.names,
                     restores=restores,
                     is_called=is_called,
                 )
-            start.fill(module, WholeNames(sharded.state_names, sharded.state_ties), self._ranks)
+            weights.fill(module, WholeNames(sharded.state_names, sharded.state_ties), self._ranks)
         return sharded
 
-    # --- other ranks ---
+    # --- collectives ---
 
     @property
-    def _apart(self) -> bool:
-        """True if this rank answers alone what is asked of all."""
-        return self._is_only or not (dist.is_available() and dist.is_initialized())
+    def _is_alone(self) -> bool:
+        """True if collectives involve only this rank."""
+        return self._is_single_process or not (dist.is_available() and dist.is_initialized())
 
     @property
-    def _is_only(self) -> bool:
-        """True if the process group is this process alone."""
+    def _is_single_process(self) -> bool:
+        """True if the process group has one process."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
 
     def _data_parallel(self, group: Any) -> Any:
-        """The data-parallel group by default, which Lightning spells WORLD: the others hold the same values."""
+        """Return the data-parallel group for None and for WORLD, Lightning's default: other ranks have equal values."""
         return self.meshes.data_parallel_group if group is None or group is dist.group.WORLD else group
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel group by default; of one process, too, the result has a dim of ranks."""
-        if self._apart and not self._is_only:
+        """Gather over the data-parallel group by default. The result has a dim of ranks, also for a single process."""
+        if self._is_alone and not self._is_single_process:
             return tensor
         return all_gather_tensors(tensor, self._data_parallel(group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._apart:
+        if self._is_alone:
             return decision
         return not any_rank(not decision) if all else any_rank(decision)
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._apart:
+        if not self._is_alone:
             any_rank(False)
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if self._apart:
+        if self._is_alone:
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, group=host_group())
-        return box[0]
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=host_group())
+        return objects[0]
 
 
-# Users construct a ShardedStrategy: this is what Python calls it in an error about an argument that there is not.
+# Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.
 MeshStrategy.__init__.__qualname__ = "ShardedStrategy.__init__"
 
 
 def _check_patterns(**options: Any) -> None:
-    """Raise a TopologyError for an option that is no list of strings; a bool is for another check."""
+    """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool."""
     for option, patterns in options.items():
-        if isinstance(patterns, str):  # whose characters would be patterns
+        if isinstance(patterns, str):  # its characters would be patterns
             raise TopologyError(f"{option} is a list of patterns, found a single one: write {option}=[{patterns!r}]")
         for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
             if not isinstance(pattern, str):

@@ -1,11 +1,12 @@
-"""Begin with stored weights, in call order: open → compare → judge; shard the model; read. Each is a ``Ranks.step``."""
+"""Pretrained weights, in call order: open, compare with the model, shard the model, read. Each is a ``Ranks.step``."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,28 +33,28 @@ from lightning_shardckpt.system.text import count_text
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """The arguments ``pretrained…`` of ``ShardedStrategy``."""
+    """The arguments of ``ShardedStrategy`` that start with ``pretrained``."""
 
     path: str
     key_mapping: KeyMapping = field(default_factory=KeyMapping)
     strict: bool = False
 
 
-class PretrainedStart:
-    """A model that is not sharded yet, compared with stored weights; ``names`` get their values from these alone."""
+class PretrainedWeights:
+    """Stored weights that were compared with a model; only they fill the parameters and buffers in ``names``."""
 
-    def __init__(self, source: Source | None, match: Match | None, seen: Scopes, *, strict: bool) -> None:
-        self._source, self._fit, self._strict = source, match, strict
-        self.names = frozenset(name for name in match.names if not seen(name)) if match is not None else frozenset()
+    def __init__(self, source: Source | None, match: Match | None, by_code: Scopes, *, strict: bool) -> None:
+        self._source, self._match, self._strict = source, match, strict
+        self.names = frozenset(n for n in match.names if not by_code(n)) if match is not None else frozenset()
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
-        """Read what this rank holds of the model that was sharded since.
+        """Read this rank's slices of the model, which has been sharded.
 
         Collective: every rank of ``ranks`` must call it.
         """
-        if self._source is None or self._fit is None:
+        if self._source is None or self._match is None:
             return
-        source, match, state_dict = self._source, self._fit, module.state_dict()
+        source, match, state_dict = self._source, self._match, module.state_dict()
         modules, for_code, loaded = {"": module}, ForCode(), dict[str, Any]()
 
         def read() -> None:
@@ -65,19 +66,18 @@ class PretrainedStart:
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
             aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
             rest = aside.rest_of(leaves)
-            here = {key: tensor for key, tensor in rest.tensors.items() if key in match.names}
-            aside.note_absent(rest, here, (), ())
+            matched = {key: tensor for key, tensor in rest.tensors.items() if key in match.names}
+            aside.note_absent(rest, matched, (), ())
             for_code, targets = aside.allocate()
             stored = fitted.document("model") or {}
             loaded = {name: decode_small(stored[name]) for name in aside.outside(values) if name in stored}
-            targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in here.items()]
+            targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in matched.items()]
             read_converted(fitted, targets)()
 
         def load() -> list[str]:
-            now = entries_loaded(modules, state_dict, loaded, for_code)
-            copies = not_live(module, state_dict)
-            strict = self._strict
-            return load_rest(modules, state_dict, now, copies, for_code, whole, strict=strict, keep_parameters=True)
+            entries = entries_loaded(modules, state_dict, loaded, for_code)
+            copies, strict = not_live(module, state_dict), self._strict
+            return load_rest(modules, state_dict, entries, copies, for_code, whole, strict=strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
@@ -87,32 +87,32 @@ class PretrainedStart:
 
 
 @contextmanager
-def begin_from(
-    wanted: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage
-) -> Iterator[PretrainedStart]:
-    """Compare what is stored with a module that is not sharded yet; inside the context it may be, and then be filled.
+def compare_pretrained(
+    pretrained: Pretrained | None, module: nn.Module, *, ranks: Ranks, storage: Storage
+) -> Iterator[PretrainedWeights]:
+    """Open pretrained weights, and compare them with a module, which is to be sharded and filled inside the context.
 
-    Collective: every rank of ``ranks`` must enter it. Without ``wanted`` there is nothing to do.
+    Collective: every rank of ``ranks`` must enter it. Without ``pretrained`` it does nothing.
 
     Raises:
-        MismatchError: listing what cannot be loaded, and what is missing or unexpected if that is to be strict.
-        Exception: what opening it failed with, on all ranks.
+        MismatchError: listing the tensors that cannot be loaded; with ``strict`` also missing and unexpected ones.
+        Exception: the error of opening the source, on all ranks.
     """
-    if wanted is None:
-        yield PretrainedStart(None, None, Scopes(()), strict=False)
+    if pretrained is None:
+        yield PretrainedWeights(None, None, Scopes(()), strict=False)
         return
-    with _open(wanted.path, ranks, storage) as source:
+    with _open(pretrained.path, ranks, storage) as source:
         matches: list[tuple[Match, Scopes]] = []
 
         def compare() -> dict[str, list[str]]:
-            matches.append(_compare(source, module, wanted))
+            matches.append(_compare(source, module, pretrained))
             return {"problems": matches[0][0].problems, "report": report(matches[0][0], source.path)}
 
         phase = f"comparing pretrained weights at {source.path!r} with the model"
-        notes = ranks.step(phase, compare, _judge_by(source.path, strict=wanted.strict))
+        notes = ranks.step(phase, compare, partial(_check_reports, source.path, pretrained.strict))
         for note in notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
-        yield PretrainedStart(source, *matches[0], strict=wanted.strict)
+        yield PretrainedWeights(source, *matches[0], strict=pretrained.strict)
 
 
 @contextmanager
@@ -122,46 +122,44 @@ def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
             source = with_objects(closing.enter_context(opened(path, ranks=ranks, storage=storage)))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"no pretrained weights: {error}. Of a model on the Hugging Face hub, give the path of a local copy, "
-                "such as `hf download NAME --local-dir PATH` makes."
+                f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "
+                "as made by `hf download NAME --local-dir PATH`."
             ) from None
         yield source
 
 
-def _compare(source: Source, module: nn.Module, wanted: Pretrained) -> tuple[Match, Scopes]:
-    """Return what fits, with all that does not noted, and what code of the model is to load."""
+def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, Scopes]:
+    """Return the matching names with all problems, and the scopes that the model's own code loads."""
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    match, code = fit(source, module, whole, wanted.key_mapping), LoadCode.of({"": module})
+    match, code = fit(source, module, whole, pretrained.key_mapping), LoadCode.of({"": module})
     stored = apply_match(source, match).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
-    seen = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
-    hooks = Scopes(code.after if wanted.strict else ())  # which may forgive
-    match.missing = [name for name in match.missing if not seen(name) and not hooks(name)]
-    judged = {stored_name for name, (stored_name, _) in match.others.items() if seen(name) or hooks(name)}
-    match.unexpected = [name for name in match.unexpected if name not in judged]
-    for name in sorted(name for name in match.names if not seen(name)):
+    by_code = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
+    by_hooks = Scopes(code.after if pretrained.strict else ())  # hooks may accept differences
+    match.missing = [name for name in match.missing if not by_code(name) and not by_hooks(name)]
+    accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}
+    match.unexpected = [name for name in match.unexpected if name not in accepted]
+    for name in sorted(name for name in match.names if not by_code(name)):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)
         if spec.shape != tuple(live.shape):
             match.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
         elif not converts(spec.dtype, dtype):
             match.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
-    return match, seen
+    return match, by_code
 
 
-def _judge_by(path: str, *, strict: bool) -> Callable[[list[dict[str, list[str]]]], list[str]]:
-    def judge(reports: list[dict[str, list[str]]]) -> list[str]:
-        problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
-        if problems:
-            listed = "\n  ".join(first_lines(problems, 20))
-            raise MismatchError(
-                f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
-                "Leave them out with a pretrained_key_mapping that makes None of their names, or change the model."
-            )
-        notes = reports[0]["report"]
-        if notes and strict:
-            raise MismatchError(f"{notes[0]}\nSet pretrained_strict=False to begin with the others.")
-        return notes
-
-    return judge
+def _check_reports(path: str, strict: bool, reports: list[dict[str, list[str]]]) -> list[str]:
+    """Return the notes of rank 0, or raise a MismatchError with the problems of all ranks."""
+    problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
+    if problems:
+        listed = "\n  ".join(first_lines(problems, 20))
+        raise MismatchError(
+            f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
+            "Leave them out with a pretrained_key_mapping of their names to None, or change the model."
+        )
+    notes = reports[0]["report"]
+    if notes and strict:
+        raise MismatchError(f"{notes[0]}\nSet pretrained_strict=False to begin with the others.")
+    return notes

@@ -1,6 +1,6 @@
-"""Register ``strategy="sharded"`` in the registries of Lightning and Fabric, where those are imported already.
+"""Registration of ``strategy="sharded"`` with Lightning and Fabric, if they are imported already.
 
-Tools of this package run without Lightning, so nothing imports it here. Checked with Lightning 2.5.6 and 2.6.6.
+Does not import them, since this package's tools run without Lightning. Checked with Lightning 2.5.6 and 2.6.6.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REGISTRIES = {
 
 
 def register_strategies() -> None:
-    """Make the name known to each registry that there is; each strategy is imported when it is made."""
+    """Register the name with each imported registry; a strategy is imported when it is created."""
     for home, (module, name) in _REGISTRIES.items():
         registry = getattr(sys.modules.get(module), name, None)
         if registry is not None and NAME not in registry:

@@ -1,10 +1,10 @@
-"""The place of a run in training and in its data: note it for a checkpoint, and go on from there.
+"""The position of a run in training and in its data: recorded for a checkpoint, and restored when a run resumes.
 
-Lightning ends the epoch with the run (2.6): who saves after ``max_steps``, ``max_time`` or ``should_stop``, be it in
-``on_train_epoch_end`` or after ``fit``, gets loop counters of an epoch that is over, and a random state that the last
-validation may have changed. So ``Stopping`` notes the position when a run ends after a batch that is not its epoch's
-last, and that is saved instead. What user code does because the run ends, such as in ``on_train_epoch_end``, stays
-done. ``Continuation`` puts every rank back when training starts.
+Lightning 2.6 ends the epoch with the run: a save after ``max_steps``, ``max_time`` or ``should_stop``, in
+``on_train_epoch_end`` or after ``fit``, gets the loop counters of a finished epoch, and a random state that the last
+validation may have changed. So ``StopPosition`` records the position if a run ends after a batch that is not the last
+of its epoch, and that is saved instead. Effects of user code at the end of the run, such as in ``on_train_epoch_end``,
+are not undone. ``Continuation`` restores the position on every rank when training starts.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ from lightning_shardckpt.state.stateful_loader import (
     restore,
     resume,
 )
-from lightning_shardckpt.strategy.lightning_module import schedule_accumulation, thaw, trained_names
+from lightning_shardckpt.strategy.lightning_module import list_trainable, schedule_accumulation, unfreeze
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (
     "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "
     "this epoch may come twice or not at all: {reasons}. Resume from the end of an epoch, or with the data and the "
-    "data-parallel ranks of the run that saved; the order goes on for any number of ranks where Lightning adds its "
-    "DistributedSampler, or where you pass torch's."
+    "number of data-parallel ranks of the run that saved. With Lightning's or torch's DistributedSampler the order "
+    "continues on any number of ranks."
 )
 _NO_STATE = (
-    "{kind} has a state of its own, but can't go on with it: {reason}. It begins anew, so samples may come twice or "
+    "{kind} has a state of its own, which can't be restored: {reason}. It begins anew, so samples may come twice or "
     "not at all. Resume on as many data-parallel ranks as the run that saved, with the same kinds of loaders."
 )
 _NO_EPOCH = {"started": 0, "processed": 0, "completed": 0}
 
 
-# ── where a run is ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the position of a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class DataShare:
-    """The part of the data on which this rank trains, and its pipeline stage of the model.
+    """The part of the data on which this rank trains, and its pipeline rank.
 
-    Its data-parallel rank, how many there are, ranks of each; its stage, how many there are. Stages are the outermost.
+    ``ranks_each`` ranks have the same data and stage. Stages are the outermost axis of the world's ranks.
     """
 
     data_rank: int
@@ -95,17 +95,17 @@ class DataShare:
 
     @classmethod
     def of(cls, meshes: Meshes) -> DataShare:
-        """Return that of this rank."""
+        """Return the share of this rank."""
         topology = meshes.topology
         return cls(
             meshes.data_parallel_rank, topology.data_parallel, topology.tensor, meshes.pipeline_rank, topology.pipeline
         )
 
     def source_rank(self, stored: Mapping[str, Any]) -> int:
-        """The rank of the saving run whose state this one takes: of the same data and stage.
+        """Return the rank of the saving run whose state this rank loads: of the same data and stage.
 
         Args:
-            stored: the state of any of its ranks, as ``save_checkpoint`` wrote it.
+            stored: the state of any saving rank, as written by ``save_checkpoint``.
         """
         saved = DataShare(**stored["place"])
         stage, data_rank = self.stage % saved.stages, self.data_rank % saved.data_size
@@ -114,15 +114,15 @@ class DataShare:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in training.
+    """A position in training.
 
     Attributes:
-        fit_loop: the counters of Lightning's loop; None leaves them to Lightning.
+        fit_loop: the counters of Lightning's loop; None if Lightning's dict has them.
         rng: states of this rank's random number generators.
-        loaders: the place in each of its loaders, None for one that can't tell.
-        monitored: by name, metrics for which schedulers wait that Lightning steps after the hooks of an epoch's end.
-        partial: names of metrics of such schedulers that are means over the batches of the present epoch.
-        trained: names of the parameters that are trained, where a callback changes which.
+        loaders: the position in each of its loaders; None for a loader without one.
+        monitored: metrics by name, for schedulers that Lightning steps after the hooks at the end of an epoch.
+        partial: names of metrics of such schedulers that are means over the batches of the current epoch.
+        trained: names of the parameters that are not frozen, if a callback freezes and unfreezes.
     """
 
     fit_loop: Mapping[str, Any] | None
@@ -133,13 +133,13 @@ class Position:
     trained: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part that each rank has for itself, as a checkpoint stores it: empty fields are left out."""
+        """Return the state of this rank as a checkpoint stores it, without empty fields."""
         rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained}
         return {"rng": self.rng, "positions": self.loaders} | {key: value for key, value in rest.items() if value}
 
 
-def note_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
-    """Return the place where training is now."""
+def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
+    """Return the current position in training."""
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
     used = _count_used(state)
     loaders = [_position(loader, used) for loader in train_loaders(trainer)]
@@ -147,9 +147,9 @@ def note_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -
         rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
     monitored = {} if fit_loop else _collect_monitored(trainer)
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
-        take_back_step(state)  # Lightning counts it once more when a run resumes
+        take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
-    return Position(fit_loop, rng, loaders, monitored, _partial(trainer), trained_names(trainer))
+    return Position(fit_loop, rng, loaders, monitored, _list_partial(trainer), list_trainable(trainer))
 
 
 def _position(loader: object, used: int | None) -> dict[str, Any] | None:
@@ -159,108 +159,108 @@ def _position(loader: object, used: int | None) -> dict[str, Any] | None:
 
 
 def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
-    """Return how many batches of the present epoch are used; None where it is over."""
+    """Return the number of used batches of the current epoch; None if it is over."""
     return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
 
 
 def plateau_monitors(trainer: pl.Trainer) -> list[str]:
-    """Return the metrics of the schedulers that step by a metric when an epoch is over."""
+    """Return the metrics of the schedulers that step by a metric at the end of an epoch."""
     if not trainer.lightning_module.automatic_optimization:
         return []
     plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     return [config.monitor for config in plateaus if config.monitor is not None]
 
 
-def _partial(trainer: pl.Trainer) -> list[str]:
+def _list_partial(trainer: pl.Trainer) -> list[str]:
     means = [meta for meta in logged_in_training(trainer) if meta.on_epoch]
     names = {name for meta in means for name in (meta.name, f"{meta.name}_epoch")}
     return [name for name in plateau_monitors(trainer) if name in names]
 
 
 def _collect_monitored(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return metrics' values that are about to be used: in the hooks of an epoch's end, or of its last validation."""
+    """Return values of metrics that schedulers will use: in hooks at the end of an epoch, or of its last validation."""
     current, monitors = trainer.fit_loop.epoch_progress.current, plateau_monitors(trainer)
     if not monitors or not is_last_batch(trainer):
         return {}
-    if trainer.validating:  # what training logged is of the epoch before
-        known = validated_metrics(trainer)
+    if trainer.validating:  # metrics of training are of the previous epoch
+        metrics = validated_metrics(trainer)
     elif current.processed == current.started > current.completed:  # type: ignore[attr-defined]  # its subclass
-        known = trainer.callback_metrics
+        metrics = trainer.callback_metrics
     else:
         return {}
-    return {name: known[name] for name in monitors if name in known}
+    return {name: metrics[name] for name in monitors if name in metrics}
 
 
-class Stopping:
-    """Notes where the run ended, from the batch after which it ends until training begins again."""
+class StopPosition:
+    """The position after the last batch of a run, kept until training starts again."""
 
     def __init__(self) -> None:
-        self._noted: Position | None = None
+        self._recorded: Position | None = None
         self._undo: Callable[[], None] | None = None
 
     def position(self, trainer: pl.Trainer) -> Position:
-        """Return the place where a run that resumes must go on."""
-        return self._noted or note_position(trainer)
+        """Return the position from which a run must resume."""
+        return self._recorded or record_position(trainer)
 
-    def forget(self) -> None:
-        """Call when training goes on or begins."""
-        self._noted = None
+    def reset(self) -> None:
+        """Forget the recorded position. Call it when training starts or continues."""
+        self._recorded = None
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """Call when training starts; undone by ``unwatch``."""
+        """Record the position at the end of the run. Call it when training starts; `unwatch` undoes it."""
         self.unwatch()
-        self.forget()
+        self.reset()
 
         def end_batch(fetcher: Any, original: EndBatch) -> None:
             if ends_within_epoch(trainer) and not would_validate(trainer, fetcher):
-                self._noted = note_position(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
+                self._recorded = record_position(trainer, _as_in_batch_end(trainer.fit_loop.state_dict()))
             try:
                 original()
             except SIGTERMException:
-                if not trainer.validating:  # else it ended in the middle of the validation
-                    self._note_after(trainer)
+                if not trainer.validating:  # else the run ends inside the validation
+                    self._record_after(trainer)
                 raise
-            self._note_after(trainer)
+            self._record_after(trainer)
 
         self._undo = wrap_batch_end(trainer, end_batch)
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Call when a run ends, before its loaders are taken down; it leaves Lightning's loop as it was."""
+        """Finish the loaders, and restore Lightning's loop. Call it at the end of a run, before their teardown."""
         for loader in train_loaders(trainer):
             if isinstance(loader, StatefulLoader):
                 finish(loader, _count_used(trainer.fit_loop.state_dict()))
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Leave Lightning's loop as it was."""
+        """Restore Lightning's loop."""
         if self._undo is not None:
             self._undo()
             self._undo = None
 
-    def _note_after(self, trainer: pl.Trainer) -> None:
-        """Note the position after the validation that follows a batch, whether the run ends or not."""
-        if self._noted is None and ends_within_epoch(trainer):
+    def _record_after(self, trainer: pl.Trainer) -> None:
+        """Record the position after a batch and its validation, if the run ends there."""
+        if self._recorded is None and ends_within_epoch(trainer):
             state = trainer.fit_loop.state_dict()
-            if not is_accumulating(trainer):  # a run that resumes counts it when it skips the validation
+            if not is_accumulating(trainer):  # a resumed run counts the step when it skips the validation
                 take_back_step(state)
-            self._noted = note_position(trainer, state)
+            self._recorded = record_position(trainer, state)
 
 
 def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Return loop state as ``on_train_batch_end`` has it: Lightning resumes with the next batch from there."""
+    """Change loop state to that of ``on_train_batch_end``, from which Lightning resumes with the next batch."""
     for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
         progress["completed"] -= 1
     return state
 
 
-# ── going on ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Continuation:
-    """The work that remains when training starts: random state and position in the data.
+    """The loaded state that is restored when training starts: random state and position in the data.
 
     Attributes:
-        validates: the run begins with the rest of a validation that an exception has interrupted.
+        validates: True if the run starts with the rest of an interrupted validation.
     """
 
     def __init__(
@@ -277,42 +277,42 @@ class Continuation:
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
         unfinished = self._batches is None and epoch["completed"] < epoch["started"] and not self.validates
-        self._awaited = unfinished and "schedulers" in parts  # others begin anew
+        self._steps_plateaus = unfinished and "schedulers" in parts  # without state, schedulers begin anew
         self._monitored, self._partial = rank_state.get("monitored", {}), rank_state.get("partial", ())
         self._trained = rank_state.get("trained", ()) if "callbacks" in parts else ()
         saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, share.data_size
         self._same_data = saved.data_size == share.data_size
-        self._places: list[tuple[int, EpochPosition | None]] = []
-        self._fresh = share.data_rank if share.data_rank >= saved.data_size else None
+        self._located: list[tuple[int, EpochPosition | None]] = []
+        self._extra_rank = share.data_rank if share.data_rank >= saved.data_size else None
 
     def before_loaders(self) -> None:
-        """Call before Lightning begins loaders that can't wait until training starts."""
+        """Restore random state. Call it before Lightning begins loaders that can't wait until training starts."""
         if self._rng is not None:
             set_rng_state(self._rng)
 
     def apply(self, trainer: pl.Trainer) -> None:
         """Restore state when training starts: the train loaders exist, no batch has been drawn for this epoch."""
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
-        thaw(trainer, set(self._trained))
+        unfreeze(trainer, set(self._trained))
         if self._batches:
             schedule_accumulation(trainer)
         if self.validates:
             go_on_with_validation(trainer)
-        self._count_anew(loaders, trainer)
+        self._recount(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)  # in before_loaders
         if self._rng is not None:
             if not (over and begun):
                 set_rng_state(self._rng)
-            if self._fresh is not None:  # more data-parallel ranks than before: no two may draw the same noise
-                torch.manual_seed(int(torch.randint(1 << 62, ())) + self._fresh)
+            if self._extra_rank is not None:  # more data-parallel ranks than before must not draw the same numbers
+                torch.manual_seed(int(torch.randint(1 << 62, ())) + self._extra_rank)
         if over:
             self._restore_loaders(loaders)
             if self.validates and not self._ended:
-                self._await_plateaus(trainer)
+                self._let_plateaus_step(trainer)
                 return
-            if self._awaited:
+            if self._steps_plateaus:
                 step_plateaus(trainer, self._epochs, self._monitored)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             set_loaders_begun(trainer, begun)
@@ -321,29 +321,29 @@ class Continuation:
             reasons = self._resume(loaders, self._positions, trainer)
             if reasons and self._batches:
                 rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
-        self._await_plateaus(trainer)
+        self._let_plateaus_step(trainer)
         for loader in loaders:
             for owner in (loader, getattr(loader, "batch_sampler", None)):
                 sampler: Any = getattr(owner, "sampler", None)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(fit.epoch_progress.current.processed)  # type: ignore[attr-defined]  # its subclass
         if not begun:
-            begin_loaders(trainer)  # which have waited
+            begin_loaders(trainer)  # they have waited
 
-    def _await_plateaus(self, trainer: pl.Trainer) -> None:
-        """Let the epoch that goes on step its plateaus at its end, which Lightning leaves out."""
+    def _let_plateaus_step(self, trainer: pl.Trainer) -> None:
+        """Make the resumed epoch step ReduceLROnPlateau at its end, which Lightning skips."""
         partial = sorted(set(self._partial) & set(plateau_monitors(trainer)))
         if (self._batches or self.validates) and partial:
             rank_zero_warn(
                 f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}: {', '.join(partial)} is a mean "
-                "over its training batches, and a run that resumes has only those that are left. Monitor a metric of "
-                "the validation, or resume from an epoch's end."
+                "over its training batches, and a resumed run sees only the remaining ones. Monitor a metric of the "
+                "validation, or resume from the end of an epoch."
             )
         else:
             let_plateaus_step(trainer)
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
-        """Restore seeds, and the loaders' own states, for an epoch that begins."""
+        """Restore seeds and the loaders' own states for a new epoch."""
         if self._positions is None or len(self._positions) != len(loaders):
             return
         for loader, position in zip(loaders, self._positions, strict=True):
@@ -355,123 +355,124 @@ class Continuation:
                 set_own_states(loader, position["own"] if self._same_data else [])
 
     def _has_state(self, loader: StatefulLoader, position: Any) -> bool:
-        """Return whether a position has a state for this loader; warns if it has none, or that of other data."""
-        there = position is not None and "state" in position
-        if not (there and self._same_data) and self._epochs > 0:
-            sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
-            reason = f"the state that was saved is that of a single rank, and {sizes}" if there else "none was saved"
+        """Return True if a position has a usable state for this loader; else warn."""
+        is_saved = position is not None and "state" in position
+        if not (is_saved and self._same_data) and self._epochs > 0:
+            reason = f"it was saved by a single rank, and {self._sizes}" if is_saved else "none was saved"
             rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
-        return there and self._same_data
+        return is_saved and self._same_data
+
+    @property
+    def _sizes(self) -> str:
+        return f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
 
     def _locate(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
-        """Return how many batches each loader gave since it began, and the position in the epoch, where it is known."""
+        """Return the number of batches that each loader has yielded, and the position in the epoch, if known."""
         batches, positions = self._batches or 0, self._positions or []
         if len(positions) != len(loaders):
             return [(batches, None)] * len(loaders)
-        places = []
+        located = []
         for loader, position in zip(loaders, positions, strict=True):
-            given, reached = batches_of_loader(loader, batches, cycles=cycles), None
+            yielded, reached = batches_of_loader(loader, batches, cycles=cycles), None
             if isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
-                given = batches_of_loader(loader, batches, cycles=cycles, length=steps_of_epoch(position))
-                reached = loader.epoch_position_after(position, given)
-            places.append((given, reached))
-        return places
+                yielded = batches_of_loader(loader, batches, cycles=cycles, length=count_epoch_steps(position))
+                reached = loader.epoch_position_after(position, yielded)
+            located.append((yielded, reached))
+        return located
 
-    def _count_anew(self, loaders: list[Any], trainer: pl.Trainer) -> None:
-        """Count batches as an epoch of the present number of ranks and batch size does."""
-        self._places = self._locate(loaders, cycles_loaders(trainer))
-        moves = [reached.batches - given for given, reached in self._places if reached is not None]
-        if not self._batches or not moves:
+    def _recount(self, loaders: list[Any], trainer: pl.Trainer) -> None:
+        """Convert the number of batches to the current number of ranks and batch size."""
+        self._located = self._locate(loaders, cycles_loaders(trainer))
+        shifts = {i: reached.batches - n for i, (n, reached) in enumerate(self._located) if reached is not None}
+        if not self._batches or not shifts:
             return
-        leads = [i for i, (_, reached) in enumerate(self._places) if reached is not None]
         pick = max if cycles_loaders(trainer) else min
-        moved = moves[leads.index(pick(leads, key=lambda i: len(loaders[i])))]
-        if not moved:
+        shift = shifts[pick(shifts, key=lambda i: len(loaders[i]))]
+        if not shift:
             return
-        self._batches += moved
-        move_in_epoch(trainer, moved)
+        self._batches += shift
+        move_in_epoch(trainer, shift)
         if self._batches % trainer.accumulate_grad_batches and self._batches < trainer.fit_loop.max_batches:
             rank_zero_warn(
-                f"resuming with another global batch: the place in the epoch is that after {self._batches} batches, "
+                f"resuming with another global batch: the run resumes after {self._batches} batches of the epoch, "
                 f"which accumulate_grad_batches={trainer.accumulate_grad_batches} does not divide. The first optimizer "
-                "step gets the gradients of fewer batches. Let batch_size × data-parallel ranks × "
-                "accumulate_grad_batches stay the same."
+                "step gets the gradients of fewer batches. Keep batch_size × data-parallel ranks × "
+                "accumulate_grad_batches the same."
             )
 
     def _resume(self, loaders: list[Any], positions: Sequence[Any], trainer: pl.Trainer) -> list[str]:
-        """Prepare the loaders; return why some can't continue with the batches that they would have drawn."""
+        """Prepare the loaders, and return the reasons why some can't continue exactly."""
         if len(positions) != len(loaders):
             return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]
         reasons, leader = list[str](), None
-        sizes = f"the number of data-parallel ranks was {self._saved_size}, and is {self._size}"
-        if len({reached.batches - given for given, reached in self._places if reached is not None}) > 1:
-            reasons.append("the global batches of several dataloaders changed, so that they go with others")
-        for loader, position, (given, reached) in zip(loaders, positions, self._places, strict=True):
+        if len({reached.batches - yielded for yielded, reached in self._located if reached is not None}) > 1:
+            reasons.append("the global batches of several dataloaders changed, so they are combined differently")
+        for loader, position, (yielded, reached) in zip(loaders, positions, self._located, strict=True):
             if isinstance(loader, StatefulLoader):
                 if self._has_state(loader, position):
                     resume(loader, position, {"process": get_rng_state(), "own": position["own"]})
                 continue
             if not isinstance(loader, ResumableLoader):
-                reasons.append(f"{type(loader).__name__} is no torch DataLoader, and has no state that can be kept")
+                reasons.append(f"{type(loader).__name__} is no torch DataLoader, and has no state that can be saved")
                 continue
             if position is None or "state" in position:
-                reasons.append("another kind of loader was in the place of a DataLoader")
+                reasons.append("another kind of loader was used instead of a DataLoader")
                 continue
             set_seed(loader, position["seed"])
-            then = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
+            state = {"process": get_rng_state(), "own": position["own"] if self._same_data else []}
             start = position["epoch_start"] if self._same_data and self._batches is not None else None
             if self._batches and (not self._same_data or (start is None and reached is not None)):
-                start = then  # where the order is not known: that of another epoch, but not the same samples twice
+                start = state  # for an unknown order: another order, but no sample twice
             checksum = position.get("order", {}).get("checksum") if reached is not None else None
-            resumption = Resumption(start, given, then, leader, reached, checksum)
+            resumption = Resumption(start, yielded, state, leader, reached, checksum)
             leader = leader or resumption
             loader.resume(resumption)
             if reached is None and not self._same_data:
-                reasons.append(f"{sizes}, and {unknown_order(loader, position)}")
-            elif reached is None and (change := changed_data(loader, position)):
+                reasons.append(f"{self._sizes}, and {_explain_order(loader, position)}")
+            elif reached is None and (change := _describe_change(loader, position)):
                 reasons.append(change)
             elif start is None and self._batches:
                 reasons.append("the epoch had not begun")
         return reasons
 
 
-def steps_of_epoch(position: Mapping[str, Any]) -> int | None:
-    """Return how many batches an epoch of a loader had, of whose order all is known."""
+def count_epoch_steps(position: Mapping[str, Any]) -> int | None:
+    """Return the number of batches per epoch of a loader; None if the order of its samples is unknown."""
     order = position.get("order")
     return None if order is None else GlobalBatches(*order["division"]).steps(order["samples"])
 
 
-def unknown_order(loader: ResumableLoader, position: Mapping[str, Any]) -> str:
-    """Return why another number of ranks can't continue the order of this loader."""
+def _explain_order(loader: ResumableLoader, position: Mapping[str, Any]) -> str:
+    """Return the reason why another number of ranks can't continue the order of this loader."""
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank has read a part of its own"
+        return f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank has read its own part"
     if "order" not in position:
         if loader.global_batches() is not None:
-            return "the checkpoint was saved by an earlier version, or with a sampler whose order is not known"
+            return "the checkpoint was saved by an earlier version, or with a sampler of unknown order"
         sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-        return f"the order that {type(sampler or loader.sampler).__name__} gives all ranks together is not known"
-    return changed_data(loader, position) or "the order of this run's sampler is not known"
+        return f"the order of {type(sampler or loader.sampler).__name__} over all ranks is not known"
+    return _describe_change(loader, position) or "the order of this run's sampler is not known"
 
 
-def changed_data(loader: ResumableLoader, position: Mapping[str, Any]) -> str | None:
-    """Return what changed of a loader whose position is a number of batches; None if nothing did."""
-    for name, now in (("samples", loader.samples), ("batch_size", loader.batch_size)):
-        if name in position and position[name] != now:
-            return f"{name} of a DataLoader was {position[name]}, and is {now}"
+def _describe_change(loader: ResumableLoader, position: Mapping[str, Any]) -> str | None:
+    """Return the change of a loader whose position is a number of batches; None without one."""
+    for name, value in (("samples", loader.samples), ("batch_size", loader.batch_size)):
+        if name in position and position[name] != value:
+            return f"{name} of a DataLoader was {position[name]}, and is {value}"
     return None
 
 
 def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]) -> None:
-    """Step the schedulers that Lightning steps by a metric when an epoch is over, after the hooks that save.
+    """Step the schedulers that Lightning steps by a metric at the end of an epoch, after the hooks that save.
 
     Args:
-        trainer: with the schedulers as they were saved.
-        epochs: so many were begun.
-        monitored: the metrics that were known.
+        trainer: with the loaded schedulers.
+        epochs: the number of started epochs.
+        monitored: the saved metrics.
     """
-    if unknown := sorted(set(plateau_monitors(trainer)) - monitored.keys()):
+    if missing := sorted(set(plateau_monitors(trainer)) - monitored.keys()):
         rank_zero_warn(
-            f"ReduceLROnPlateau misses the update of epoch {epochs - 1}: {', '.join(unknown)} of that epoch was not "
+            f"ReduceLROnPlateau misses the update of epoch {epochs - 1}: {', '.join(missing)} of that epoch was not "
             "known yet when the checkpoint was saved. Save in on_train_epoch_end."
         )
     elif monitored:

@@ -1,13 +1,13 @@
-"""Save and resume one Trainer's run: its place in training and in the data, in the order of Lightning's hooks.
+"""Save and resume one Trainer's run, in the order of Lightning's hooks.
 
-``restore`` loads the checkpoint of a fit, ``start`` puts every rank where it was, ``save`` notes where that is, also
-when the run ends early. What is sharded, and how it is loaded, is not known here.
+``restore`` loads the checkpoint of a fit, ``start`` restores every rank's position, ``save`` saves it, also when the
+run ends early. Must not know how modules are sharded or loaded.
 
-Lightning's own handler of SIGTERM communicates inside the signal handler and looks at rank 0 alone (2.6.6): a signal to
-another rank, or in the middle of a collective, hangs. Here the handler only remembers; before the next batch all ranks
-agree, and after it all of them leave with Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
-``ModelCheckpoint(save_on_exception=True)`` save there. After an exception that only some ranks got they can't, and
-must neither wait for the others nor hide what happened.
+Lightning's handler of SIGTERM (2.6.6) communicates inside the signal handler and handles only rank 0: a signal to
+another rank, or during a collective, hangs. Here the handler only sets a flag; before the next batch all ranks agree,
+and after it all raise Lightning's SIGTERMException, at the same step. ``OnExceptionCheckpoint`` and
+``ModelCheckpoint(save_on_exception=True)`` save there. After an exception on only some ranks they can't, and must
+neither wait for the other ranks nor hide the exception.
 """
 
 from __future__ import annotations
@@ -49,78 +49,83 @@ from lightning_shardckpt.state.module_io import load_rest, not_live
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watch_state
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import is_url
-from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, begins_anew
-from lightning_shardckpt.strategy.lightning_module import check_filled, filling, is_half_filled, keep_groups
-from lightning_shardckpt.strategy.resume import Continuation, DataShare, Stopping
+from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
+from lightning_shardckpt.strategy.lightning_module import (
+    check_filled,
+    is_half_filled,
+    keep_param_groups,
+    mark_half_filled,
+)
+from lightning_shardckpt.strategy.resume import Continuation, DataShare, StopPosition
 from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
 
 
 class Preemption:
-    """The signal that tells this run to end. Replaces Lightning's handler; Lightning restores what was before it."""
+    """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._is_told = False
         self._undo: Callable[[], None] = lambda: None
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """Call when training starts, after Lightning has registered its handlers; undone by ``unwatch``."""
-        self._told = False
+        """Install the handler. Call it when training starts, after Lightning's handlers; `unwatch` undoes it."""
+        self._is_told = False
         self._undo = skip_sigterm_broadcast(trainer)
-        before = sigterm_handler_before(trainer)
+        previous = sigterm_handler_before(trainer)
 
         def handler(number: int, frame: FrameType | None) -> None:
-            self._told = True
-            if before is not None:
-                before(number, frame)
+            self._is_told = True
+            if previous is not None:
+                previous(number, frame)
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
     def unwatch(self) -> None:
-        """Leave Lightning's loop as it was."""
+        """Restore Lightning's loop."""
         self._undo()
 
-    def agree(self, trainer: pl.Trainer, anybody: Callable[[bool], bool]) -> None:
-        """Call before every batch, with a collective "or": makes Lightning stop after this batch, on all ranks alike.
+    def agree(self, trainer: pl.Trainer, any_rank: Callable[[bool], bool]) -> None:
+        """Make Lightning stop after this batch on all ranks, if one has got the signal. Call it before every batch.
 
-        Collective: every rank of the world must call it.
+        Collective: every rank of the world must call it; ``any_rank`` is a collective "or".
         """
-        if anybody(self._told):
-            self._told = False
+        if any_rank(self._is_told):
+            self._is_told = False
             receive_sigterm(trainer)
 
 
 class Ending(Enum):
-    """Progress of a rank after an exception: nothing known; no save with all others; all save; its hooks are done."""
+    """The state of a rank after an exception."""
 
-    NONE = auto()
-    ALONE = auto()
-    TOGETHER = auto()
-    LEFT = auto()
+    NONE = auto()  # no exception, or not known whether all ranks have it
+    ALONE = auto()  # other ranks don't have it: no save
+    TOGETHER = auto()  # all ranks have it, and save
+    LEFT = auto()  # all hooks after the exception are done
 
 
 def save_after_exception(
     ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, meeting_s: float
 ) -> Ending:
-    """Save if all ranks come to do so; else, or if it fails, say so in a warning and go on with the exception.
+    """Save if all ranks have an exception; else, or if the save fails, only warn.
 
-    Collective for the ranks that got an exception.
+    Collective for the ranks with an exception.
 
     Args:
-        ranks: all that save together.
+        ranks: the ranks that save together.
         save: writes the checkpoint.
-        wait: for what is saved asynchronously; called before and after, since the process may be about to end.
-        agreed: whether it is known that all ranks got it, as for a signal; else that is found out.
-        meeting_s: ranks that got the same exception come within this time of each other.
+        wait: waits for asynchronous saves; called before and after the save, since the process may end.
+        agreed: True if all ranks are known to have the exception, as for a signal; else they must meet.
+        meeting_s: the timeout of this meeting.
     """
     try:
         if not agreed:
-            ranks.step("meeting for a last checkpoint", lambda: None, lambda came: None, timeout_s=meeting_s)
+            ranks.step("meeting for a last checkpoint", lambda: None, lambda _: None, timeout_s=meeting_s)
         try:
             wait()
-        except Exception as error:  # on all ranks alike; it must not cost the last checkpoint, too
+        except Exception as error:  # on all ranks; the last checkpoint must be saved anyway
             warnings.warn(f"before the exception, a save had failed: {error}", stacklevel=2)
         save()
         wait()
@@ -135,11 +140,11 @@ class TrainerRun:
     """One fit, validate, test or predict.
 
     Attributes:
-        trainer: whose run it is.
-        launcher: knows the path to resume from.
-        ranks: who saves and loads together.
-        share: the data on which this rank trains.
-        meeting_s: ranks that got the same exception come to a last save within this time of each other.
+        trainer: of the run.
+        launcher: has the path to resume from.
+        ranks: the ranks that save and load together.
+        share: this rank's part of the data.
+        meeting_s: as in `save_after_exception`.
     """
 
     trainer: pl.Trainer
@@ -154,11 +159,11 @@ class TrainerRun:
 
     @property
     def path_to_resume(self) -> str | os.PathLike[str] | None:
-        """The path of the checkpoint, if there is one to load."""
+        """The path of the checkpoint to load; None without one."""
         return self.launcher.resumes_from or assigned_path(self.trainer)
 
     def will_resume(self) -> bool:
-        """Return whether a checkpoint is going to be loaded, as far as this rank sees."""
+        """Return True if this rank finds a checkpoint to load."""
         path = self.path_to_resume
         return path is not None and (is_url(path) or os.path.lexists(path))
 
@@ -167,55 +172,55 @@ class RunCheckpoints:
     """The checkpoints of one strategy's runs, one after the other.
 
     Attributes:
-        restored: whether the checkpoint of this fit is loaded already, before Lightning does it.
-        stopping: notes where a run ended.
+        restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
+        stop_position: the position at the end of the last run.
     """
 
     def __init__(self) -> None:
         self.restored = False
-        self.stopping = Stopping()
+        self.stop_position = StopPosition()
         self._run: TrainerRun | None = None
         self._ending = Ending.NONE
         self._continuation: Continuation | None = None
-        self._awaited = False
+        self._loaders_wait = False
         self._validation_rng: dict[str, Any] | None = None
         self._loaded: Loaded | None = None
         self._place: Callable[[], Continuation] | None = None
         self._optimizers: LoadedOptimizers | None = None
 
-    # --- a run begins ---
+    # --- the start of a run ---
 
     def begin(self, run: TrainerRun) -> None:
-        """Call for every fit, validate, test and predict."""
+        """Begin a fit, validate, test or predict."""
         self._run, self._ending, self.restored = run, Ending.NONE, False
 
     def begin_setup(self) -> None:
-        """Call when the strategy is set up, before anything is loaded."""
+        """Reset loaded state. Call it in the setup of the strategy, before the load."""
         self._continuation = self._place = self._loaded = self._optimizers = self._validation_rng = None
-        if self._begun.is_fit:
-            self.stopping.forget()
+        if self._current.is_fit:
+            self.stop_position.reset()
 
     @property
-    def _begun(self) -> TrainerRun:
+    def _current(self) -> TrainerRun:
         assert self._run is not None, "no run has begun"
         return self._run
 
-    def lacks_weights(self, io: ShardCkptIO) -> bool:
-        """Return whether the module may need weights to begin with, as far as this rank sees."""
-        run = self._begun
-        leaves_some = run.is_fit and (io.resume_skip or "model" not in io.resume)
-        return bool(leaves_some) or begins_anew(run.trainer, run.launcher)
+    def needs_weights(self, io: ShardCkptIO) -> bool:
+        """Return True if the module may need initial weights, as seen by this rank."""
+        run = self._current
+        skips_weights = run.is_fit and (io.resume_skip or "model" not in io.resume)
+        return bool(skips_weights) or needs_weights(run.trainer, run.launcher)
 
     def restore(self) -> None:
-        """Load the checkpoint of a fit, so that ``on_fit_start`` sees it, as on one process.
+        """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
 
         Collective: every rank must call it.
         """
-        run = self._begun
+        run = self._current
         if run.is_fit and run.ranks.step("looking for a checkpoint", run.will_resume, any):
             path = run.path_to_resume
             restore_modules_and_callbacks(run.trainer, None if path is None else os.fspath(path))
-            keep_groups(run.trainer)
+            keep_param_groups(run.trainer)
             self.restored = True
             if self._place is not None:  # read only now, since hooks may have changed the loops
                 self._continuation, self._place = self._place(), None
@@ -224,13 +229,13 @@ class RunCheckpoints:
         """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
 
         Args:
-            io: told who loads together.
+            io: attached to the ranks that load together.
             path: of the checkpoint.
-            weights_only: for a file of ``torch.save``; by default as the call of the Trainer said.
+            weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
         """
-        run = self._begun
-        safe = run.launcher.weights_only if weights_only is None else weights_only
-        loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=safe)
+        run = self._current
+        weights_only = run.launcher.weights_only if weights_only is None else weights_only
+        loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=weights_only)
         checkpoint, rank_state, self._loaded = loaded
         if run.is_fit and rank_state is not None:
             self._place = partial(Continuation, checkpoint, rank_state, run.share, io.resume)
@@ -238,7 +243,7 @@ class RunCheckpoints:
         return checkpoint
 
     def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any], names: WholeNames) -> None:
-        """Load what could not be filled in place, what hooks have changed, and what code of the module is to load.
+        """Load entries that were not filled in place, that hooks have changed, or that the module's own code loads.
 
         Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
@@ -248,17 +253,17 @@ class RunCheckpoints:
 
         def load() -> list[str]:
             copies = not_live(module, live)
-            strict, fit = module.strict_loading, self._begun.is_fit
+            strict, fit = module.strict_loading, self._current.is_fit
             modules = {"": module}
             return load_rest(modules, live, state_dict, copies, for_code, names, strict=strict, keep_parameters=fit)
 
-        with filling(module, path):
+        with mark_half_filled(module, path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
-            notes: list[str] = self._begun.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
+            notes: list[str] = self._current.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
-        callbacks: list[Callback] = self._begun.trainer.callbacks  # type: ignore[attr-defined]  # set late
+        callbacks: list[Callback] = self._current.trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
             state_dict.update(copied_state_dict(state_dict))
 
@@ -273,10 +278,10 @@ class RunCheckpoints:
             self._optimizers.take(states)
             self._optimizers = None
 
-    # --- training begins ---
+    # --- the start of training ---
 
     def begin_loader(self, loader: object) -> None:
-        """Call for every loader: one of training can resume after that, and waits until training starts, if it can."""
+        """Make a training loader resumable; if it resumes, it waits until training starts. Call it for every loader."""
         run = self._run
         resumable = make_resumable(loader)
         if run is None or not (run.trainer.training and run.is_fit):
@@ -290,36 +295,36 @@ class RunCheckpoints:
                 wait(loader)
             elif isinstance(loader, ResumableLoader):
                 loader.wait()
-            self._awaited = True
+            self._loaders_wait = True
         elif not resumable and self._continuation is not None:
             self._continuation.before_loaders()
 
     def start(self) -> None:
-        """Call when training starts: go on where the checkpoint was saved."""
-        trainer = self._begun.trainer
-        self.stopping.watch(trainer)
+        """Restore the position of the checkpoint. Call it when training starts."""
+        trainer = self._current.trainer
+        self.stop_position.watch(trainer)
         if self._continuation is not None:
             self._continuation.apply(trainer)
             self._validation_rng = get_rng_state() if self._continuation.validates else None
-        elif self._awaited:
+        elif self._loaders_wait:
             begin_loaders(trainer)
-        self._continuation, self._awaited = None, False
+        self._continuation, self._loaders_wait = None, False
 
     def start_validation(self) -> None:
-        """Call when a validation starts: the rest of an interrupted one goes on with its random state.
+        """Restore the random state of an interrupted validation. Call it when a validation starts.
 
-        It begins the loaders again, and runs the hooks of its start, which may have drawn random numbers already.
+        Its loaders begin again, and hooks of its start run again; both may have drawn random numbers.
         """
         if self._validation_rng is not None:
             set_rng_state(self._validation_rng)
             self._validation_rng = None
 
-    # --- saves, and the end ---
+    # --- saves, and the end of a run ---
 
     def end(self) -> None:
-        """Call when a run ends, before its loaders are taken down."""
+        """End a run, before the teardown of its loaders."""
         if self._run is not None:
-            self.stopping.end(self._run.trainer)
+            self.stop_position.end(self._run.trainer)
 
     def save(
         self,
@@ -328,21 +333,23 @@ class RunCheckpoints:
         path: str | os.PathLike[str],
         storage_options: Any | None,
     ) -> None:
-        """Write Lightning's checkpoint dict; after an exception only if all ranks come. Collective: all must call it.
+        """Write Lightning's checkpoint dict; after an exception only if all ranks have it.
+
+        Collective: every rank must call it.
 
         Args:
-            io: told who saves together.
+            io: attached to the ranks that save together.
             checkpoint: Lightning's dict.
-            path: where to.
+            path: of the checkpoint.
             storage_options: for a URL.
         """
-        run = self._begun
+        run = self._current
         trainer = run.trainer
         if trainer.interrupted and is_half_filled(trainer.lightning_module):
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: the module was half filled when its load failed")
             return
         check_filled(trainer.lightning_module)
-        position = self.stopping.position(trainer)
+        position = self.stop_position.position(trainer)
         save = partial(save_checkpoint, io, position, run.share, checkpoint, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
@@ -352,64 +359,64 @@ class RunCheckpoints:
 
     @property
     def answers_alone(self) -> bool:
-        """True if hooks after an exception run here, and perhaps not on the other ranks."""
+        """True if hooks after an exception run on this rank, and maybe not on the other ranks."""
         if self._run is None or not self._run.trainer.interrupted or self._run.trainer.received_sigterm:
-            return False  # if there was a signal, all agreed to end
+            return False  # after a signal, all ranks have agreed to stop
         return self._ending in (Ending.NONE, Ending.ALONE)
 
     def leave(self) -> None:
-        """Call when all hooks after an exception are done."""
+        """End the hooks after an exception."""
         self._ending = Ending.LEFT
 
 
-# ── the first look ────────────────────────────────────────────────────────────────────────────────────────────────────
-# Before the first save, hours later: the state that a save would take is looked at when training begins, but for
-# ``state_dict`` and loops, which are ours and Lightning's, and what ``on_save_checkpoint`` hooks add.
+# ── check before the first save ───────────────────────────────────────────────────────────────────────────────────────
+# The first save may be hours away, so its state is checked when training starts, except ``state_dict`` and loops,
+# which are ours and Lightning's, and additions by ``on_save_checkpoint`` hooks.
 
 
-def look_at_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) -> None:
-    """Warn of what will be missing in checkpoints, and refuse what can't be saved, if a callback is going to save.
+def check_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) -> None:
+    """Refuse state that can't be saved, and warn of state that checkpoints will lack, if a callback saves.
 
     Collective: every rank of ``ranks`` must call it, when training starts.
 
     Args:
-        trainer: whose training begins.
-        ranks: who saves together.
-        pickle_objects: as ``ShardCkptIO`` was told.
+        trainer: at the start of training.
+        ranks: the ranks that save together.
+        pickle_objects: the argument of ``ShardCkptIO``.
 
     Raises:
-        StateError: on every rank, naming what cannot be stored on any, and the rank.
+        StateError: on every rank, naming the state that a rank cannot store, and the rank.
     """
-    saving = list(_list_savers(trainer))
-    if not saving:
+    callbacks = list(_list_saving_callbacks(trainer))
+    if not callbacks:
         return
-    weights_only = all(getattr(callback, "save_weights_only", False) for callback in saving)
+    weights_only = all(getattr(callback, "save_weights_only", False) for callback in callbacks)
 
-    def look() -> list[str]:
+    def check() -> list[str]:
         with isolate_rng():
-            checkpoint = dict(_state_of(trainer, weights_only=weights_only))
+            checkpoint = dict(_collect_state(trainer, weights_only=weights_only))
         return list(snapshot(checkpoint, trainer.lightning_module, pickle_objects=pickle_objects).notes)
 
-    notes = ranks.step("looking at what checkpoints of this run would hold", look, lambda found: found[0])
+    notes = ranks.step("checking the state that checkpoints of this run will have", check, lambda rows: rows[0])
     for note in [*notes, upload_note(trainer)]:
         if note is not None:
             rank_zero_warn(note)
 
 
-def _list_savers(trainer: pl.Trainer) -> Iterator[Callback]:
+def _list_saving_callbacks(trainer: pl.Trainer) -> Iterator[Callback]:
     for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # type: ignore[attr-defined]  # set later
         never = isinstance(callback, ModelCheckpoint) and callback.save_top_k == 0 and not callback.save_last
         if isinstance(callback, Checkpoint) and not never:
             yield callback
 
 
-def _state_of(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what Lightning's ``dump_checkpoint`` takes of what users bring, by its keys."""
+def _collect_state(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of users' state in Lightning's ``dump_checkpoint``."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     for owner in (module, data):
         if owner is not None and owner.hparams:
-            hyper = owner.hparams
-            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(hyper) if isinstance(hyper, dict) else hyper
+            hparams = owner.hparams
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(hparams) if isinstance(hparams, dict) else hparams
     if data is not None and (state := data.state_dict()):
         yield type(data).__qualname__, state
     if weights_only:

@@ -1,9 +1,8 @@
-"""Steps, backward passes and optimizer steps of a module: of all of it, or of a stage of a pipeline.
+"""Steps, backward passes and optimizer steps of a sharded module, whole or in pipeline stages.
 
-Pipelined steps run so that neither a LightningModule nor its callbacks, nor a script, notice: the step's return value,
-what it logged and what it changed in the module are those of the last stage, on every rank. Lightning's plugins and
-loops come as contexts, or run inside one; its precision plugins, which look at the gradients of one rank, scale and
-clip those of all ranks.
+In a pipeline every rank gets the output, the logged values and the side effects of the last stage, so modules,
+callbacks and scripts see the same as on one process. Lightning's plugins and loops are passed as contexts. Its
+precision plugins, which see the gradients of one rank, unscale and clip by the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +34,14 @@ from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
 
 
 class PipelinedSteps:
-    """The steps of one module under one strategy.
+    """Runs the steps of one module in a pipeline.
 
     Args:
-        scale: gives the gradient that the loss is going to have, for schedules that run backward passes at once.
-        make_step: makes of a step's name, context and arguments what the pipeline runs; by default a LightningModule's.
+        module: the module.
+        pipeline: its pipeline.
+        device: of this rank.
+        scale: returns the later gradient of the loss, for schedules that run backward passes early.
+        make_step: returns the `UserStep` for a step's name, context and arguments; by default for a LightningModule.
     """
 
     def __init__(
@@ -62,20 +64,18 @@ class PipelinedSteps:
     def training_step(
         self, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the forward passes, or all passes if the schedule mixes them; returns what the step returned."""
-        early = self._pipeline.backward_early
-        if early:
-            with self._gradients_aside():
-                output = self._run(
-                    "training_step", context, args, kwargs, torch.tensor(self._scale(), dtype=torch.float64)
-                )
+        """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output."""
+        if self._pipeline.backward_early:
+            with self._set_gradients_aside():
+                scale = torch.tensor(self._scale(), dtype=torch.float64)
+                output = self._run("training_step", context, args, kwargs, scale)
         else:
             output = self._run("training_step", context, args, kwargs, None)
         if output is None:
             return None
         if isinstance(output, Mapping):
-            return {**output, "loss": self._attached(output["loss"])}
-        return self._attached(output)
+            return {**output, "loss": self._attach(output["loss"])}
+        return self._attach(output)
 
     def evaluate(
         self,
@@ -88,10 +88,10 @@ class PipelinedSteps:
         return self._run(name, context, args, kwargs, None)
 
     def backward(self) -> None:
-        """Make the gradients of the parameters, after the backward of the loss that `training_step` returned.
+        """Compute the gradients of the parameters, after the backward of the loss that `training_step` returned.
 
         Raises:
-            UnsupportedCodeError: if the loss was scaled otherwise than a schedule with early backward passes assumed.
+            UnsupportedCodeError: if the loss has another scale than early backward passes have assumed.
         """
         if len(self._received_scales) != 1:
             raise UnsupportedCodeError(
@@ -102,9 +102,9 @@ class PipelinedSteps:
         if not self._pipeline.backward_early:
             self._pipeline.backward(scale)
             return
-        copied = HostCopy(scale)
+        copy = HostCopy(scale)
         wait_for_copies(self._device)
-        rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copied.read()
+        rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copy.read()
         if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
             raise UnsupportedCodeError(
                 f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
@@ -114,7 +114,7 @@ class PipelinedSteps:
         self._gradients.clear()
 
     def reset(self) -> None:
-        """Forget a step that did not finish."""
+        """Discard the state of a step that failed."""
         self._pipeline.reset()
         self._gradients.clear()
         self._received_scales.clear()
@@ -130,13 +130,13 @@ class PipelinedSteps:
         step = self._make_step(name, context, args, kwargs)
         if scale is not None:
             self._assumed_scale = scale
-        given = None if scale is None else on_device([float(scale)], scale.dtype, self._device)[0]
-        report = self._pipeline.forward(step, given)
-        return step.settle(report, self._device, source=self._pipeline.has_last_stage)
+            scale = on_device([float(scale)], scale.dtype, self._device)[0]
+        report = self._pipeline.forward(step, scale)
+        return step.apply_report(report, self._device, is_source=self._pipeline.has_last_stage)
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
-        """Gradients made inside are kept for `backward`: Lightning sets gradients to zero between step and backward."""
+    def _set_gradients_aside(self) -> Iterator[None]:
+        """Keep new gradients for `backward`, since Lightning zeroes gradients between the step and the backward."""
         own = (p for _, p in own_parameters(self._module))
         parameters = [p for p in own if p.requires_grad]
         before = [p.grad for p in parameters]
@@ -149,11 +149,11 @@ class PipelinedSteps:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def _attached(self, value: Any) -> Tensor:
-        """The loss as a tensor whose gradient reaches `backward`."""
+    def _attach(self, loss: Any) -> Tensor:
+        """Return the loss as a tensor whose gradient is passed to `backward`."""
         self._received_scales.clear()
-        anchor = torch.zeros((), dtype=value.dtype, device=self._device, requires_grad=True)
-        attached: Tensor = _CatchScale.apply(anchor, value, self._received_scales)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), dtype=loss.dtype, device=self._device, requires_grad=True)
+        attached: Tensor = _CatchScale.apply(anchor, loss, self._received_scales)  # type: ignore[no-untyped-call]
         return attached
 
 
@@ -173,20 +173,17 @@ StepContext = Callable[[], AbstractContextManager[Any]]
 
 
 class TrainerSteps:
-    """Runs the steps of a LightningModule as it was sharded.
+    """Runs the steps of a sharded LightningModule.
 
     Args:
-        module: whose steps they are.
-        sharded: how it was sharded.
-        meshes: of the strategy that runs them; another Trainer's may have sharded the module.
+        module: the LightningModule.
+        sharded: the sharded module.
+        meshes: of the strategy that runs the steps; another Trainer's strategy may have sharded the module.
         device: of this rank.
-        loss_scale: gives the factor by which the Trainer is going to multiply the loss.
-
-    Attributes:
-        sharded: how the module was sharded.
+        loss_scale: returns the factor by which the Trainer will multiply the loss.
 
     Raises:
-        UnsupportedCodeError: for a module that optimizes manually, in a pipeline.
+        UnsupportedCodeError: for manual optimization in a pipeline.
     """
 
     def __init__(
@@ -211,7 +208,7 @@ class TrainerSteps:
         self._pipelined = PipelinedSteps(module, sharded.pipeline, device, loss_scale)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Call before each batch of training: those of a tensor group are compared when an epoch begins.
+        """Compare the first batch of an epoch over the ranks of a tensor group. Call it before each training batch.
 
         Collective: every rank of the world must call it.
         """
@@ -221,13 +218,13 @@ class TrainerSteps:
                 check_batch(batch, self._meshes.tensor_group)
 
     def train(self, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of it must call it."""
+        """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of the world must call it."""
         if self._pipelined is not None:
             return self._pipelined.training_step(context, args, kwargs)
         return self._run("training_step", context, args, kwargs)
 
     def evaluate(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a validation, test or predict step, by its name, inside ``context``. Collective as ``train`` is."""
+        """Run a validation, test or predict step, given by name, inside ``context``. Collective as `train`."""
         if self._pipelined is not None:
             output = self._pipelined.evaluate(name, context, args, kwargs)
         else:
@@ -241,7 +238,7 @@ class TrainerSteps:
             return self.sharded.run(step)
 
     def reshard(self) -> None:
-        """Free what FSDP2 has gathered, where the module has applied it by itself. No communication."""
+        """Free parameters that FSDP2 has gathered, if the module applies FSDP2 itself. No communication."""
         reshard(self.sharded.root)
 
     def check_loss(self, loss: Tensor) -> None:
@@ -272,21 +269,22 @@ class TrainerSteps:
             broadcast_statistics(self._module, self._meshes.data_parallel_group)  # autograd needed them until now
 
     def reset(self) -> None:
-        """Forget a step that did not finish."""
+        """Discard the state of a step that failed."""
         self.sharded.gradients.reset()
         if self._pipelined is not None:
             self._pipelined.reset()
 
 
 def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) -> None:
-    """Make optimizers hold the parameters that a module has since it was sharded.
+    """Replace the parameters in optimizers by the parameters of the sharded module.
 
     Args:
-        optimizers: of the module, whenever they were built: LightningCLI does so before it is sharded.
+        optimizers: of the module; LightningCLI builds them before the module is sharded.
         sharded: the module.
 
     Raises:
-        UnsupportedCodeError: for one that cannot step with the parameters of a stage, or holds those of another module.
+        UnsupportedCodeError: for an optimizer that cannot step with the parameters of one stage, or that has parameters
+            of another module.
     """
     if sharded.pipeline is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
         raise UnsupportedCodeError("LBFGS looks at all parameters at once, which are on different stages of a pipeline")
@@ -297,40 +295,40 @@ def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) ->
 def with_mean_loss(
     optimizer: Optimizer, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor]
 ) -> Callable[[], Any]:
-    """Return the closure of a step; where the optimizer may look at the loss, it gives the mean of all ranks.
+    """Return a closure that returns the mean loss of all ranks, if the optimizer may use the loss; else ``closure``.
 
     Args:
-        optimizer: that is going to step. Of torch's, only L-BFGS looks at the loss.
-        closure: computes the loss, and the gradients.
-        mean: over all data-parallel ranks; in place, and collective.
+        optimizer: of the step. Among torch's optimizers, only L-BFGS uses the loss.
+        closure: computes the loss and the gradients.
+        mean: averages over all data-parallel ranks, in place and collectively.
     """
     if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
         return closure
 
-    def loss_of_all() -> Any:
+    def mean_closure() -> Any:
         loss = closure()
         return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
 
-    return loss_of_all
+    return mean_closure
 
 
 def scaler_factor(precision: object) -> float:
-    """Return what the gradient scaler of a precision plugin multiplies the loss with; 1 without one."""
+    """Return the factor by which a precision plugin's gradient scaler multiplies the loss; 1 without one."""
     scaler = getattr(precision, "scaler", None)
     return float(scaler.get_scale()) if isinstance(scaler, torch.amp.GradScaler) else 1.0
 
 
 def autocast_dtype(precision: object) -> torch.dtype | None:
-    """Return the dtype to which a precision plugin lets autocast cast parameters in steps; None without autocast."""
+    """Return the dtype to which autocast converts parameters under a precision plugin; None without autocast."""
     return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(getattr(precision, "precision", ""))
 
 
 def unscale_shards(precision: object, device: torch.device) -> None:
-    """Let the gradient scaler of a precision plugin, if there is one, look at the shards of all ranks.
+    """Make a precision plugin's gradient scaler, if there is one, check the shards of all ranks for infinities.
 
     Args:
         precision: of the Trainer or of Fabric.
-        device: where the ranks meet.
+        device: of the collectives.
     """
     scaler = getattr(precision, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler):
@@ -338,14 +336,14 @@ def unscale_shards(precision: object, device: torch.device) -> None:
 
 
 def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -> None:
-    """Let a Trainer's precision plugin, which it asks to clip, do so over all ranks, however parameters are sharded.
+    """Make a Trainer's precision plugin clip gradients over all ranks.
 
     Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it.
 
     Args:
         precision: of the Trainer.
-        device: where the ranks meet.
-        ranks_of: tells how many ranks hold a parameter or a part of it.
+        device: of the collectives.
+        ranks_of: returns the number of ranks that have a parameter or a part of it.
     """
     by_norm = partial(_clip_by_norm, precision, device, ranks_of)
     precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign]  # of this plugin alone

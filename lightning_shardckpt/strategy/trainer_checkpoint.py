@@ -1,7 +1,6 @@
-"""Save and load all of a Trainer under ``ShardedStrategy``.
+"""Save and load a Trainer's checkpoint under ``ShardedStrategy``.
 
-Lightning's checkpoint dict has the shared state. Added to it, per rank: random states and the position in the
-data, since those differ between ranks.
+Lightning's checkpoint dict has the shared state. Each rank adds its random states and its position in the data.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loaded, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
-from lightning_shardckpt.strategy.lightning_module import filling, regroup
+from lightning_shardckpt.strategy.lightning_module import mark_half_filled, restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
 
-_OF_A_CLI = "_instantiator"
+_CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
 
 def check_io(io: object) -> ShardCkptIO:
-    """The CheckpointIO of a ShardedStrategy, which must be ours: others are called on one rank with whole tensors.
+    """Return ``io`` if it is a ShardCkptIO: other CheckpointIOs expect whole tensors on one rank.
 
     Raises:
-        TypeError: for any other, saying what to do.
+        TypeError: for another CheckpointIO.
     """
     if isinstance(io, ShardCkptIO):
         return io
     if isinstance(getattr(io, "checkpoint_io", None), ShardCkptIO):
         raise TypeError(
-            f"{type(io).__name__} saves in a thread of rank 0 alone, but every rank writes its own slices here. "
-            "Pass ShardCkptIO() alone in plugins."
+            f"{type(io).__name__} saves in a thread of rank 0 only, but under ShardedStrategy every rank writes its "
+            "own slices. Pass ShardCkptIO() alone in plugins."
         )
     raise TypeError(
         f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
@@ -58,7 +57,7 @@ def check_io(io: object) -> ShardCkptIO:
 
 
 class Loaded(NamedTuple):
-    """A module whose state dict, live or copied, a checkpoint has filled, what is left to its code, and optimizers."""
+    """The state dict, live or copied, that a checkpoint has filled, entries for the module's code, and optimizers."""
 
     path: str
     live: dict[str, Any]
@@ -69,15 +68,15 @@ class Loaded(NamedTuple):
 def save_checkpoint(
     io: ShardCkptIO, position: Position, share: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
-    """Write Lightning's checkpoint dict and what only this rank knows. Collective: every rank must call it.
+    """Write Lightning's checkpoint dict and the state of this rank. Collective: every rank must call it.
 
     Args:
-        io: told who saves together.
-        position: where a run that resumes must go on.
-        share: which data this rank trains on.
+        io: attached to the ranks that save together.
+        position: the position in training.
+        share: this rank's part of the data.
         checkpoint: Lightning's dict; it is not changed.
-        path: where to, the same on all ranks.
-        storage_options: as Lightning gives them.
+        path: of the checkpoint, the same on all ranks.
+        storage_options: as passed by Lightning.
     """
     checkpoint = dict(checkpoint)
     loops = checkpoint.get("loops")
@@ -86,7 +85,7 @@ def save_checkpoint(
         checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
     if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
         state = dict(loops["fit_loop"]["state_dict"])
-        del state["combined_loader"]  # each rank's positions have it
+        del state["combined_loader"]  # the positions of each rank have it
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
     rank_state = {"place": asdict(share), **position.to_json()}
     io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
@@ -95,26 +94,26 @@ def save_checkpoint(
 def load_checkpoint(
     io: ShardCkptIO, trainer: pl.Trainer, share: DataShare, path: Any, *, weights_only: bool | None
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, Loaded]:
-    """Load model and (when fitting) optimizers in place; return the rest as Lightning's dict, and the rank's state.
+    """Load the model and, in a fit, the optimizers in place.
 
     Collective: every rank must call it.
 
     Args:
-        io: told who loads together.
-        trainer: whose module and optimizers are filled.
-        share: which data this rank trains on; it picks the saving rank whose state this one takes.
+        io: attached to the ranks that load together.
+        trainer: with the module and the optimizers.
+        share: this rank's part of the data; it selects the saving rank whose state this rank loads.
         path: of the checkpoint, the same on all ranks.
         weights_only: for a file of ``torch.save``, as in ``torch.load``; None is True.
 
     Returns:
-        Lightning's dict, in which ``state_dict`` holds the live tensors, loaded, and what code of the modules is to
-        load; for a module with ``on_load_checkpoint`` it holds copies, which are not in the module yet; the state of
-        the saving rank that stood in this one's place, None if there is none; and what is loaded already.
+        Lightning's dict; the state of the selected saving rank, or None; and the loaded objects. In the dict,
+        ``state_dict`` holds the loaded live tensors and the entries that the modules' code loads; for a module with
+        ``on_load_checkpoint`` it holds copies, which the module doesn't have yet.
     """
     module = trainer.lightning_module
     with gc_paused():
         state_dict = live_state_dict(module)
-    if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may look at the module as it was
+    if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may read the old tensors of the module
         state_dict = copied_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
     parts = io.resume if fitting else frozenset(PARTS)
@@ -122,7 +121,7 @@ def load_checkpoint(
     targets = module_targets(module, state_dict, optimizers, io.names)
     of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
     if "callbacks" in parts:
-        targets = replace(targets, regroup=partial(regroup, trainer))
+        targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
         path,
         targets,
@@ -130,7 +129,7 @@ def load_checkpoint(
         weights_only=weights_only,
         pick_rank=share.source_rank,
         partly=fitting,
-        filling=partial(filling, module, str(path)),
+        filling=partial(mark_half_filled, module, str(path)),
     )
     for note in loaded.skipped:
         rank_zero_info(note)
@@ -141,38 +140,38 @@ def load_checkpoint(
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _compare_hyper_parameters(module, checkpoint, str(path))
     _leave_out(checkpoint, trainer, parts)
-    if left := [part for part in PARTS if part not in parts]:
-        rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(left)}, which begin anew")
+    if skipped := [part for part in PARTS if part not in parts]:
+        rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(skipped)}, which begin anew")
     return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.for_code, of_optimizers)
 
 
 def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Warn where a LightningCLI has built the module with others than are stored, which it takes from files alone."""
-    if _OF_A_CLI not in module.hparams or os.path.isfile(path):
+    """Warn if a LightningCLI has built the module with other hyper-parameters: it reads stored ones only from files."""
+    if _CLI_MARK not in module.hparams or os.path.isfile(path):
         return
     stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
     both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
-    other = [
-        f"{name}={there!r} there, {here!r} here"
-        for name, (there, here) in both.items()
-        if isinstance(there, plain) and isinstance(here, plain) and there != here and name != _OF_A_CLI
+    differing = [
+        f"{name}={saved!r} in the checkpoint, {value!r} in the module"
+        for name, (saved, value) in both.items()
+        if isinstance(saved, plain) and isinstance(value, plain) and saved != value and name != _CLI_MARK
     ]
-    if other:
+    if differing:
         rank_zero_warn(
-            f"{path!r} was saved with other hyper-parameters: {'; '.join(other)}. LightningCLI takes those of a single "
-            "file alone: use lightning_shardckpt.ShardedCLI, which takes them from directories and URLs"
+            f"{path!r} was saved with other hyper-parameters: {'; '.join(differing)}. LightningCLI reads them only "
+            "from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
         )
 
 
 def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:
-    """Take out of Lightning's checkpoint dict what is not to be resumed; its connector restores what is there."""
-    kept_by = {
+    """Remove the parts that are not resumed from Lightning's checkpoint dict, whose connector restores the rest."""
+    keys_by_part = {
         "optimizer": [type(trainer.precision_plugin).__qualname__, "native_amp_scaling_state"],  # the loss scale
         "loops": ["loops", "epoch", "global_step"],
         "data": [type(getattr(trainer, "datamodule", None)).__qualname__],
         "callbacks": ["callbacks"],
     }
-    for key in (key for part, keys in kept_by.items() if part not in parts for key in keys):
+    for key in (key for part, keys in keys_by_part.items() if part not in parts for key in keys):
         checkpoint.pop(key, None)
     if "schedulers" not in parts:
         checkpoint["lr_schedulers"] = []
@@ -184,13 +183,13 @@ def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset
 def module_targets(
     module: nn.Module, state_dict: Mapping[str, Any], optimizers: Sequence[Optimizer] | None, whole: WholeNames
 ) -> LoadTargets:
-    """Return what a load fills: the tensors of a state dict, and the state of optimizers.
+    """Return the targets of a load: the tensors of a state dict, and the state of optimizers.
 
     Args:
-        module: whose state dict it is.
-        state_dict: with live tensors, which are filled in place.
-        optimizers: of the module's parameters; None to load weights only.
-        whole: names over all pipeline stages.
+        module: of the state dict.
+        state_dict: with the tensors that are filled in place.
+        optimizers: of the module's parameters; None to load only weights.
+        whole: the names of all pipeline stages.
     """
     values = {name for name, value in state_dict.items() if is_value(name, value)}
     tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
@@ -198,9 +197,9 @@ def module_targets(
     extra_state = frozenset(map(clean_fqn, values))
     adapters = adapter_tensors(module, leaves.tensors)
 
-    def fitting(source: Source) -> tuple[Source, list[str]]:
+    def match_names(source: Source) -> tuple[Source, list[str]]:
         return fit_to(with_objects(source), module=module, live=leaves, whole=whole)
 
     names = parameter_names(module, whole) if optimizers is not None else {}
     code = LoadCode.of({"": module})
-    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, fitting, code=code)
+    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, match_names, code=code)

@@ -85,12 +85,12 @@ def test_what_is_incomplete_damaged_or_gone_is_passed_over_with_the_reason(folde
     odd.write_bytes(b"no checkpoint")
     light = saved(folder / "e.ckpt", 40, weights_only=True)
     os.symlink("gone.ckpt", folder / "last.ckpt")
-    with pytest.warns(UserWarning, match="passes over") as said:
+    with pytest.warns(UserWarning, match="skips checkpoints that are not complete") as said:
         assert resolve_ckpt_path(keeper, "last") == good
     expected = (half, "no checkpoint.index.json", bad, "damaged", str(odd), "last.ckpt': a link to nothing", light)
     assert all(text in str(said[0].message) for text in (*expected, "it holds weights only"))
     keeper.state.fn = TrainerFn.VALIDATING
-    with pytest.warns(UserWarning, match="passes over"):
+    with pytest.warns(UserWarning, match="skips checkpoints that are not complete"):
         assert resolve_ckpt_path(keeper, "last") == light
 
 
@@ -203,7 +203,7 @@ def test_a_run_that_lost_its_link_and_its_newest_save_goes_on_from_the_one_befor
     (folder / "epoch=0-step=6.ckpt" / ROOT_NAME).unlink()
     found = run_ranks(2, run, str(folder), 8, "last", False)
     assert [losses for losses, _ in found] == [4, 4]
-    assert any("step=6.ckpt" in line and "passes over" in line for line in found[0][1])
+    assert any("step=6.ckpt" in line and "skips checkpoints" in line for line in found[0][1])
 
 
 @pytest.mark.slow

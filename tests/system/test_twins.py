@@ -190,7 +190,7 @@ NAMED = [
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "which tensor_parallel_plan shards, was assigned a whole parameter"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),
-    ("pp2", "Adan", "Adan does something else to a parameter if others are missing"),
+    ("pp2", "Adan", "Adan updates a parameter differently without the others"),
     ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
     ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
     ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),

@@ -1,4 +1,4 @@
-"""Pipeline parallelism for steps that know nothing of it: stages, microbatches, placeholders, one agreement.
+"""Pipeline parallelism for unchanged steps: stages, schedules, microbatches, messages and checks.
 
-In come sharded modules and a step as a function. Nothing here knows checkpoints or the Trainer.
+Runs a step, given as a function, on sharded modules. Must not know checkpoints or the Trainer.
 """

@@ -1,8 +1,8 @@
-"""What only other stages of a pipeline have: their parameters, and copies of their modules without values.
+"""Parameters and modules of other pipeline stages: placeholders, and copies of modules without weights.
 
-``parameters()`` has them all on every stage, in the order of the whole module. Those of other stages are placeholders:
-they have a shape and say whether they have a gradient. A change of one alone is made where it is. Using its value is an
-error.
+``parameters()`` returns all parameters on every stage, in the order of the whole module. A parameter of another stage
+is a placeholder: it has a shape, and tells if there is a gradient. An in-place change of it alone takes place on its
+stage. Using its value is an error.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.user_hooks import is_of_user
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
-_BITS = 62  # of an int64 that carries flags
+_BITS = 62  # flags per int64
 
 
 class AbsentParameters:
-    """All parameters of a pipelined module: those of this rank, and what stands for the others.
+    """All parameters of a pipelined module: the parameters of this rank, and placeholders for the others.
 
     Args:
-        places: for each parameter of the whole module, in the same order on all ranks, its name, this rank's part, and
-            what stands for it elsewhere; None for what there isn't.
-        group: the ranks of the pipeline, on gloo.
+        parameters: the name of each parameter of the whole module, in the same order on all ranks, with the parameter
+            or None, and the placeholder or None.
+        group: the ranks of the pipeline, with gloo.
     """
 
     def __init__(
         self,
-        places: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]],
+        parameters: Iterable[tuple[str, nn.Parameter | None, Placeholder | None]],
         group: dist.ProcessGroup,
     ) -> None:
-        self._places, self._group = list(places), group
+        self._parameters, self._group = list(parameters), group
 
     def share_gradients(self) -> None:
-        """Let every stage know which parameters have a gradient now.
+        """Tell all stages which parameters have a gradient.
 
         Collective: every rank of the pipeline must call it.
         """
-        words = torch.tensor(self.own_gradients(has_gradient), dtype=torch.int64)
-        self.note_gradients(gather_numbers(words, self._group).tolist())
+        flags = torch.tensor(self.gradient_flags(has_gradient), dtype=torch.int64)
+        self.set_gradient_flags(gather_numbers(flags, self._group).tolist())
 
-    def own_gradients(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
-        """Return which parameters of this rank have a gradient now, as numbers; as many on every rank."""
-        return list(_packed([own is not None and has_gradient(own) for _, own, _ in self._places]))
+    def gradient_flags(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
+        """Return flags for this rank's parameters with a gradient, packed into `flag_count` numbers."""
+        return list(_pack([own is not None and has_gradient(own) for _, own, _ in self._parameters]))
 
     @property
-    def gradient_words(self) -> int:
-        """How many numbers ``own_gradients`` gives."""
-        return -(-len(self._places) // _BITS)
+    def flag_count(self) -> int:
+        """The number of numbers that `gradient_flags` returns, equal on all ranks."""
+        return -(-len(self._parameters) // _BITS)
 
-    def note_gradients(self, every: Sequence[Sequence[int]]) -> None:
-        """Remember what every rank of the pipeline said by ``own_gradients``."""
-        for place, (_, own, absent) in enumerate(self._places):
+    def set_gradient_flags(self, rows: Sequence[Sequence[int]]) -> None:
+        """Set ``has_gradient`` of the placeholders, from the `gradient_flags` of all ranks of the pipeline."""
+        for position, (_, own, absent) in enumerate(self._parameters):
             if own is None and absent is not None:
-                word, bit = divmod(place, _BITS)
-                absent.has_gradient = any(words[word] >> bit & 1 for words in every)
+                number, bit = divmod(position, _BITS)
+                absent.has_gradient = any(row[number] >> bit & 1 for row in rows)
 
-    def check_own(self) -> None:
-        """Check what was done to this rank's parameters since the step before.
+    def check_data(self) -> None:
+        """Check that this rank's parameters have their data.
 
         Raises:
-            UnsupportedCodeError: for one that was given another stage's memory, of which torch tells nobody.
+            UnsupportedCodeError: for a parameter whose ``data`` was set to the data of a placeholder.
         """
-        for name, own, _ in self._places:
+        for name, own, _ in self._parameters:
             if own is None:
                 continue
             part = local_tensor(own)
@@ -92,12 +92,12 @@ class AbsentParameters:
         """Check the hooks of this rank's parameters.
 
         Raises:
-            UnsupportedCodeError: for one of the user's.
+            UnsupportedCodeError: for a hook of the user.
         """
-        here = [(name, own) for name, own, _ in self._places if own is not None]
+        owned = [(name, own) for name, own, _ in self._parameters if own is not None]
         with without_torch_function():
-            hooked = set(map(id, with_hooks([own for _, own in here])))
-        for name, own in here:
+            hooked = set(map(id, with_hooks([own for _, own in owned])))
+        for name, own in owned:
             if id(own) not in hooked:
                 continue
             hooks = [*(gradient_hooks(own) or {}).values(), *(accumulation_hooks(own) or {}).values()]
@@ -115,7 +115,7 @@ def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
     """Check a hook that a step registers on a tensor.
 
     Raises:
-        UnsupportedCodeError: for a hook of the user's.
+        UnsupportedCodeError: for a hook of the user.
     """
     if not is_of_user(hook):
         return
@@ -123,79 +123,77 @@ def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
         raise UnsupportedCodeError(f"a parameter of shape {tuple(tensor.shape)} {_HOOKED}")
     raise UnsupportedCodeError(
         f"a pipelined step registers the hook {getattr(hook, '__qualname__', hook)} on a tensor of shape "
-        f"{tuple(tensor.shape)}, whose gradient one stage has, and for microbatches. Change the gradient in a "
-        "torch.autograd.Function, or use pipeline_parallel_size=1."
+        f"{tuple(tensor.shape)}, whose gradient exists only on one stage, and for microbatches. Change the gradient in "
+        "a torch.autograd.Function, or use pipeline_parallel_size=1."
     )
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has a gradient. No communication."""
+    """Return True if a parameter has a gradient. No communication."""
     with without_torch_function():
         return parameter.grad is not None
 
 
-def _packed(flags: Sequence[bool]) -> Iterator[int]:
-    """The flags as numbers of 62 bits, the first flag lowest.
+def _pack(flags: Sequence[bool]) -> Iterator[int]:
+    """Yield flags as numbers of 62 bits, the first flag in the lowest bit.
 
-    >>> list(_packed([True, False, True])), len(list(_packed([True] * 63)))
+    >>> list(_pack([True, False, True])), len(list(_pack([True] * 63)))
     ([5], 2)
     """
     for start in range(0, len(flags), _BITS):
-        yield sum(flag << place for place, flag in enumerate(flags[start : start + _BITS]))
+        yield sum(flag << bit for bit, flag in enumerate(flags[start : start + _BITS]))
 
 
 # ── modules of other stages ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def weightless_copy(module: nn.Module, fqn: str, device: torch.device, known: dict[int, Placeholder]) -> nn.Module:
-    """A copy of ``module`` without values: same classes and attributes, no parameters, no buffers, no hooks.
+def copy_without_weights(
+    module: nn.Module, fqn: str, device: torch.device, placeholders: dict[int, Placeholder]
+) -> nn.Module:
+    """Return a copy of ``module`` with the same classes and attributes, but no parameters, buffers and hooks.
 
-    Weights are there as unknown attributes, so that its parts can be called, indexed and asked for their shapes;
-    `register_placeholders` makes them parameters of the copy.
-
-    Args:
-        known: what stands for parameters and buffers already, by ``id``; those of this module are added. A parameter
-            that modules share is one in their copies, too.
+    Plain attributes hold placeholders for the weights, so that the copy can be called, indexed and asked for shapes.
+    `register_placeholders` makes them parameters. New placeholders are added to ``placeholders``, by the ``id`` of the
+    parameter or buffer, so that copies of modules that share a parameter share its placeholder.
 
     Raises:
-        UnsupportedCodeError: if it cannot be copied.
+        UnsupportedCodeError: if the module cannot be copied.
     """
     memo: dict[int, Any] = {}
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
         for name, tensor in named:
-            memo[id(tensor)] = known.setdefault(id(tensor), Placeholder.like(tensor, name, device))
+            memo[id(tensor)] = placeholders.setdefault(id(tensor), Placeholder.like(tensor, name, device))
     try:
-        found = copy.deepcopy(module, memo)
+        weightless = copy.deepcopy(module, memo)
     except Exception as error:
         raise UnsupportedCodeError(
             f"{fqn} ({type(module).__name__}) is on another pipeline stage for some ranks, and cannot be copied "
             f"without its weights: {type(error).__name__}: {error}"
         ) from error
-    for name, part in found.named_modules(prefix=fqn):
+    for name, part in weightless.named_modules(prefix=fqn):
         _strip(part, name)
-    return found
+    return weightless
 
 
-def register_placeholders(weightless: nn.Module, here: Container[int]) -> None:
-    """Make the weights of a weightless copy its parameters, so that code which goes over all parameters meets them.
+def register_placeholders(weightless: nn.Module, present: Container[int]) -> None:
+    """Register the placeholders in a copy without weights as its parameters, so that ``parameters()`` returns them.
 
-    Args:
-        here: by ``id``, those that this rank has under another name; the code meets that one.
+    Leaves out ``present``, the ids of placeholders for parameters that this rank has under another name.
     """
     for part in weightless.modules():
         for name, weight in list(vars(part).items()):
-            if isinstance(weight, Placeholder) and isinstance(weight, nn.Parameter) and id(weight) not in here:
+            if isinstance(weight, Placeholder) and isinstance(weight, nn.Parameter) and id(weight) not in present:
                 del part.__dict__[name]
                 parameter_slots(part)[name] = weight
 
 
 def _strip(module: nn.Module, fqn: str) -> None:
-    def asked() -> None:
+    def refuse() -> None:
         raise UnsupportedCodeError(
-            f"the state_dict of {fqn} is asked for, which only another pipeline stage has. Read it from a saved "
+            f"the state_dict of {fqn} was called, a module that only another pipeline stage has. Read its state from a "
             "checkpoint, or use pipeline_parallel_size=1."
         )
 
     unregister_tensors(module)
     clear_hooks(module)
-    withhold_state(module, asked)  # the stage that has the module saves it, and loads what is given
+    withhold_state(module, refuse)  # the stage that has the module saves and loads it

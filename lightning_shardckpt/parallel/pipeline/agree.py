@@ -1,7 +1,7 @@
-"""Agreement of a group's ranks on whether what they did together worked on all of them.
+"""Agreement of the ranks of a pipeline on results and failures.
 
-A stage that fails must not leave the others waiting, and its error must be the one that everybody sees. All groups here
-are on gloo: what the ranks tell each other are numbers of the host, for which nobody waits for a device.
+A failure of one stage is raised on all ranks, and no rank is left waiting. All groups here use gloo and exchange
+numbers from host memory, so no rank waits for its device.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
 T = TypeVar("T")
-_FINE, _FAILED, _PEER_FAILED = 0, 1, 2
-_INLINE = 512  # int64 numbers of a report that travel with the agreement on whether there is one
+_FAILED, _PEER_FAILED = 1, 2
+_INLINE = 512  # int64 numbers: a smaller report is sent together with the status of the ranks
 _interrupted = WeakSet[dist.ProcessGroup]()
 
 
 @contextmanager
-def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Surround what the ranks of ``group`` do together; what Ctrl-C or an exit left half done, none goes on from.
+def refuse_after_interrupt(name: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a step of the ranks of ``group``, unless Ctrl-C or an exit interrupted an earlier one.
 
-    The ranks are then at different places, and what they sent each other would be taken for that of their next step.
+    After an interruption, messages of that step may be pending, and the next step would receive them as its own.
 
     Raises:
-        UnsupportedCodeError: if something was interrupted before.
+        UnsupportedCodeError: if an earlier step was interrupted.
     """
     if group in _interrupted:
         raise UnsupportedCodeError(
-            f"{what} cannot run: an earlier step was interrupted, and messages between the pipeline stages of ranks "
-            f"{dist.get_process_group_ranks(group)} may still be on their way. Start the processes again, from the "
-            "last checkpoint"
+            f"{name} cannot run: an earlier step was interrupted, and messages between the pipeline stages of ranks "
+            f"{dist.get_process_group_ranks(group)} may still be pending. Start the processes again, from the last "
+            "checkpoint"
         )
     try:
         yield
-    except Exception:  # all ranks have heard of it
+    except Exception:  # raised on all ranks
         raise
     except BaseException:
         _interrupted.add(group)
@@ -51,39 +51,31 @@ def refused_once_interrupted(what: str, group: dist.ProcessGroup) -> Iterator[No
 
 
 def agree_on_numbers(
-    what: str,
+    name: str,
     work: Callable[[], Sequence[int]],
     count: int,
     group: dist.ProcessGroup,
 ) -> list[list[int]]:
-    """Do ``work``, which gives ``count`` numbers; if it worked on every rank of ``group``, return those of each.
+    """Call ``work`` on every rank, and return its ``count`` numbers of all ranks, by rank in ``group``.
 
-    Collective: every rank of ``group`` must call it, and ``work`` must end on each, whatever happens on others.
-
-    Args:
-        what: is agreed on, for the message of an error.
-        work: gives the numbers of this rank.
-        count: of them, the same on all ranks.
-        group: whose ranks take part.
-
-    Returns:
-        The numbers of each rank, by its place in the group.
+    Collective: every rank of ``group`` must call it, and ``work`` must end on each, even if it fails on others.
 
     Raises:
-        Exception: the rank's own error, or the first failing rank's: in its class if that is TopologyError or
-            UnsupportedCodeError, else RankError.
+        Exception: this rank's own error; else the first rank's, as RankError or UnsupportedCodeError.
     """
-    every: list[list[int]] = _met(what, work, lambda result: result, count, group)[1].tolist()
-    return every
+    rows: list[list[int]] = _agree(name, work, lambda numbers: numbers, count, group)[1].tolist()
+    return rows
 
 
 def agree_on_report(
-    what: str, work: Callable[[], tuple[Packed | None, int]], source: int, group: dist.ProcessGroup
+    name: str, work: Callable[[], tuple[PickledReport | None, int]], source: int, group: dist.ProcessGroup
 ) -> tuple[Any, list[int]]:
-    """Do ``work``, and return the object that it packed on the rank ``source``, and each rank's number; as
-    `agree_on_numbers`."""
-    (own, _), every = _met(what, work, _inline, 2 + _INLINE, group)
-    numbers, row = every[:, 0].tolist(), every[source, 1:]
+    """Call ``work`` on every rank, and return the report of rank ``source`` of ``group`` and the number of each rank.
+
+    Collective, with the errors of `agree_on_numbers`.
+    """
+    (own, _), table = _agree(name, work, _encode_report, 2 + _INLINE, group)
+    numbers, row = table[:, 0].tolist(), table[source, 1:]
     count = int(row[0])
     content = row[1:].view(torch.uint8)
     if count > content.numel():
@@ -92,45 +84,45 @@ def agree_on_report(
     return unpickled(content, torch.tensor([count]), group), numbers
 
 
-def _met(
-    what: str,
+def _agree(
+    name: str,
     work: Callable[[], T],
-    numbers: Callable[[T], Sequence[int] | Tensor],
+    encode: Callable[[T], Sequence[int] | Tensor],
     count: int,
     group: dist.ProcessGroup,
 ) -> tuple[T, Tensor]:
-    """Return the result of ``work``, and ``count`` numbers that each rank made of its own."""
+    """Return the result of ``work``, and ``count`` numbers of each rank: its encoded result, filled up with zeros."""
     failure: Exception | None = None
     result: list[T] = []
-    own = torch.zeros(1 + count, dtype=torch.int64)
+    own = torch.zeros(1 + count, dtype=torch.int64)  # a status, then the numbers
     try:
         result.append(work())
-        found = torch.as_tensor(numbers(result[0]), dtype=torch.int64)
-        own[1 : 1 + len(found)] = found
+        numbers = torch.as_tensor(encode(result[0]), dtype=torch.int64)
+        own[1 : 1 + len(numbers)] = numbers
     except Exception as error:
         failure = error
         own[0] = _PEER_FAILED if isinstance(failure, PeerFailed) else _FAILED
     table = gather_numbers(own, group)
-    every = table[:, 0].tolist()
-    if not any(every):
+    statuses = table[:, 0].tolist()
+    if not any(statuses):
         return result[0], table[:, 1:]
-    first = next((rank for rank, one in enumerate(every) if one == _FAILED), None)
-    box = [f"{type(failure).__name__}: {failure}", isinstance(failure, UnsupportedCodeError)]
-    source = dist.get_global_rank(group, first or 0)
-    dist.broadcast_object_list(box, source, group=group)
+    first = statuses.index(_FAILED) if _FAILED in statuses else 0
+    report = [f"{type(failure).__name__}: {failure}", isinstance(failure, UnsupportedCodeError)]
+    source = dist.get_global_rank(group, first)
+    dist.broadcast_object_list(report, source, group=group)
     if failure is not None and int(own[0]) == _FAILED:
-        failure.add_note(f"(on rank {dist.get_rank()}, while {what})")
+        failure.add_note(f"(on rank {dist.get_rank()}, while {name})")
         raise failure
-    kind = UnsupportedCodeError if box[1] else RankError
-    raise kind(f"rank {source} failed while {what}: {box[0]}") from failure
+    kind = UnsupportedCodeError if report[1] else RankError
+    raise kind(f"rank {source} failed while {name}: {report[0]}") from failure
 
 
-Packed = tuple[Tensor, Tensor]
-"""The bytes of an object, and how many."""
+PickledReport = tuple[Tensor, Tensor]
+"""The pickled bytes of a report, and their number."""
 
 
-def packed(value: Any, group: dist.ProcessGroup) -> Packed:
-    """``value`` to be sent. No communication.
+def pickle_report(value: Any, group: dist.ProcessGroup) -> PickledReport:
+    """Return ``value`` pickled for `agree_on_report`. No communication.
 
     Raises:
         UnsupportedCodeError: if it cannot be pickled.
@@ -139,20 +131,20 @@ def packed(value: Any, group: dist.ProcessGroup) -> Packed:
         return pickled(value, group, torch.device("cpu"))
     except Exception as error:
         raise UnsupportedCodeError(
-            "what a step returns, logs and leaves in attributes is sent to the other pipeline stages, and this cannot "
-            f"be pickled: {error}"
+            "a pipelined step sends its output, its logged values and changed attributes to the other pipeline stages, "
+            f"and one of them cannot be pickled: {error}"
         ) from error
 
 
-def _inline(result: tuple[Packed | None, int]) -> Tensor:
-    """Return a rank's number, and, where there is a report, how many bytes it has, and the bytes if they are few."""
-    value, number = result
+def _encode_report(result: tuple[PickledReport | None, int]) -> Tensor:
+    """Return a rank's number; on the rank with the report, also its size, and its bytes if it is small."""
+    report, number = result
     first = torch.tensor([number])
-    if value is None:
+    if report is None:
         return first
-    content, count = value[0], value[1].view(1)
+    content, count = report[0], report[1].view(1)
     if content.numel() > _INLINE * count.itemsize:
         return torch.cat([first, count])
-    words = torch.zeros(_INLINE, dtype=torch.int64)
-    words.view(torch.uint8)[: content.numel()] = content
-    return torch.cat([first, count, words])
+    inline = torch.zeros(_INLINE, dtype=torch.int64)
+    inline.view(torch.uint8)[: content.numel()] = content
+    return torch.cat([first, count, inline])

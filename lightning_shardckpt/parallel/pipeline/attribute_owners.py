@@ -1,8 +1,8 @@
-"""Find the objects in attributes of modules whose own attributes a step may change: meters, annealers, states.
+"""Objects in attributes of modules whose own attributes a step may change: meters, annealers, states.
 
-Followed are instances of users' classes, wherever lists, dicts and other such objects hold them, and dataclasses. Those
-of other installed packages, and of classes that derive from theirs (datasets, loggers, optimizers), are not: who looks
-at a part of such an object could not make it as it was.
+Tracked are dataclasses and instances of users' classes, also inside lists, dicts and other tracked objects. Instances
+of classes of installed packages, and of classes derived from them (datasets, loggers, optimizers), are not tracked:
+restoring some of their attributes could leave them inconsistent.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from torch import nn
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 Path = tuple[Any, ...]
-"""Where an object is: the number of a module, then names of attributes, keys and positions."""
+"""The path to an object: the index of a module, then names of attributes, keys and positions."""
 
 _CONTAINERS = (list, tuple, dict, deque)
-MOST_ITEMS = 1000
-"""Of a container in which objects are looked for; larger ones are data."""
+MAX_ITEMS = 1000
+"""Larger containers are data, and are not searched for objects."""
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Tensor})
-_MOST_LEVELS = 6
+_MAX_LEVELS = 6
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "lightning", "lightning_shardckpt"} - {"test"})
 _INSTALLED = ("site-packages", "dist-packages")
-_OF_PYTHON = (argparse.Namespace, types.SimpleNamespace)
-_NO_MATTER = {"builtins", "abc", "typing"}  # modules of bases that say nothing
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_IGNORED_BASES = {"builtins", "abc", "typing"}  # modules of base classes
 
 
-def owners_in(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
-    """Yield the objects in attributes of modules that are followed, each once, in the same order on every stage."""
+def find_owners(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
+    """Yield the tracked objects in attributes of modules, each once, in the same order on every stage."""
     seen: set[int] = set()
     for number, module in enumerate(modules):
         for name, value in vars(module).items():
             if type(value) not in _LEAVES and name not in INTERNAL:
-                yield from _found(value, (number, name), seen)
+                yield from _find(value, (number, name), seen)
 
 
 @lru_cache(maxsize=1 << 12)
 def is_installed(module: str) -> bool:
-    """Return whether a module of Python, by name, is a library's or of an installed package."""
+    """Return True if a Python module, given by name, is part of the standard library or an installed package."""
     if module.partition(".")[0] in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -58,56 +58,56 @@ def is_installed(module: str) -> bool:
 
 
 def attributes_of(owner: Any) -> MutableMapping[str, Any]:
-    """The attributes of a module or an object that is followed, to be read and assigned."""
+    """Return the attributes of a module or a tracked object as a mutable mapping."""
     return vars(owner) if hasattr(owner, "__dict__") else _Slots(owner)
 
 
-def owner_at(modules: Sequence[nn.Module], path: Path) -> Any:
+def resolve_owner(modules: Sequence[nn.Module], path: Path) -> Any:
     """Return the module or object at a path.
 
     Raises:
-        LookupError: if nothing is there.
+        LookupError: if there is no object.
     """
     number, *keys = path
-    found: Any = modules[number]
+    owner: Any = modules[number]
     for key in keys:
-        found = found[key] if isinstance(found, _CONTAINERS) else attributes_of(found)[key]
-    return found
+        owner = owner[key] if isinstance(owner, _CONTAINERS) else attributes_of(owner)[key]
+    return owner
 
 
-def _found(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+def _find(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     kind: Any = type(value)
     if isinstance(value, _CONTAINERS):
-        if value and len(value) <= MOST_ITEMS and len(path) <= _MOST_LEVELS:
+        if value and len(value) <= MAX_ITEMS and len(path) <= _MAX_LEVELS:
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if type(item) not in _LEAVES:
-                    yield from _found(item, (*path, key), seen)
-    elif is_followed(kind) and id(value) not in seen:
+                    yield from _find(item, (*path, key), seen)
+    elif is_tracked(kind) and id(value) not in seen:
         seen.add(id(value))
         yield path, value
-        if len(path) <= _MOST_LEVELS:
+        if len(path) <= _MAX_LEVELS:
             for name, item in attributes_of(value).items():
-                yield from _found(item, (*path, name), seen)
+                yield from _find(item, (*path, name), seen)
 
 
 @lru_cache(maxsize=1 << 16)
-def is_followed(kind: type) -> bool:
-    """Return whether changes of instances' attributes are followed."""
-    if kind in _OF_PYTHON:
+def is_tracked(kind: type) -> bool:
+    """Return True if changes of attributes of the instances of ``kind`` are tracked."""
+    if kind in _NAMESPACES:
         return True
-    bases = [base for base in kind.__mro__[:-1] if base.__module__ not in _NO_MATTER]
+    bases = [base for base in kind.__mro__[:-1] if base.__module__ not in _IGNORED_BASES]
     if not bases or issubclass(kind, type) or any(base.__module__ == "builtins" for base in kind.__mro__[:-1]):
-        return False  # those of builtins have a content besides attributes
+        return False  # a subclass of a builtin has content besides attributes
     if any(base.__module__.partition(".")[0] in _LIBRARIES for base in bases):
         return False
     return dataclasses.is_dataclass(kind) or not any(is_installed(base.__module__) for base in bases)
 
 
 class Iterators:
-    """The iterators in attributes of ``owners``: nobody can put back what is taken from one."""
+    """The iterators in attributes of ``owners``, which cannot be restored after a use."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
-        self._places = [
+        self._iterators = [
             (owner, name, value)
             for owner in owners
             for name, value in attributes_of(owner).items()
@@ -115,19 +115,19 @@ class Iterators:
         ]
 
     @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Inside, use of one is an error."""
-        for owner, name, _ in self._places:
-            attributes_of(owner)[name] = _Refused(f"{name} of {type(owner).__name__}")
+    def refuse(self) -> Iterator[None]:
+        """Refuse all uses of the iterators."""
+        for owner, name, _ in self._iterators:
+            attributes_of(owner)[name] = _RefusedIterator(f"{name} of {type(owner).__name__}")
         try:
             yield
         finally:
-            for owner, name, value in self._places:
-                if isinstance(attributes_of(owner).get(name), _Refused):
+            for owner, name, value in self._iterators:
+                if isinstance(attributes_of(owner).get(name), _RefusedIterator):
                     attributes_of(owner)[name] = value
 
 
-class _Refused:
+class _RefusedIterator:
     """Stands for an iterator in the part of a step that runs several times."""
 
     def __init__(self, name: str) -> None:
@@ -145,8 +145,8 @@ class _Refused:
     def _error(self) -> UnsupportedCodeError:
         return UnsupportedCodeError(
             f"{self._name}, an iterator or a file, is used before the last layer of a pipelined step. The stages run "
-            "that part several times, and would get something else each time. Let the dataloader give it as a part of "
-            "the batch (CombinedLoader), or use it in a hook, such as on_train_batch_start, or after the layers."
+            "that part several times, and would get other items each time. Let the dataloader return the items in the "
+            "batch (CombinedLoader), or use the iterator in a hook, such as on_train_batch_start, or after the layers."
         )
 
 

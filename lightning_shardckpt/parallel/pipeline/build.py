@@ -2,7 +2,7 @@
 
 1. `split_into_stages`, while the module is whole.
 2. `StagedModule.drop_other_stages`, before FSDP.
-3. `StagedModule.pipeline`, when everything else is done, since gates stand in front of all hooks.
+3. `StagedModule.build_pipeline`, last, since gates must run before all hooks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     AbsentParameters,
+    copy_without_weights,
     register_placeholders,
-    weightless_copy,
 )
 from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
@@ -38,7 +38,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
-    """Instructions for pipelining a module; the arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
+    """The arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
 
     layers: Sequence[str] | None = None
     split: Split = "even"
@@ -49,10 +49,10 @@ class PipelineRecipe:
     stages_per_rank: int = 1
 
     def check(self, ranks: int) -> None:
-        """Find what is wrong without knowing the module.
+        """Check the arguments that do not depend on the module.
 
         Raises:
-            TopologyError: for sizes or names that cannot be.
+            TopologyError: for a wrong size or name.
         """
         if self.microbatches is not None and self.microbatches < 1:
             raise TopologyError(f"pipeline_microbatches must be at least 1, found {self.microbatches}")
@@ -61,23 +61,34 @@ class PipelineRecipe:
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
-        most = schedule.most_microbatches
-        if most is not None and (self.microbatches or most) > most:
+        limit = schedule.max_microbatches
+        if limit is not None and (self.microbatches or limit) > limit:
             raise TopologyError(
-                f"pipeline_schedule={self.schedule!r} is an order for {most} microbatches, so pipeline_microbatches "
-                f"can be {most} at most, found {self.microbatches}"
+                f"pipeline_schedule={self.schedule!r} is an order for {limit} microbatches, so pipeline_microbatches "
+                f"can be {limit} at most, found {self.microbatches}"
             )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
-                f"pipeline_schedule={self.schedule!r} runs backward passes before all forward passes are done, so it "
-                'needs the losses of microbatches: set pipeline_loss="microbatch" (exact if the loss is a mean over '
-                'samples), or use pipeline_schedule="gpipe".'
+                f"pipeline_schedule={self.schedule!r} runs backward passes before the last forward pass, so it needs "
+                'the losses of microbatches: set pipeline_loss="microbatch" (exact if the loss is a mean over samples),'
+                ' or use pipeline_schedule="gpipe".'
             )
 
 
 @dataclass(frozen=True, slots=True)
 class StagedModule:
-    """One module, its stages, and weightless copies of all of its parts, made while it was whole."""
+    """A module that is split into stages.
+
+    Attributes:
+        plan: the assignment of modules to stages.
+        schedule: the order of passes.
+        meshes: the process groups.
+        recipe: the user's arguments.
+        modules: the layers and other modules with parameters, by clean FQN.
+        copies: copies of these modules without weights, made while the module was whole.
+        placeholders: by id of the whole module's parameters and buffers.
+        holders: the stages of each parameter, by the name that is registered first.
+    """
 
     plan: StagePlan
     schedule: Schedule
@@ -85,70 +96,67 @@ class StagedModule:
     recipe: PipelineRecipe
     modules: dict[str, nn.Module]
     copies: dict[str, nn.Module]
-    weights: dict[int, Placeholder]  # by id of the whole module's parameters and buffers
-    holders: Mapping[str, frozenset[int]]  # the stages of each parameter, by the name that is registered first
+    placeholders: dict[int, Placeholder]
+    holders: Mapping[str, frozenset[int]]
 
     @property
     def _own(self) -> frozenset[int]:
         return frozenset(self.schedule.stages_of(self.meshes.pipeline_rank))
 
     def drop_other_stages(self, root: nn.Module) -> None:
-        """Put weightless copies in the place of the modules of ``root`` that this rank's stages don't have.
-
-        Under all their names, also those of parts of them.
-        """
+        """Replace the modules of other stages in ``root``, under all their names, by copies without weights."""
         units = self.plan.units()
-        elsewhere = [name for name, stages in units.items() if not stages & self._own]
-        here = {module for name in units.keys() - elsewhere for module in self.modules[name].modules()}
-        gone = {self.modules[name]: self.copies[name] for name in elsewhere}
-        for name in elsewhere:
+        absent = [name for name, stages in units.items() if not stages & self._own]
+        present = {module for name in units.keys() - absent for module in self.modules[name].modules()}
+        replacements = {self.modules[name]: self.copies[name] for name in absent}
+        for name in absent:
             parts = zip(self.modules[name].modules(), self.copies[name].modules(), strict=True)
-            gone |= {part: copy for part, copy in parts if part not in here}
+            replacements |= {part: copy for part, copy in parts if part not in present}
         for parent in list(root.modules()):
             children = child_slots(parent)
             for name, child in children.items():
-                if child in gone:
-                    children[name] = gone[child]
+                if child in replacements:
+                    children[name] = replacements[child]
 
     def shared_parameters(
         self, parameters: Mapping[str, nn.Parameter], names: Sequence[Sequence[str]]
     ) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Return this rank's parameters that other ranks of its pipeline have, too, with the group of those ranks.
+        """Return this rank's parameters that several ranks of its pipeline have, with the group of these ranks.
 
         Collective: every rank of the world must call it, with the ``names`` of all parameters of the whole module.
         """
         ranks = {name: frozenset(map(self.schedule.rank_of, stages)) for name, stages in self.holders.items()}
         groups = build_sharing_groups(ranks.values(), self.meshes)
-        here = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
-        return [(here[name], groups[ranks[name]]) for name in sorted(here) if len(ranks[name]) > 1]
+        owned = {tie[0]: parameters[name] for tie in names for name in tie if name in parameters}
+        return [(owned[name], groups[ranks[name]]) for name in sorted(owned) if len(ranks[name]) > 1]
 
-    def list_absent(
-        self, whole: Mapping[str, nn.Parameter], here: Mapping[nn.Parameter, nn.Parameter]
+    def register_absent(
+        self, whole: Mapping[str, nn.Parameter], owned: Mapping[nn.Parameter, nn.Parameter]
     ) -> AbsentParameters:
-        """Let ``parameters()`` of the root be those of the whole module, with placeholders for those of other stages.
+        """Register placeholders for parameters of other stages, so that ``parameters()`` of the root returns all.
 
         Args:
-            whole: the parameters of the module before it was split, by name.
-            here: those of which this rank has something, and what it has now.
+            whole: the parameters of the module before the split, by name.
+            owned: the parameters of this rank, by the parameter of the whole module.
         """
-        present = {id(self.weights[id(old)]) for old in here if id(old) in self.weights}
+        present = {id(self.placeholders[id(old)]) for old in owned if id(old) in self.placeholders}
         for name, stages in self.plan.units().items():
             if not stages & self._own:
                 register_placeholders(self.copies[name], present)
         names: dict[nn.Parameter, str] = {}
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))
-        places = [(name, here.get(old), self.weights.get(id(old))) for old, name in names.items()]
-        return AbsentParameters(places, host_group(self.meshes.pipeline_group))
+        parameters = [(name, owned.get(old), self.placeholders.get(id(old))) for old, name in names.items()]
+        return AbsentParameters(parameters, host_group(self.meshes.pipeline_group))
 
-    def pipeline(
+    def build_pipeline(
         self,
         root: nn.Module,
         gradients: GradientSync,
         absent: AbsentParameters,
         device: torch.device,
     ) -> Pipeline:
-        """Put gates in front of all modules, and return what runs steps of them."""
+        """Add gates to all modules, and return the pipeline that runs their steps."""
         gates = Gates(self.plan.layers)
         places: dict[str, int | Where] = {name: index for index, name in enumerate(self.plan.layers)}
         places |= self.plan.others
@@ -167,7 +175,7 @@ class StagedModule:
             device,
             gradients,
             absent,
-            microbatches=self.recipe.microbatches or self.schedule.most_microbatches or 2 * topology.pipeline,
+            microbatches=self.recipe.microbatches or self.schedule.max_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,
         )
@@ -176,10 +184,11 @@ class StagedModule:
 def split_into_stages(
     root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: torch.device
 ) -> StagedModule | None:
-    """Decide on the stages of ``root``, which is still whole; None if there is but one.
+    """Plan the stages of ``root``, which is not changed; None for a pipeline of one rank.
 
     Raises:
-        UnsupportedCodeError: if it cannot be pipelined so.
+        TopologyError: if the module has too few layers, or ``recipe`` doesn't fit.
+        UnsupportedCodeError: if the module cannot run in a pipeline.
     """
     ranks = meshes.topology.pipeline
     if ranks == 1:
@@ -187,34 +196,34 @@ def split_into_stages(
     schedule = resolve_schedule(recipe.schedule, ranks, recipe.stages_per_rank)
     plan = plan_stages(root, schedule.stages, layers=recipe.layers, split=recipe.split, modules=recipe.modules)
     modules = named_modules(root)
-    parts = {name: modules[name] for name in plan.units()}
-    _refuse_what_would_be_wrong(root, plan, recipe)
-    weights: dict[int, Placeholder] = {}
-    copies = {name: weightless_copy(module, name, device, weights) for name, module in parts.items()}
-    return StagedModule(plan, schedule, meshes, recipe, parts, copies, weights, _holders(root, plan, parts))
+    units = {name: modules[name] for name in plan.units()}
+    _refuse_unsupported(root, plan, recipe)
+    placeholders: dict[int, Placeholder] = {}
+    copies = {name: copy_without_weights(module, name, device, placeholders) for name, module in units.items()}
+    return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, _holders(root, plan, units))
 
 
-def _holders(root: nn.Module, plan: StagePlan, parts: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
-    """The stages of each parameter by its first name: of every part that it is in, all of one that is outside of them.
+def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
+    """Return the stages of each parameter, by its first name: of all units that have it; all stages outside of units.
 
-    By the modules themselves, since a module may be registered under several names.
+    Compares modules and not names, since a module may be registered under several names.
     """
-    inside = {module for part in parts.values() for module in part.modules()}
+    inside = {module for unit in units.values() for module in unit.modules()}
     outside = [p for m in root.modules() if m not in inside for p in m.parameters(recurse=False)]
-    found = dict.fromkeys(outside, frozenset(range(plan.stages)))
+    holders = dict.fromkeys(outside, frozenset(range(plan.stages)))
     for name, stages in plan.units().items():
-        for parameter in parts[name].parameters():
-            found[parameter] = found.get(parameter, frozenset()) | stages
-    return {name: found[parameter] for name, parameter in root.named_parameters()}
+        for parameter in units[name].parameters():
+            holders[parameter] = holders.get(parameter, frozenset()) | stages
+    return {name: holders[parameter] for name, parameter in root.named_parameters()}
 
 
-def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe) -> None:
+def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedCodeError(
-                f"{clean or 'the module'} was compiled by torch.jit: no pipeline stage can leave out a part of it, or "
-                "stand in for it. Use the original module, or torch.compile."
+                f"{clean or 'the module'} was compiled by torch.jit, so a pipeline stage cannot run a part of it. Use "
+                "the original module, or torch.compile."
             )
         compiled = type(module).__name__ == "OptimizedModule" or (clean and compiled_call(module) is not None)
         if compiled and any(layer.startswith(f"{clean}.") or not clean for layer in plan.layers):
@@ -228,12 +237,12 @@ def _refuse_what_would_be_wrong(root: nn.Module, plan: StagePlan, recipe: Pipeli
                 f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
             )
-        sees_whole = recipe.loss == "batch" and plan.sees_whole(clean)
+        sees_whole = recipe.loss == "batch" and plan.sees_whole_batch(clean)
         hooks = [hook for hook in other_hooks(module) + forward_hooks(module) if not is_installed(module_of(hook))]
         hooks += forward_hooks(module) if is_inside(clean, plan.layers) else []
         if hooks and not sees_whole:
             raise UnsupportedCodeError(
                 f"{clean or type(module).__name__} has the hook {getattr(hooks[0], '__qualname__', hooks[0])}. In a "
-                "pipeline modules run on microbatches, and those of other stages not at all: what a hook of their "
-                "forward or backward sees would not be what it expects. Remove it, or let the forward do that."
+                "pipeline modules run on microbatches, and modules of other stages do not run, so a hook of a forward "
+                "or backward would see other tensors than on one process. Remove it, or do its work in the forward."
             )

@@ -1,6 +1,6 @@
-"""Refuse what a pipelined step would silently get wrong, or hang in.
+"""Checks that refuse steps which a pipeline would run differently from one process, or which would hang.
 
-Layers see microbatches, not batches, and the stages run different parts of a step, several times.
+In a pipeline layers run on microbatches, and stages run different parts of a step, several times.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws_err
 from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.system.tensor_digest import bit_digest
 
-_UNUSED = "appears to not have been used in the graph"  # torch's words
-_grad: Any = Tensor.grad  # that of a sharded parameter reduces what has accumulated
+_UNUSED = "appears to not have been used in the graph"  # torch's message
+_grad: Any = Tensor.grad  # the attribute of a sharded parameter would reduce accumulated gradients
 
 
 class StepChecks:
-    """Checks of the steps of one module. All give the same answer on all ranks of a pipeline, or are agreed upon.
+    """Checks of the steps of one module. The ranks of a pipeline get the same results, or agree on them.
 
     Args:
         root: the module, split into stages.
         plan: its stages.
-        rest_runs_once: whether what comes after the layers sees the whole batch.
+        rest_runs_once: True if modules after the layers run once, on the whole batch.
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
         self._root, self._marks = root, list[Tensor]()
-        self._changed: list[tuple[list[int], HostCopy]] = []  # places among this rank's parameters, by device
+        self._changed: list[tuple[list[int], HostCopy]] = []  # indices of this rank's parameters, by device
         self._own: list[tuple[str, nn.Parameter]] = []
         self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers = [
@@ -89,25 +89,33 @@ class StepChecks:
         ]
 
     def check_calls(self) -> None:
-        """Check before anything runs.
+        """Check that all gates are in place.
 
         Raises:
-            UnsupportedCodeError: for a module that was compiled since it was split into stages: its gate is gone.
+            UnsupportedCodeError: for a module that was compiled after the split into stages, which removes its gate.
         """
         for name, module, call in self._calls:
             if compiled_call(module) is not call:
                 raise UnsupportedCodeError(
-                    f"{name} was compiled after the module was split into pipeline stages, which replaces what runs it "
-                    "on its stage. Compile the layers in __init__ or configure_model."
+                    f"{name} was compiled after the module was split into pipeline stages, which replaces the call "
+                    "that runs it on its stage only. Compile the layers in __init__ or configure_model."
                 )
 
     def check_start(self, state: StepState) -> None:
-        """Check before the passes.
+        """Check the module before the passes.
 
         Raises:
-            UnsupportedCodeError: for hooks that see microbatches, and for batch norms.
+            UnsupportedCodeError: for hooks on microbatches, and for batch norms.
         """
-        self._check_hooks()
+        hooked = [name for name, module, before in self._parts if result_hooks(module) - before]
+        if any_global_hook():
+            hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
+        if hooked:
+            raise UnsupportedCodeError(
+                f"{hooked[0]} got a forward or backward hook. In a pipeline layers, and modules called before them, "
+                "run on microbatches, and modules of other stages do not run, so the hook would see other tensors than "
+                "on one process. Remove it."
+            )
         _check_packing(packing_hook())
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
@@ -116,10 +124,10 @@ class StepChecks:
             )
 
     def check_draws(self, state: StepState) -> None:
-        """Check when it is known whether the step draws random numbers before its layers.
+        """Check random numbers that the step draws before its layers.
 
         Raises:
-            UnsupportedCodeError: if passes would draw different ones.
+            UnsupportedCodeError: if passes would draw different numbers.
         """
         if state.draws and state.samples[0] is not None and state.samples[0].alone:
             raise other_draws_error(state.step.name)
@@ -130,31 +138,20 @@ class StepChecks:
                 'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
             )
 
-    def attributes(self, sizes: Sequence[int], device: torch.device) -> LayerAttributes:
-        """Return what watches the attributes of modules that see microbatches of these sizes."""
+    def layer_attributes(self, sizes: Sequence[int], device: torch.device) -> LayerAttributes:
+        """Return the attributes of modules that see microbatches, for microbatches of these sizes."""
         return LayerAttributes(self._attributes, sizes, device)
 
-    def _check_hooks(self) -> None:
-        hooked = [name for name, module, before in self._parts if result_hooks(module) - before]
-        if any_global_hook():
-            hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
-        if hooked:
-            raise UnsupportedCodeError(
-                f"{hooked[0]} got a forward or backward hook. In a pipeline layers, and what comes before them, run on "
-                "microbatches, and those of other stages not at all: what the hook sees would not be what it expects. "
-                "Remove it."
-            )
-
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
-        """Marks of the buffers that see microbatches, by name, which change when the values do."""
+        """Return marks of the buffers of modules that see microbatches, by name. A mark changes with the values."""
         buffers = [(name, buffer_slots(module).get(key)) for name, module, key in self._buffers]
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers if buffer is not None}
 
     def check_buffers(self, state: StepState, before: dict[str, tuple[int, int]]) -> None:
-        """Check after the passes.
+        """Check the buffers after the passes.
 
         Raises:
-            UnsupportedCodeError: for a buffer of a layer that training changes, such as an average of activations.
+            UnsupportedCodeError: for a buffer that training changes, such as an average of activations in a layer.
         """
         changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
         if changed and state.step.train and len(state.batches) > 1:
@@ -164,33 +161,37 @@ class StepChecks:
             )
 
     def begin(self) -> None:
-        """Begin a step: note this rank's parameters, by name as registered."""
+        """Begin a step: list this rank's parameters, with the names by which they are registered."""
         self._own = list(own_parameters(self._root))
 
-    def notes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
-        """The gradient of each of this rank's parameters, and what somebody has written onto it."""
+    def parameter_attributes(self) -> list[tuple[Tensor | None, dict[str, Any]]]:
+        """Return the gradient and the user's attributes of each of this rank's parameters."""
         with without_torch_function():
-            return [(_grad.__get__(p), _notes_on(p)) for _, p in self._own]
+            return [
+                (_grad.__get__(p), {name: value for name, value in vars(p).items() if not name.startswith("_")})
+                for _, p in self._own
+            ]
 
-    def check_notes(self, state: StepState, before: list[tuple[Tensor | None, dict[str, Any]]]) -> None:
-        """Check after forward passes what `notes` gave before.
+    def check_parameter_attributes(self, state: StepState, before: list[tuple[Tensor | None, dict[str, Any]]]) -> None:
+        """Compare `parameter_attributes` after the forward passes with those ``before``.
 
         Raises:
-            UnsupportedCodeError: for a parameter that the step puts elsewhere, a gradient that it changes, and notes
-                that follow from how often a module ran.
+            UnsupportedCodeError: if the step replaces a parameter, or changes its gradient or an attribute.
         """
-        here = dict(own_parameters(self._root))
-        others = [name for name, parameter in self._own if here.get(name) is not parameter]
-        if others or len(here) != len(self._own):
-            raise _changes(state, [*others, *(here.keys() - dict(self._own))][0])
-        for (name, _), (gradient, notes), (then, now) in zip(self._own, before, self.notes(), strict=True):
-            if then is not gradient:
+        parameters = dict(own_parameters(self._root))
+        replaced = [name for name, parameter in self._own if parameters.get(name) is not parameter]
+        if replaced or len(parameters) != len(self._own):
+            raise _change_error(state, [*replaced, *(parameters.keys() - dict(self._own))][0])
+        for (name, _), (old_grad, old), (new_grad, new) in zip(
+            self._own, before, self.parameter_attributes(), strict=True
+        ):
+            if new_grad is not old_grad:
                 raise UnsupportedCodeError(
                     f"{state.step.name} changes the gradient of {name} (zero_grad, grad = …). In a pipeline only the "
                     "last stage runs a step to its end, and other stages would keep theirs. Do it in a hook, such as "
                     "on_before_zero_grad or on_train_batch_start."
                 )
-            changed = [key for key, note in notes.items() if key in now and not _is_same_note(note, now[key])]
+            changed = [key for key, value in old.items() if key in new and not _is_same(value, new[key])]
             if changed:
                 raise UnsupportedCodeError(
                     f"{state.step.name} changes the attribute {changed[0]} of {name}. In a pipeline, parts of a step "
@@ -199,35 +200,35 @@ class StepChecks:
                 )
 
     def mark_parameters(self) -> None:
-        """Note marks of this rank's parameters, which change when values do, however they are written."""
+        """Compute marks of this rank's parameters. A mark changes with the values, however they are written."""
         self._marks = self._parameter_marks()
 
     def compare_parameters(self) -> None:
-        """Compare parameters with what was marked before, without a wait for a device; call it after the passes."""
-        places: dict[torch.device, list[int]] = {}
-        for place, mark in enumerate(self._marks):
-            places.setdefault(mark.device, []).append(place)
-        now = self._parameter_marks()
+        """Compare the parameters with the marks, without a wait for the device. Call it after the passes."""
+        by_device: dict[torch.device, list[int]] = {}
+        for index, mark in enumerate(self._marks):
+            by_device.setdefault(mark.device, []).append(index)
+        marks = self._parameter_marks()
         self._changed = [
-            (of, HostCopy(torch.stack([self._marks[k] for k in of]) != torch.stack([now[k] for k in of])))
-            for of in places.values()
+            (ks, HostCopy(torch.stack([self._marks[k] for k in ks]) != torch.stack([marks[k] for k in ks])))
+            for ks in by_device.values()
         ]
 
     def check_parameters(self, state: StepState) -> None:
-        """Check what `compare_parameters` found.
+        """Check the result of `compare_parameters`.
 
         Raises:
-            UnsupportedCodeError: for a parameter that the step itself changes.
+            UnsupportedCodeError: if the step changed a parameter.
         """
         name = self.changed_parameter()
         if name:
-            raise _changes(state, name)
+            raise _change_error(state, name)
 
     def changed_parameter(self) -> str | None:
-        """Return the name of a parameter that had changed since it was marked when `compare_parameters` was called."""
-        found = [pair for of, are_other in self._changed for pair in zip(of, are_other.read().tolist(), strict=True)]
-        changed = min((place for place, is_other in found if is_other), default=None)
-        return None if changed is None else self._own[changed][0]
+        """Return the name of a parameter that `compare_parameters` found changed; None if there is none."""
+        pairs = [pair for indices, flags in self._changed for pair in zip(indices, flags.read().tolist(), strict=True)]
+        index = min((index for index, is_changed in pairs if is_changed), default=None)
+        return None if index is None else self._own[index][0]
 
     def _parameter_marks(self) -> list[Tensor]:
         return [bit_digest(local_tensor(parameter)) for _, parameter in self._own]
@@ -236,7 +237,7 @@ class StepChecks:
         return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
 
 
-def _changes(state: StepState, name: str) -> UnsupportedCodeError:
+def _change_error(state: StepState, name: str) -> UnsupportedCodeError:
     return UnsupportedCodeError(
         f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
         "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
@@ -244,20 +245,16 @@ def _changes(state: StepState, name: str) -> UnsupportedCodeError:
     )
 
 
-def _notes_on(parameter: Tensor) -> dict[str, Any]:
-    return {name: note for name, note in vars(parameter).items() if not name.startswith("_")}
-
-
-def _is_same_note(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in (bool, int, float, str) and one == other)
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) in (bool, int, float, str) and old == new)
 
 
 def refuse_reentrant_checkpoint(layer: str) -> None:
-    """Check the call of a layer that computes.
+    """Check the caller of a layer.
 
     Raises:
-        UnsupportedCodeError: if it comes from a reentrant ``torch.utils.checkpoint``, or another autograd function,
-            which runs it without gradients.
+        UnsupportedCodeError: for a reentrant ``torch.utils.checkpoint`` or another autograd function, which runs the
+            layer without gradients.
     """
     if torch.is_grad_enabled():
         return
@@ -280,56 +277,56 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
 
 
 @contextmanager
-def guarded_step() -> Iterator[None]:
-    """Inside, what a run of a step can't do is an error in this thread: collectives over all processes, and others."""
+def guard_step() -> Iterator[None]:
+    """Refuse collectives over all processes in this thread, and explain errors that only occur in a pipeline."""
     try:
-        with without_world_collectives():
+        with refuse_world_collectives():
             yield
     except AttributeError as error:
         if error.obj is None and error.name in ("next_functions", "register_hook", "register_prehook"):
             raise UnsupportedCodeError(
-                f"{error}: a pipelined step asks for the grad_fn of a tensor, which it has on the stage that computes "
-                "it alone. Use pipeline_parallel_size=1, or a torch.autograd.Function."
+                f"{error}: a pipelined step asks for the grad_fn of a tensor, which exists only on the stage that "
+                "computes it. Use pipeline_parallel_size=1, or a torch.autograd.Function."
             ) from error
         if not isinstance(error.obj, nn.Module):
             raise
         raise UnsupportedCodeError(
-            f"{error}. If the forward of a layer sets it: in a pipeline, one stage calls the layer, with microbatches. "
-            "Return it from the layer, or use pipeline_parallel_size=1."
+            f"{error}. If the forward of a layer sets it: in a pipeline only one stage calls the layer, on "
+            "microbatches. Return the value from the layer, or use pipeline_parallel_size=1."
         ) from error
     except RuntimeError as error:
         if _UNUSED not in str(error):
             raise
         raise UnsupportedCodeError(
             f"{error} In a pipelined step, torch.autograd.grad finds no way through the layers of other stages, nor to "
-            "parameters: gradients with respect to them are known when all stages have run their backward. Use "
+            "parameters, whose gradients are complete only after the backward of all stages. Use "
             "pipeline_parallel_size=1."
         ) from error
 
 
-def guarded_hooks() -> AbstractContextManager[None]:
-    """Inside, hooks of users on gradients and saved tensors, and retained gradients, are an error in this thread."""
-    return watched_hooks(refuse_hook, _refuse_retaining, lambda context: _check_packing(context.pack_hook))
+def guard_hooks() -> AbstractContextManager[None]:
+    """Refuse users' hooks on gradients and saved tensors, and ``retain_grad``, in this thread."""
+    return watched_hooks(refuse_hook, _refuse_retain_grad, lambda context: _check_packing(context.pack_hook))
 
 
-def without_world_collectives() -> AbstractContextManager[None]:
-    """Inside, a collective over all processes is an error in this thread; others, such as FSDP's, are not touched."""
+def refuse_world_collectives() -> AbstractContextManager[None]:
+    """Refuse collectives over all processes in this thread; others, such as FSDP's, are allowed."""
     return watched_collectives(_refuse_world)
 
 
-def _refuse_retaining(tensor: Tensor) -> None:
+def _refuse_retain_grad(tensor: Tensor) -> None:
     raise UnsupportedCodeError(
-        f"a pipelined step calls retain_grad of a tensor of shape {tuple(tensor.shape)}, whose gradient one stage of "
-        "the pipeline will have, and for microbatches. Use pipeline_parallel_size=1 to look at it."
+        f"a pipelined step calls retain_grad of a tensor of shape {tuple(tensor.shape)}, whose gradient exists only on "
+        "one stage of the pipeline, and for microbatches. Use pipeline_parallel_size=1 to read it."
     )
 
 
 def _check_packing(hook: Any) -> None:
     if hook is not None and not is_installed(module_of(hook)):
         raise UnsupportedCodeError(
-            f"the hook {getattr(hook, '__qualname__', hook)} of saved tensors (saved_tensors_hooks) would get those of "
-            "microbatches in a pipeline, and of one stage. Use ShardedStrategy(activation_checkpointing=True), torch's "
-            "save_on_cpu, or pipeline_parallel_size=1."
+            f"the hook {getattr(hook, '__qualname__', hook)} of saved tensors (saved_tensors_hooks) would get only the "
+            "tensors of microbatches on one pipeline stage. Use ShardedStrategy(activation_checkpointing=True), "
+            "torch's save_on_cpu, or pipeline_parallel_size=1."
         )
 
 
@@ -337,7 +334,6 @@ def _refuse_world(name: str, group: dist.ProcessGroup | None) -> None:
     if group is None or group is dist.group.WORLD:
         raise UnsupportedCodeError(
             f"torch.distributed.{name} over all processes was called inside a pipelined step. The stages run "
-            "different parts of the step, so not all of them would come here. Use self.all_gather, which covers "
-            "the data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of "
-            "the step."
+            "different parts of the step, so not all of them would call it. Use self.all_gather, which covers the "
+            "data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of the step."
         )

@@ -1,9 +1,13 @@
-"""Let a stage run only its own layers of a step that calls them all.
+"""Gates in front of modules, by which a step that calls all layers runs only those of one stage.
 
-Every layer, and every other module that a stage owns, gets a gate in front of its ``__call__``. During a *stage
-run* (one run of the user's step on one stage) the gate of the stage's first layer lets the received activations in, the
-gate of the first layer after its range takes the activations out and leaves the step by a private exception, and all
-gates answer for modules that are elsewhere with placeholders of the right shape. Otherwise a gate changes nothing.
+Every layer, and every other module with parameters, has a gate in front of its ``__call__``. During a *stage run* (one
+run of the user's step on one stage):
+
+- the gate of the stage's first layer inserts the received activations,
+- the gate of the next stage's first layer takes the activations out, and ends the step by a private exception,
+- gates of modules on other stages return placeholders of the right shape.
+
+Outside of a stage run a gate only calls its module.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.checks import guarded_step, refuse_reentrant_checkpoint
+from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.sample_numbers import forbid_other_draws
@@ -39,7 +43,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class StageExit(BaseException):
-    """Leaves a step whose rest is another stage's; not an Exception, so that user code does not catch it."""
+    """Ends a stage run, since other stages run the rest of the step. No Exception, so user code doesn't catch it."""
 
 
 @dataclass(slots=True)
@@ -47,39 +51,40 @@ class StageRun:
     """One run of a step on one stage.
 
     Attributes:
-        kind: "run" computes layers ``start`` to ``stop``; "probe" computes nothing, to see which arguments of layer
-            ``stop`` are unknown; "finish" computes what comes after the layers, whose results are given.
-        whole: a run that does not leave after its last layer, but runs the rest of the step.
-        carry: positions among the arguments (flattened) of the tensors that cross the boundary at ``stop``; if the run
-            left after the last layer, of all tensors among that layer's arguments.
-        receive: for a run, waits for the message of the stage before, whose tensors are by position among the arguments
-            of layer ``start``; it is called there, so that what comes before runs meanwhile.
-        results: for "finish", gives the unknown inputs of the last layer their values, by position, and makes its
-            outputs of what the weightless copy gave.
-        seed: for "finish", that with which it began.
-        draws: whether the step draws random numbers before its layers, so that stages compare them.
-        facts: the state of the random generators when this run left, if that matters.
-        entered: where the received tensors entered, by position; None: without gradient.
-        failure: of waiting for that message, such as that the stage before failed; this run left because of it.
-        outputs: the tensors at ``carry``, then those that the last layer returned if the run left after it.
-        returned: what the step returned, if it was not left.
-        early: modules of the last stage that were called before the first layer.
-        timely: modules of the first stage that were.
-        advances: how often gates have drawn a random number.
-        drew: for "finish", whether the step drew others before the last layer.
+        kind: "run" computes layers ``start`` to ``stop``; "probe" computes no layer, and finds the unknown arguments
+            of layer ``stop``; "finish" computes the rest of the step from the results of the layers.
+        whole: True if a "run" continues after the last layer to the end of the step.
+        positions: among the flattened arguments of layer ``stop``, those of the tensors that cross the boundary; for a
+            run that ends after the last layer, those of all tensors among its arguments.
+        receive: for a "run", waits for the message of the previous stage, whose tensors are by position among the
+            arguments of layer ``start``. It is called there, after user code before the layers has run.
+        fill_in: for "finish", sets the unknown inputs of the last layer, by position, and returns its outputs, given
+            the placeholders for them.
+        seed: for "finish", the initial seed.
+        draws: True if the step draws random numbers before its layers, so that stages compare their generators.
+        checks: a checksum of the random generators at the end of this run, if ``draws``.
+        entries: the entries of received tensors into the autograd graph, by position; None for one without gradient.
+        failure: of receiving the message, such as a failure of the previous stage; it ended this run.
+        outputs: the tensors at ``positions``, then the outputs of the last layer, if the run ends after it.
+        returned: the output of the step, if it ran to its end.
+        next: the index of the layer that the step must call next.
+        early: modules of the last stage that the step called before the first layer.
+        timely: modules of the first stage that the step called before the first layer.
+        advances: the number of random numbers that gates have drawn.
+        drew: for "finish", True if the step drew other random numbers before the last layer.
     """
 
     kind: Literal["run", "probe", "finish"]
     start: int
     stop: int
     whole: bool = False
-    carry: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     receive: Callable[[], Message] = lambda: Message({})
-    results: Callable[[dict[int, Placeholder], Any], Any] | None = None
+    fill_in: Callable[[dict[int, Placeholder], Any], Any] | None = None
     seed: int = 0
     draws: bool = False
-    facts: tuple[int, ...] = ()
-    entered: dict[int, GraphEntry | None] = field(default_factory=dict)
+    checks: tuple[int, ...] = ()
+    entries: dict[int, GraphEntry | None] = field(default_factory=dict)
     failure: Exception | None = None
     outputs: list[Tensor] = field(default_factory=list)
     returned: Any = None
@@ -89,25 +94,25 @@ class StageRun:
     advances: int = 0
     drew: bool = False
 
-    def runs(self, where: Where) -> bool:
-        """Return whether this run computes modules of that place."""
+    def computes(self, where: Where) -> bool:
+        """Return True if this run computes the modules other than layers at ``where``."""
         if where == "first":
             return self.kind == "run" and self.start == 0
         return where == "every" or self.kind == "finish" or self.whole
 
 
 class Gates:
-    """The gates of one LightningModule; only one stage run at a time."""
+    """The gates of one module, with at most one stage run at a time."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.layers = tuple(layers)
         self.running: StageRun | None = None
 
     def run(self, run: StageRun, step: Callable[[], Any]) -> tuple[Tensor, ...]:
-        """Run ``step`` as one stage run, and return the tensors that leave it, so that hooks of FSDP see them."""
+        """Run ``step`` as one stage run, and return its output tensors, in which FSDP's hooks find them."""
         self.running = run
         try:
-            with guarded_step(), in_stage_run():
+            with guard_step(), in_stage_run():
                 run.returned = step()
         except StageExit:
             if run.failure is not None:
@@ -127,51 +132,46 @@ class Gates:
 
 
 class Stub:
-    """A module's result, by shape, from its weightless copy; remembered for arguments of the same kind."""
+    """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments."""
 
     def __init__(self, copy: nn.Module, fqn: str) -> None:
         self._copy, self._fqn = copy, fqn
-        self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+        self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, like: nn.Module | None = None) -> Any:
-        """Placeholders for what the module would return.
-
-        Args:
-            args: positional arguments of the call.
-            kwargs: its other arguments.
-            like: the real module, where this rank has it; the copy then follows its training mode.
-        """
+        """Return the outputs of a call, with placeholders for tensors. The copy gets the training mode of ``like``."""
         if like is not None and like.training != self._copy.training:
             for part, real in zip(self._copy.modules(), like.modules(), strict=True):
                 part.training = real.training
         leaves, spec = flatten_call(args, kwargs)
-        key: Any = (spec, self._copy.training, *(_kind(leaf) for leaf in leaves))
+        key: Any = (spec, self._copy.training, *(_cache_key(leaf) for leaf in leaves))
         try:
-            known = self._known.get(key)
+            cached = self._cache.get(key)
         except TypeError:  # an argument that cannot be hashed
-            known, key = None, None
-        if known is None:
+            cached, key = None, None
+        if cached is None:
             out = self._infer(args, kwargs, leaves)
             out_leaves, out_spec = tree_flatten(out)
-            # Also objects such as caches: those of this call, not of the first one.
-            places = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
-            recipe = [_recipe(leaf, places) for leaf in out_leaves]
+            # An argument that is returned, such as a cache object, is that of each call, not of the first one.
+            positions = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
+            recipe = [_recipe(leaf, positions) for leaf in out_leaves]
             if key is not None and None not in recipe:
-                self._known[key] = recipe, out_spec
+                self._cache[key] = recipe, out_spec
             return out
-        recipe, out_spec = known
-        return tree_unflatten([self._made(item, leaves) for item in recipe], out_spec)
+        recipe, out_spec = cached
+        return tree_unflatten([self._build(item, leaves) for item in recipe], out_spec)
 
     def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
         try:
-            with torch.no_grad(), derive_rng(self._fqn):  # it draws when it meets new shapes only
+            with torch.no_grad(), derive_rng(self._fqn):  # it draws only for new shapes
                 out = self._copy.forward(*args, **kwargs)
         except (UnsupportedCodeError, AttributeError, LookupError, ValueError):
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
             if like is None:
                 raise
-            # Its shapes depend on values, as those of experts, or it looks up weights in _buffers, as in PEFT: a layer
-            # returns what it got, or the entry finds the difference. An error of its own is raised where it runs.
+            # Shapes depend on values, as in experts, or the forward looks up weights in _buffers, as in PEFT. Assume
+            # that the layer returns the shape of its input; `Gate._receive` compares. Other errors are raised by the
+            # stage that runs the layer.
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
@@ -180,7 +180,7 @@ class Stub:
             )
         return out
 
-    def _made(self, item: Any, leaves: list[Any]) -> Any:
+    def _build(self, item: Any, leaves: list[Any]) -> Any:
         kind, value = item
         if kind == "argument":
             return leaves[value]
@@ -191,19 +191,18 @@ class Stub:
 
 
 class Gate:
-    """Stands in front of one module, and decides who computes a call of it.
+    """The gate of one module; decides if a call computes it.
 
     Args:
-        place: the position among the layers, or where another module is.
-        stub: of the weightless copy.
-        owned: whether this rank has the real module.
+        place: the index among the layers, or the place of another module.
+        owned: True if this rank has the module.
     """
 
     def __init__(self, gates: Gates, fqn: str, place: int | Where, stub: Stub, *, owned: bool) -> None:
         self._gates, self._fqn, self._place, self._stub, self._owned = gates, fqn, place, stub, owned
 
     def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call of the module: compute it by ``forward``, give its shapes only, or leave the step."""
+        """Answer a call of the module: compute it by ``forward``, return placeholders, or end the stage run."""
         run = self._gates.running
         if run is None:
             if not self._owned:
@@ -213,20 +212,20 @@ class Gate:
                     "at other times, or for generate(), load its checkpoint with pipeline_parallel_size=1. (The "
                     "Trainer runs a module with example_input_array: leave that out, or enable_model_summary=False.)"
                 )
-            return self._real(module, forward, args, kwargs)
+            return self._compute(module, forward, args, kwargs)
         if isinstance(self._place, int):
-            return self._layer(run, self._place, module, forward, args, kwargs)
-        if self._owned and run.runs(self._place):
-            return self._real(module, forward, args, kwargs)
+            return self._call_layer(run, self._place, module, forward, args, kwargs)
+        if self._owned and run.computes(self._place):
+            return self._compute(module, forward, args, kwargs)
         if self._place == "last" and run.next == 0:
             run.early.append(self._fqn)  # an error if a layer needs its result
         if self._place == "first" and run.next == 0:
-            run.timely.add(self._fqn)  # a later call is of a second pass through all, of which the layers tell
+            run.timely.add(self._fqn)  # a later call belongs to a second pass, which the gates of layers refuse
         elif self._place == "first" and run.next == len(self._gates.layers) and self._fqn not in run.timely:
-            raise _misplaced([self._fqn], "first", "after", "last")
-        return self._by_shape(run, module, args, kwargs)
+            raise _misplaced_error([self._fqn], "first", "after", "last")
+        return self._infer(run, module, args, kwargs)
 
-    def _layer(
+    def _call_layer(
         self,
         run: StageRun,
         index: int,
@@ -241,33 +240,33 @@ class Gate:
         leaves = flatten_call(args, kwargs)[0]
         if run.kind == "probe":
             if index == min(run.stop, last):
-                run.carry = tuple(placeholder_positions(leaves))
+                run.positions = tuple(placeholder_positions(leaves))
                 raise StageExit
-            return self._by_shape(run, module, args, kwargs)
+            return self._infer(run, module, args, kwargs)
         if run.kind == "finish":
             if index < last:
-                return self._by_shape(run, module, args, kwargs)
+                return self._infer(run, module, args, kwargs)
             run.drew = rng_checksum() != checksum_after(run.seed, run.advances)
-            out = self._by_shape(run, module, args, kwargs)
-            assert run.results is not None
-            return run.results({position: leaves[position] for position in placeholder_positions(leaves)}, out)
+            out = self._infer(run, module, args, kwargs)
+            assert run.fill_in is not None
+            return run.fill_in({position: leaves[position] for position in placeholder_positions(leaves)}, out)
         refuse_reentrant_checkpoint(self._fqn)
         if index < run.start:
-            return self._by_shape(run, module, args, kwargs)
+            return self._infer(run, module, args, kwargs)
         if index == run.start:
-            self._enter(run, leaves)
-        leaves_after = index == last < run.stop and not run.whole
-        if leaves_after:
-            run.carry = tuple(position for position, leaf in enumerate(leaves) if _is_plain_tensor(leaf))
-        if index == run.stop or leaves_after:
-            run.outputs = [self._checked(leaves[position]) for position in run.carry]
+            self._receive(run, leaves)
+        ends_after = index == last < run.stop and not run.whole
+        if ends_after:
+            run.positions = tuple(position for position, leaf in enumerate(leaves) if _is_plain_tensor(leaf))
+        if index == run.stop or ends_after:
+            run.outputs = [self._check_plain(leaves[position]) for position in run.positions]
         if index == run.stop:
             if run.draws:
-                run.facts = (rng_checksum(),)
+                run.checks = (rng_checksum(),)
             raise StageExit
-        out = self._real(module, forward, args, kwargs)
-        if leaves_after:
-            run.outputs += [self._checked(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+        out = self._compute(module, forward, args, kwargs)
+        if ends_after:
+            run.outputs += [self._check_plain(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
             raise StageExit
         return out
 
@@ -275,23 +274,22 @@ class Gate:
         layers = self._gates.layers
         if index == run.next:
             return
-        if index < run.next:
-            what = f"layer {self._fqn} was called a second time"
-        else:
-            what = f"layer {self._fqn} was called before {layers[run.next]}"
+        call = "a second time" if index < run.next else f"before {layers[run.next]}"
         raise UnsupportedCodeError(
-            f"{what}. A pipelined step calls each layer once, in the order {layers[0]} … {layers[-1]}: two passes over "
-            "the layers (as generate() makes for each token), skipped layers or another order can't be pipelined. Use "
-            "pipeline_parallel_size=1, or name the layers in their order with pipeline_layers."
+            f"layer {self._fqn} was called {call}. A pipelined step calls each layer once, in the order {layers[0]} … "
+            f"{layers[-1]}: two passes over the layers (as generate() makes for each token), skipped layers or another "
+            "order can't be pipelined. Use pipeline_parallel_size=1, or name the layers in their order with "
+            "pipeline_layers."
         )
 
-    def _enter(self, run: StageRun, leaves: list[Any]) -> None:
-        found = tuple(placeholder_positions(leaves))
+    def _receive(self, run: StageRun, leaves: list[Any]) -> None:
+        """Put received activations in place of the placeholders among the arguments of the stage's first layer."""
+        unknown = tuple(placeholder_positions(leaves))
         if run.start == 0:
-            if found and run.early:
-                raise _misplaced(run.early, "last", "before", "first")
-            if found:
-                raise leak_error(f"the input of the first layer {self._fqn}", leaves[found[0]])
+            if unknown and run.early:
+                raise _misplaced_error(run.early, "last", "before", "first")
+            if unknown:
+                raise leak_error(f"the input of the first layer {self._fqn}", leaves[unknown[0]])
             return
         try:
             message = run.receive()
@@ -299,32 +297,32 @@ class Gate:
             run.failure = failure
             raise StageExit from None
         incoming = message.tensors
-        unknown = next((position for position in found if position not in incoming), None)
-        if unknown is not None:
-            raise leak_error(f"argument {unknown} of layer {self._fqn}", leaves[unknown])
-        if len(found) != len(incoming):
+        missing = next((position for position in unknown if position not in incoming), None)
+        if missing is not None:
+            raise leak_error(f"argument {missing} of layer {self._fqn}", leaves[missing])
+        if len(unknown) != len(incoming):
             raise UnsupportedCodeError(
-                f"the arguments of layer {self._fqn} (flattened) that come from the stage before are at positions "
-                f"{sorted(incoming)} there, but at {sorted(found)} here: the step runs differently on the stages"
+                f"the step runs differently on two pipeline stages: the previous stage sends the (flattened) arguments "
+                f"{sorted(incoming)} of layer {self._fqn}, this stage expects {sorted(unknown)}"
             )
-        if message.facts and message.facts != (rng_checksum(),):
+        if message.checks and message.checks != (rng_checksum(),):
             raise UnsupportedCodeError(
-                f"before layer {self._fqn}, the step has drawn other random numbers than on the stage before it: "
-                "functions such as torch.nn.functional.dropout draw only where there is a value. Use modules such as "
-                "torch.nn.Dropout, or draw before anything that a module computes."
+                f"before layer {self._fqn}, the step has drawn other random numbers than on the previous pipeline "
+                "stage: functions such as torch.nn.functional.dropout draw only for tensors that a stage has. Use "
+                "modules such as torch.nn.Dropout, or draw before the first module is called."
             )
-        for position in found:
+        for position in unknown:
             value, requires_grad = incoming[position]
             leaf = leaves[position]
             if leaf.shape != value.shape:
                 raise UnsupportedCodeError(
-                    f"argument {position} of layer {self._fqn} has shape {tuple(value.shape)} on the stage before, "
-                    f"but {tuple(leaf.shape)} was expected here: the stages got different batches, or shapes depend on "
-                    "values"
+                    f"argument {position} of layer {self._fqn} has shape {tuple(value.shape)} on the previous pipeline "
+                    f"stage, expected {tuple(leaf.shape)} on this one: the stages got different batches, or shapes "
+                    "depend on values"
                 )
-            run.entered[position] = leaf.become(value, requires_grad=requires_grad)
+            run.entries[position] = leaf.become(value, requires_grad=requires_grad)
 
-    def _checked(self, leaf: Tensor) -> Tensor:
+    def _check_plain(self, leaf: Tensor) -> Tensor:
         if isinstance(leaf, Placeholder):
             raise leak_error(f"an argument or result of layer {self._fqn}", leaf)
         if isinstance(leaf, DTensor):
@@ -334,13 +332,13 @@ class Gate:
             )
         return leaf
 
-    def _real(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not module.training:
             return forward(*args, **kwargs)
         run = self._gates.running
-        if run is None or run.kind != "probe":  # a probe looks for what is drawn outside of modules
+        if run is None or run.kind != "probe":  # a probe looks for draws outside of modules
             self._advance(run)
-        # What a module draws must not shift what other stages draw outside modules.
+        # Draws of a module must not shift the draws outside of modules, which all stages make.
         with derive_rng(self._fqn), forbid_other_draws(self._fqn):
             return forward(*args, **kwargs)
 
@@ -349,9 +347,9 @@ class Gate:
         if run is not None:
             run.advances += 1
 
-    def _by_shape(self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _infer(self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module.training and run.kind != "probe":
-            self._advance(run)  # as where the module is real, so that all stages draw alike after it
+            self._advance(run)  # as in `_compute`, so that all stages draw the same numbers later
         return self._stub(args, kwargs, like=module if self._owned else None)
 
 
@@ -359,27 +357,27 @@ def _is_plain_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | DTensor)
 
 
-def _misplaced(names: Sequence[str], place: Where, called: str, needed: Where) -> UnsupportedCodeError:
+def _misplaced_error(names: Sequence[str], place: Where, called: str, needed: Where) -> UnsupportedCodeError:
     return UnsupportedCodeError(
         f"the step calls {', '.join(names)} {called} the layers of the pipeline, and uses the result, but the {place} "
-        f"stage has it. Modules registered before the layers are on the first stage, those after them on the last; "
-        f"say it where that is not the order of calls: pipeline_modules={dict.fromkeys(names, needed)}"
+        "stage has it. Modules registered before the layers are placed on the first stage, modules after them on the "
+        f"last. If they are called in another order, set pipeline_modules={dict.fromkeys(names, needed)}"
     )
 
 
 def add_gate(module: nn.Module, gate: Gate) -> None:
-    """Put ``gate`` in front of ``module``; after FSDP, whose hooks must run inside it."""
+    """Put ``gate`` in front of ``module``. Call it after FSDP, whose hooks must run inside the gate."""
     owner = ref(module)
 
     def call(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         module = owner()
-        assert module is not None  # somebody calls it
+        assert module is not None  # it is being called
         return gate.call(module, forward, args, kwargs)
 
     intercept_calls(module, call)
 
 
-def _kind(leaf: Any) -> Any:
+def _cache_key(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
         return (tuple(leaf.geometry.shape), leaf.geometry.dtype, leaf.device, True)
     if isinstance(leaf, Tensor):
@@ -387,10 +385,10 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
-def _recipe(leaf: Any, places: Mapping[int, int]) -> Any:
-    """A recipe for an output that runs nothing; None if the output depends on values."""
-    if id(leaf) in places:
-        return "argument", places[id(leaf)]
+def _recipe(leaf: Any, positions: Mapping[int, int]) -> Any:
+    """Return instructions to build an output without a forward; None if the output depends on values."""
+    if id(leaf) in positions:
+        return "argument", positions[id(leaf)]
     if not isinstance(leaf, Tensor):
         return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
     return ("placeholder", (leaf.geometry, leaf.device)) if isinstance(leaf, Placeholder) else None

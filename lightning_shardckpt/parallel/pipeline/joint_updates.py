@@ -1,8 +1,8 @@
-"""Refuse an optimizer that joins parameters, as by a norm of all gradients: a pipeline stage has some of them alone.
+"""Refuse an optimizer whose update of a parameter depends on other parameters, since a pipeline stage has only some.
 
-Whether it does is tried out in the first steps: copies of a few parameters are updated together, and without the first
-of them. What it does to the others must be the same. An optimizer that draws random numbers is found, too: which ones a
-parameter gets depends on how many come before it.
+An example is a step size by the norm of all gradients. In some of the first steps, copies of a few parameters are
+updated together, and again without the first of them; the results for the others must be equal. Optimizers that draw
+random numbers are refused, too, since the numbers for a parameter depend on how many are updated before it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
 from lightning_shardckpt.system.random_generators import preserve_rng
 
-_SAMPLED = 8  # parameters, the smallest ones
-_TRIED = {1, 2, 4, 8, 16}  # steps: some measure in the first what they use later
-_SCALES = (1.0, 1e3)  # of gradients: a limit of their norm, or of a step size, may not be reached now
-_BOUND = ("step", "add_param_group")  # methods that schedulers and this package put onto an optimizer
+_SAMPLED = 8  # the number of parameters, the smallest ones
+_CHECKED_STEPS = {1, 2, 4, 8, 16}  # some optimizers use statistics of the first steps later
+_SCALES = (1.0, 1e3)  # of gradients, to exceed limits of their norm or of a step size
+_REPLACED = ("step", "add_param_group")  # methods that schedulers and this package replace on an optimizer
 
 
 class JointUpdates:
-    """Tries out the optimizers of one pipeline. Every rank must make the same calls in the same order."""
+    """Checks the optimizers of one pipeline. Every rank must make the same calls in the same order."""
 
     def __init__(self) -> None:
         self._steps: MutableMapping[Optimizer, int] = WeakKeyDictionary()
 
-    def checked(self, optimizer: Optimizer, closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-        """Return the closure of a step, which then checks the optimizer that is going to step; see ``check``."""
+    def wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+        """Return the closure of a step, followed by a `check` of the optimizer."""
 
         def closure_and_check() -> Any:
             loss = closure()
@@ -46,22 +46,17 @@ class JointUpdates:
         return closure_and_check
 
     def check(self, optimizer: Optimizer, loss: Any, device: torch.device) -> None:
-        """Check an optimizer that is about to step; gradients must be there.
+        """Check an optimizer before its step, after the backward.
 
         Collective: every rank of the world must call it.
 
-        Args:
-            optimizer: of this stage.
-            loss: what its closure gives it.
-            device: where the ranks meet.
-
         Raises:
-            UnsupportedCodeError: on every rank.
+            UnsupportedCodeError: on every rank, if an update depends on other parameters.
         """
         if type(optimizer).__module__.startswith("torch.optim."):
             return
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if steps not in _TRIED:
+        if steps not in _CHECKED_STEPS:
             return
         with user_code(False), preserve_rng():
             joins = joins_parameters(optimizer, lambda: loss)
@@ -69,19 +64,19 @@ class JointUpdates:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         if votes:
             raise UnsupportedCodeError(
-                f"{type(optimizer).__name__} does something else to a parameter if others are missing: it joins them, "
-                "by a norm or a step size of all, or draws random numbers. In a pipeline each stage updates its own "
-                "parameters. Use an optimizer that updates each one by itself (for clipping, gradient_clip_val), or "
-                "pipeline_parallel_size=1."
+                f"{type(optimizer).__name__} updates a parameter differently without the others: it uses a norm or a "
+                "step size of all parameters, or draws random numbers. In a pipeline each stage updates only its own "
+                "parameters. Use an optimizer that updates each parameter by itself (for clipping, gradient_clip_val), "
+                "or pipeline_parallel_size=1."
             )
 
 
 def joins_parameters(optimizer: Optimizer, closure: Callable[[], Any]) -> bool:
-    """Return whether a step does something else to a parameter without others; False, with a warning, if nobody knows.
+    """Return True if a step updates a parameter differently without others; False with a warning if it can't be tried.
 
     Args:
-        optimizer: whose parameters have gradients; neither it nor they change.
-        closure: what the step is called with.
+        optimizer: with gradients. Neither it nor its parameters are changed.
+        closure: the argument of its ``step``.
     """
     live = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
     smallest = {id(p) for p in sorted(live, key=Tensor.numel)[:_SAMPLED]}
@@ -90,62 +85,62 @@ def joins_parameters(optimizer: Optimizer, closure: Callable[[], Any]) -> bool:
         return False
     try:
         for scale in _SCALES:
-            together = _stepped(optimizer, some, scale, closure)
-            alone = _stepped(optimizer, some[1:], scale, closure)
-            if any(not _equal(value, together.get(key)) for key, value in alone.items()):
+            together = _step_copies(optimizer, some, scale, closure)
+            without_first = _step_copies(optimizer, some[1:], scale, closure)
+            if any(not _equal(value, together.get(key)) for key, value in without_first.items()):
                 return True
-    except Exception as error:  # it can't be copied, or needs more than that
+    except Exception as error:  # it can't be copied, or its step needs more than the copies
         warnings.warn(
-            f"whether {type(optimizer).__name__} joins parameters, by a norm or a step size of all, could not be tried "
-            f"out ({type(error).__name__}: {error}). If it does, pipeline stages update theirs differently.",
+            f"could not check if {type(optimizer).__name__} uses a norm or a step size of all parameters "
+            f"({type(error).__name__}: {error}). If it does, pipeline stages update their parameters differently.",
             stacklevel=2,
         )
     return False
 
 
-def _stepped(
+def _step_copies(
     optimizer: Optimizer, some: list[Tensor], scale: float, closure: Callable[[], Any]
 ) -> dict[tuple[int, str], Any]:
-    """What a copy of an optimizer makes of copies of some parameters, of their state and of its groups' numbers."""
-    memo = _left_out(optimizer, {id(p) for p in some})
+    """Step a copy of an optimizer with copies of some parameters; return them, their state and the groups' numbers."""
+    memo = _replace_others(optimizer, {id(p) for p in some})
     copies: list[Any] = [deepcopy(p, memo) for p in some]
-    for copied, parameter in zip(copies, some, strict=True):
+    for new_parameter, parameter in zip(copies, some, strict=True):
         assert parameter.grad is not None
-        copied.grad = parameter.grad.detach() * scale
-    new = _copied(optimizer, memo)
-    kept = {id(copied) for copied in copies}
+        new_parameter.grad = parameter.grad.detach() * scale
+    new = _copy_optimizer(optimizer, memo)
+    ids = set(map(id, copies))
     for group in new.param_groups:
-        group["params"][:] = [p for p in group["params"] if id(p) in kept]
+        group["params"][:] = [p for p in group["params"] if id(p) in ids]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         type(new).step(new, closure)
-    found: dict[tuple[int, str], Any] = {
+    results: dict[tuple[int, str], Any] = {
         (number, name): value
         for number, group in enumerate(new.param_groups)
         for name, value in group.items()
         if isinstance(value, float | Tensor)
     }
-    for copied, parameter in zip(copies, some, strict=True):
-        state = new.state.get(copied, {})
-        found |= {(id(parameter), str(name)): value for name, value in state.items()}
-        found[id(parameter), ""] = copied.detach()
-    return found
+    for new_parameter, parameter in zip(copies, some, strict=True):
+        state = new.state.get(new_parameter, {})
+        results |= {(id(parameter), str(name)): value for name, value in state.items()}
+        results[id(parameter), ""] = new_parameter.detach()
+    return results
 
 
-def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """A copy with all attributes, which torch's ``deepcopy`` of an optimizer leaves out, and without hooks."""
+def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
+    """Return a copy without hooks, but with all attributes, unlike torch's ``deepcopy`` of an optimizer."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    made = [(old, object.__new__(type(old))) for old in (optimizer, *inner)]
-    memo |= {id(old): new for old, new in made}
-    for old, _ in made:
+    copies = [(old, object.__new__(type(old))) for old in (optimizer, *inner)]
+    memo |= {id(old): new for old, new in copies}
+    for old, _ in copies:
         memo |= {id(value): OrderedDict() for name, value in vars(old).items() if name.endswith("_hooks")}
-    for old, new in made:
-        new.__dict__ |= {name: deepcopy(v, memo) for name, v in vars(old).items() if name not in _BOUND}
-    return made[0][1]
+    for old, new in copies:
+        new.__dict__ |= {name: deepcopy(v, memo) for name, v in vars(old).items() if name not in _REPLACED}
+    return copies[0][1]
 
 
-def _left_out(optimizer: Optimizer, some: set[int]) -> dict[int, Any]:
-    """For ``deepcopy``: what stands for the other parameters and their state, without memory."""
+def _replace_others(optimizer: Optimizer, some: set[int]) -> dict[int, Any]:
+    """Return a memo for ``deepcopy`` that replaces the other parameters and their state by empty tensors."""
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,9 +1,9 @@
-"""Find attributes that layers carry from one microbatch to the next, where one process would see a batch.
+"""Refuse layers that carry state in attributes from one microbatch to the next, where one process would see a batch.
 
-Buffers aside, a forward may keep things in attributes of its module. What is harmless stays possible: sizes, tables
-that are computed once, attention weights and losses to be looked at. Refused are counters, averages of activations and
-other values that a forward makes of those before: numbers that change with every microbatch, and tensors that are read
-before they are set. Only classes of users are looked at: the forwards of torch's own keep nothing.
+Buffers aside, a forward may set attributes of its module. Allowed are sizes, tables that are computed once, attention
+weights, and losses to be read later. Refused are counters, averages of activations and other values that a forward
+computes from earlier ones: numbers that change with every microbatch, and tensors that are read before they are set.
+Only users' classes are checked: the forwards of torch's modules set no attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, MOST_ITEMS
+from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, MAX_ITEMS
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _MISSING: Any = object()
@@ -30,9 +30,9 @@ class LayerAttributes:
     """The attributes of modules that see microbatches, during one training step.
 
     Args:
-        modules: by name; of each, the stages that call it.
-        sizes: samples of each microbatch.
-        device: where placeholders are to be.
+        modules: by name, with the stages that call them.
+        sizes: the number of samples of each microbatch.
+        device: of placeholders.
     """
 
     def __init__(
@@ -42,98 +42,98 @@ class LayerAttributes:
         device: torch.device,
     ) -> None:
         self._modules, self._sizes, self._device = modules, sizes, device
-        self._known: dict[int, list[_Attributes]] = {}
-        self._before: dict[int, int] = {}  # the latest microbatch, by stage
+        self._attributes: dict[int, list[_Attributes]] = {}  # by stage
+        self._latest: dict[int, int] = {}  # microbatch, by stage
 
     @contextmanager
-    def watched(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Surround the forward of a stage on a microbatch.
+    def watch(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Check the attributes around the forward of a stage on a microbatch.
 
         Raises:
-            UnsupportedCodeError: for an attribute that is made of what an earlier microbatch left.
+            UnsupportedCodeError: for an attribute that depends on earlier microbatches.
         """
-        before = self._before.get(stage)
-        if before is None:
-            here = [(name, module) for name, (module, stages) in self._modules.items() if stage in stages]
-            self._known[stage] = [_Attributes(name, module) for name, module in here]
-        for one in self._known[stage]:
-            one.rewind(self._device)
+        latest = self._latest.get(stage)
+        if latest is None:
+            modules = [(name, module) for name, (module, stages) in self._modules.items() if stage in stages]
+            self._attributes[stage] = [_Attributes(name, module) for name, module in modules]
+        for attributes in self._attributes[stage]:
+            attributes.reset_tensors(self._device)
         try:
             yield
         finally:
-            for one in self._known[stage]:
-                one.unwind()
-        again = before is not None and self._sizes[before] == self._sizes[microbatch]
-        for one in self._known[stage]:
-            one.look(again)
-        self._before[stage] = microbatch
+            for attributes in self._attributes[stage]:
+                attributes.undo_reset()
+        same_size = latest is not None and self._sizes[latest] == self._sizes[microbatch]
+        for attributes in self._attributes[stage]:
+            attributes.compare(same_size)
+        self._latest[stage] = microbatch
 
 
 class _Attributes:
-    """The attributes of one module, as they were after the latest microbatch, or when the step began."""
+    """The attributes of one module after the latest microbatch, or at the start of the step."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._of = name, vars(module)
-        self._start: dict[str, Any] = {}  # of tensors that the forward sets: what was there before
-        self._put: dict[str, Any] = {}
-        self._keep()
+        self._name, self._live = name, vars(module)
+        self._initial: dict[str, Any] = {}  # values before the step, of attributes that the forward sets to tensors
+        self._resets: dict[str, Any] = {}
+        self._save()
 
-    def _keep(self) -> None:
-        self._now = dict(self._of)
-        rest = [(k, v) for k, v in self._now.items() if type(v) not in _NUMBERS and k not in INTERNAL]
+    def _save(self) -> None:
+        self._saved = dict(self._live)
+        rest = [(k, v) for k, v in self._saved.items() if type(v) not in _NUMBERS and k not in INTERNAL]
         self._versions = {key: version_of(value) for key, value in rest if isinstance(value, Tensor)}
         containers = ((key, value) for key, value in rest if isinstance(value, list | dict | set))
-        self._inside = {key: copy.deepcopy(value) for key, value in containers if _is_of_numbers(value)}
+        self._contents = {key: copy.deepcopy(value) for key, value in containers if _is_of_numbers(value)}
 
-    def rewind(self, device: torch.device) -> None:
-        """Before a microbatch, let attributes in which the one before has put tensors be as it found them.
+    def reset_tensors(self, device: torch.device) -> None:
+        """Before a microbatch, reset the attributes that earlier ones have set to tensors to their initial values.
 
-        A tensor that it found is unknown: it is of a microbatch, and one process would have it of the batch before.
+        A placeholder stands for an initial tensor: it is of a microbatch, while one process has that of a batch.
         """
-        for key, start in self._start.items():
-            put = start
-            if isinstance(start, Tensor):
-                put = Placeholder.like(start, f"{self._name}.{key} of another microbatch", device)
-            self._put[key] = put
-            if put is _MISSING:
-                self._of.pop(key, None)
+        for key, initial in self._initial.items():
+            value = initial
+            if isinstance(initial, Tensor):
+                value = Placeholder.like(initial, f"{self._name}.{key} of another microbatch", device)
+            self._resets[key] = value
+            if value is _MISSING:
+                self._live.pop(key, None)
             else:
-                self._of[key] = put
+                self._live[key] = value
 
-    def unwind(self) -> None:
-        """After it, let those that it has not set be as the one before had left them."""
-        for key, put in self._put.items():
-            if self._of.get(key, _MISSING) is put:
-                self._of[key] = self._now[key]
-        self._put.clear()
+    def undo_reset(self) -> None:
+        """After a microbatch, restore the attributes that it has not set."""
+        for key, value in self._resets.items():
+            if self._live.get(key, _MISSING) is value:
+                self._live[key] = self._saved[key]
+        self._resets.clear()
 
-    def look(self, again: bool) -> None:
-        """Compare with the microbatch before; ``again``: whether that had as many samples."""
-        of, now = self._of, self._now
-        if len(of) == len(now) and all(map(is_, of.values(), now.values())) and not self._changed_in_place():
+    def compare(self, same_size: bool) -> None:
+        """Compare with the previous microbatch; ``same_size`` if both have the same number of samples."""
+        live, saved = self._live, self._saved
+        if len(live) == len(saved) and all(map(is_, live.values(), saved.values())) and not self._changed_in_place():
             return
-        for key, value in list(of.items()):
-            old = now.get(key, _MISSING)
+        for key, value in list(live.items()):
+            old = saved.get(key, _MISSING)
             if isinstance(value, Tensor) and old is not value:
-                self._start.setdefault(key, old)
-            elif again and old is not value and _is_of_numbers(value) and old != value:
-                raise self._refused(key)
+                self._initial.setdefault(key, old)
+            elif same_size and old is not value and _is_of_numbers(value) and old != value:
+                raise self._error(key)
         changed = self._changed_in_place()
-        if changed and (again or changed in self._versions):
-            raise self._refused(changed)
-        self._keep()
+        if changed and (same_size or changed in self._versions):
+            raise self._error(changed)
+        self._save()
 
     def _changed_in_place(self) -> str | None:
         """Return the name of an attribute that is the same object with another content."""
         for key, version in self._versions.items():
-            if self._of.get(key) is self._now[key] and version_of(self._now[key]) != version:
+            if self._live.get(key) is self._saved[key] and version_of(self._saved[key]) != version:
                 return key
-        for key, inside in self._inside.items():
-            if self._of.get(key) is self._now[key] and self._now[key] != inside:
+        for key, content in self._contents.items():
+            if self._live.get(key) is self._saved[key] and self._saved[key] != content:
                 return key
         return None
 
-    def _refused(self, key: str) -> UnsupportedCodeError:
+    def _error(self, key: str) -> UnsupportedCodeError:
         return UnsupportedCodeError(
             f"{self._name}.{key} is an attribute that changes with every call of its module, which sees microbatches, "
             "not batches. Count in a hook, such as on_train_batch_start, or use pipeline_microbatches=1."
@@ -141,28 +141,28 @@ class _Attributes:
 
 
 @contextmanager
-def results_as_placeholders(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """Inside, what layers left in their attributes of the last microbatch, such as losses of their own, is unknown."""
-    left = {
+def hide_results(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """Replace tensors that layers have set as attributes in the last microbatch, such as losses, by placeholders."""
+    results = {
         (part, name, f"{fqn}.{name}"): value
         for prefix, layer in layers.items()
         for fqn, part in layer.named_modules(prefix=prefix)
         for name, value in vars(part).items()
         if isinstance(value, Tensor) and value.grad_fn is not None
     }
-    for (part, name, fqn), value in left.items():
+    for (part, name, fqn), value in results.items():
         vars(part)[name] = Placeholder.like(value, f"{fqn} of the whole batch", device)
     try:
         yield
     finally:
-        for (part, name, _), value in left.items():
+        for (part, name, _), value in results.items():
             vars(part)[name] = value
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Return whether a value is a number or a text, or a small container of those."""
+    """Return True for a number, a string, or a small container of them."""
     if isinstance(value, _NUMBERS):
         return True
-    if not isinstance(value, list | tuple | dict | set) or len(value) > MOST_ITEMS:
+    if not isinstance(value, list | tuple | dict | set) or len(value) > MAX_ITEMS:
         return False
     return all(map(_is_of_numbers, value.values() if isinstance(value, dict) else value))

@@ -1,4 +1,4 @@
-"""Split batches into microbatches, and join what microbatches gave to what the batch would have given."""
+"""Split batches into microbatches, and join the results of microbatches into results of the batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)
 T = TypeVar("T")
 
 
-def samples_in(batch: Any) -> int:
-    """The number of samples: the first dim of the tensors of ``batch``; 1 if there is none to split.
+def count_samples(batch: Any) -> int:
+    """Return the number of samples: the size of the first dim of the tensors in ``batch``; 1 without such tensors.
 
     Raises:
-        UnsupportedCodeError: if the tensors disagree.
+        UnsupportedCodeError: if the sizes differ.
     """
     sizes = {name: t.shape[0] for name, t in _tensors(batch, "batch") if t.ndim and t.shape[0] != 1}
     if len(set(sizes.values())) > 1:
@@ -36,51 +36,51 @@ def samples_in(batch: Any) -> int:
 
 
 def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
-    """``count`` microbatches of consecutive samples, sizes as equal as can be, and their sizes.
+    """Return ``count`` microbatches of consecutive samples, of sizes that differ by at most 1, and the sizes.
 
-    Tensors are split along their first dim (0-dim ones, and ones of a single row in a larger batch, go to all), and
-    so are lists of strings or numbers with one entry per sample.
+    Tensors are split along their first dim, and so are lists of strings or numbers with one item per sample. Every
+    microbatch gets all 0-dim tensors, and tensors of a single row in a larger batch.
 
     Raises:
-        UnsupportedCodeError: for something that cannot be split.
+        UnsupportedCodeError: if a value cannot be split.
     """
     if count == 1:
         return [batch], [1]
-    samples = samples_in(batch)
+    samples = count_samples(batch)
     sizes = [samples // count + (i < samples % count) for i in range(count)]
     stops = [sum(sizes[: i + 1]) for i in range(count)]
     return [_slice(batch, stop - size, stop, samples, "batch") for size, stop in zip(sizes, stops, strict=True)], sizes
 
 
-def some_and_middle(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]]:
-    """Return some samples of a batch, and those in their middle.
+def slice_for_trial(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]]:
+    """Return a slice of a batch, and a slice of its middle.
 
-    As many as are in one of ``count`` microbatches, but at least 3.
+    The first one has the size of one of ``count`` microbatches, but at least 3 samples.
 
     Returns:
-        The two batches; and how many samples the first has, and where those of the second begin and end among them.
+        The two slices; then the number of samples of the first, and the ``start`` and ``stop`` of the second inside it.
 
     Raises:
-        UnsupportedCodeError: as ``split_batch``.
+        UnsupportedCodeError: as in `split_batch`.
     """
-    samples = samples_in(batch)
+    samples = count_samples(batch)
     most = min(samples, max(3, samples // count))
     start, stop = max(1, most // 3), most - most // 3
     return [_slice(batch, *ends, samples, "batch") for ends in ((0, most), (start, stop))], (most, start, stop)
 
 
-def copied(value: Any) -> Any:
-    """A copy of a batch, as far as its containers are known: steps may change what they get."""
+def copy_batch(value: Any) -> Any:
+    """Return a copy of a batch, since steps may change it in place. Objects of unknown classes are not copied."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        items = {key: copied(item) for key, item in value.items()}
+        items = {key: copy_batch(item) for key, item in value.items()}
         return items if type(value) is dict else _like_mapping(value, items)
     if isinstance(value, list | tuple):
-        found = [copied(item) for item in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        copies = [copy_batch(item) for item in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, {f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        return _with_fields(value, {f.name: copy_batch(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
 
 
@@ -111,15 +111,15 @@ def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
 
 
 def _with_fields(original: Any, fields: Mapping[str, Any]) -> Any:
-    """A dataclass with other fields; unlike ``dataclasses.replace`` it makes nothing anew from them."""
-    found = copy.copy(original)
+    """Return a copy of a dataclass with other fields, without a call of ``__init__`` as in ``dataclasses.replace``."""
+    result = copy.copy(original)
     for name, value in fields.items():
-        object.__setattr__(found, name, value)  # it may be frozen
-    return found
+        object.__setattr__(result, name, value)  # the class may be frozen
+    return result
 
 
 def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the class of ``original``, such as the BatchEncoding of Hugging Face."""
+    """Return a mapping of the class of ``original``, such as Hugging Face's BatchEncoding."""
     try:
         return type(original)(items)
     except TypeError as error:
@@ -131,7 +131,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
 
 def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
-        if not tree.is_nested:  # these are refused where they would be split
+        if not tree.is_nested:  # `_slice` refuses nested tensors
             yield where, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -146,10 +146,12 @@ def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinedTensor:
-    """One tensor of the whole batch, made from those of microbatches, without history.
+    """A tensor of the whole batch, joined from tensors of microbatches, without autograd history.
 
     Attributes:
-        dim: along which they were joined; None if there was but one.
+        parts: the tensors of the microbatches, with history.
+        whole: the joined tensor.
+        dim: the dim along which they were joined; None for a single microbatch.
     """
 
     parts: tuple[Tensor, ...]
@@ -158,36 +160,36 @@ class JoinedTensor:
 
     @property
     def requires_grad(self) -> bool:
-        """True if a part has a history."""
+        """True if a part requires a gradient."""
         return any(part.requires_grad for part in self.parts)
 
     def split(self, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """Return each microbatch's part of the whole's gradient; None where nothing depended on it."""
+        """Return each microbatch's part of the gradient of ``whole``; None for all if there is no gradient."""
         if grad is None or self.dim is None:
             return [grad] * len(self.parts)
         return torch.split(grad, [part.shape[self.dim] for part in self.parts], self.dim)
 
 
-def join(parts: Sequence[Tensor], shape: Sequence[int], what: str) -> JoinedTensor:
-    """Join what microbatches gave to what the whole batch would have given, of the known ``shape``.
+def join(parts: Sequence[Tensor], shape: Sequence[int], name: str) -> JoinedTensor:
+    """Join tensors of microbatches into a tensor of the whole batch, of the known ``shape``.
 
     Raises:
-        UnsupportedCodeError: if no dim adds up to that shape.
+        UnsupportedCodeError: if their sizes add up to that shape along no dim; names the tensor by ``name``.
     """
     if len(parts) == 1:
         return JoinedTensor(tuple(parts), parts[0].detach(), None)
-    dim = joined_dim([tuple(part.shape) for part in parts], tuple(shape))
+    dim = _find_joined_dim([tuple(part.shape) for part in parts], tuple(shape))
     if dim is None:
         raise UnsupportedCodeError(
-            f"{what} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
+            f"{name} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
             f"{tuple(shape)}. The samples must keep a dim of their own through the layers, and other dims must not "
             'depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
         )
     return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
 
 
-def joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """Return along which dim parts of these shapes make the whole; None if along none."""
+def _find_joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+    """Return the dim along which the shapes of the parts add up to the whole; None without one."""
     for dim in range(len(whole)):
         alike = all(len(p) == len(whole) and p[:dim] == whole[:dim] and p[dim + 1 :] == whole[dim + 1 :] for p in parts)
         if alike and sum(p[dim] for p in parts) == whole[dim]:
@@ -196,44 +198,45 @@ def joined_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int 
 
 
 class Results:
-    """Arguments and results of the last layer for the whole batch, joined from microbatches.
+    """Arguments and outputs of the last layer for the whole batch, joined from microbatches.
 
     Args:
-        outputs: for each microbatch, the tensors among the arguments of the last layer, then those that it returned.
-        carries: for each microbatch, the positions of the former among its arguments.
-        layer: its name.
+        outputs: for each microbatch, the tensors among the arguments of the last layer, then its output tensors.
+        positions: for each microbatch, the positions of these arguments among all.
+        layer: the FQN of the last layer.
     """
 
-    def __init__(self, outputs: Sequence[Sequence[Tensor]], carries: Sequence[tuple[int, ...]], layer: str) -> None:
-        self._all, self._carries, self._layer = outputs, carries, layer
+    def __init__(self, outputs: Sequence[Sequence[Tensor]], positions: Sequence[tuple[int, ...]], layer: str) -> None:
+        self._all, self._positions, self._layer = outputs, positions, layer
         self._chosen: list[list[int]] = []
         self._outputs: list[list[Tensor]] = []
         self._joined: list[tuple[JoinedTensor, GraphEntry | None] | None] = []
 
-    def give(self, unknown: Mapping[int, Placeholder], out: Any) -> Any:
-        """Give the layer's unknown inputs, by position, their values.
+    def fill_in(self, unknown: Mapping[int, Placeholder], out: Any) -> Any:
+        """Set the values of the last layer's unknown arguments, and return its outputs.
 
-        Returns:
-            Its results, given those of its weightless copy.
+        Args:
+            unknown: the arguments, by position.
+            out: the outputs, as placeholders.
 
         Raises:
-            UnsupportedCodeError: for a layer whose results depend on values.
+            UnsupportedCodeError: if the number of outputs depends on values.
         """
-        for outputs, carry in zip(self._all, self._carries, strict=True):
-            missing = next((position for position in unknown if position not in carry), None)
+        for outputs, positions in zip(self._all, self._positions, strict=True):
+            missing = next((position for position in unknown if position not in positions), None)
             if missing is not None:
                 raise leak_error(f"argument {missing} of layer {self._layer}", unknown[missing])
-            self._chosen.append([*map(carry.index, unknown), *range(len(carry), len(outputs))])
+            self._chosen.append([*map(positions.index, unknown), *range(len(positions), len(outputs))])
         self._outputs = [[some[k] for k in chosen] for some, chosen in zip(self._all, self._chosen, strict=True)]
         placeholders = [*unknown.values()]
         leaves, spec = tree_flatten(out)
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         count = len(placeholders) + len(places)
         counts = [len(outputs) for outputs in self._outputs]
-        if any(found != count for found in counts):
+        if set(counts) != {count}:
             raise UnsupportedCodeError(
-                f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, {count} on the "
-                "whole batch: its results depend on values"
+                f"the last layer {self._layer} takes and returns {counts} tensors on microbatches, expected {count} as "
+                "on the whole batch: the number of its results must not depend on values"
             )
         stubs = [leaves[n] for n in places]
         shapes = [tuple(like.shape) for like in stubs]
@@ -244,13 +247,13 @@ class Results:
             like: Any = returned
             if any(returned is one for one in placeholders):
                 leaves[place] = like = self._returned_input(number, returned, shape)
-                if like is returned:  # what entered with it, or stays unknown with it
+                if like is returned:  # set above with the argument, or unknown like it
                     self._joined.append(None)
                     continue
             if isinstance(like, Placeholder):
                 joined = join([o[number] for o in self._outputs], shape, f"a result of the last layer {self._layer}")
                 self._joined.append((joined, like.become(joined.whole, requires_grad=joined.requires_grad)))
-            else:  # it passes through the layer as it came
+            else:  # an argument that the layer returns
                 self._joined.append(None)
         return tree_unflatten(leaves, spec)
 
@@ -258,22 +261,23 @@ class Results:
         try:
             joined = join([outputs[number] for outputs in self._outputs], like.shape, "")
         except UnsupportedCodeError:
-            return None  # not one per sample; it stays unknown, which is an error only if the step uses it
+            return None  # not one per sample; it stays unknown, an error only if the step uses it
         return joined, like.become(joined.whole, requires_grad=joined.requires_grad)
 
     def _returned_input(self, number: int, like: Any, shape: tuple[int, ...]) -> Any:
-        """Return what stands for a result that the weightless copy took for its input: the input, if that is sure."""
+        """Return the placeholder of an output that the copy without weights returned as an input; the input, if the
+        layer did so on all microbatches."""
         if all(any(o[number] is o[k] for k in range(number)) for o in self._outputs):
             return like
         meta = torch.empty(shape, dtype=like.dtype, device="meta")
         return Placeholder.of(meta, f"a result of {self._layer}", like.device)
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """Return, after a backward, the gradients of each microbatch's tensors."""
-        found: list[list[Tensor | None]] = [[None] * len(outputs) for outputs in self._all]
+        """Return the gradients of each microbatch's tensors, after the backward of the rest of the step."""
+        gradients: list[list[Tensor | None]] = [[None] * len(outputs) for outputs in self._all]
         for place, joined in enumerate(self._joined):
             if joined is not None and joined[1] is not None:
                 parts = joined[0].split(joined[1].grad)
-                for gradients, chosen, part in zip(found, self._chosen, parts, strict=True):
-                    gradients[chosen[place]] = part
-        return found
+                for row, chosen, part in zip(gradients, self._chosen, parts, strict=True):
+                    row[chosen[place]] = part
+        return gradients

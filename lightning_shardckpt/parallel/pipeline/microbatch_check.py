@@ -1,10 +1,10 @@
-"""Check on a step's first batches that its layers compute of parts of a batch what they compute of the whole.
+"""Check that the layers of a step give the same results on microbatches as on the whole batch.
 
-Microbatches pass through the layers, and what comes out is joined in their order. That is what the whole batch would
-have given if each row of it follows from its own sample alone: not if samples are not the first dim, if the step joins
-two views of the batch before the layers, or if a layer computes with the other samples. No shape tells, so some samples
-pass through the layers, then those in their middle alone, without gradients and dropout, and the results are compared.
-So are the gradients of the autograd functions that they apply.
+Results of microbatches are joined in order. They equal the results of the batch only if each row depends on its own
+sample. That fails if the first dim is not the samples, if the step joins two views of the batch before the layers, or
+if a layer computes with other samples. Shapes don't show it, so on some of the first batches a slice of the samples
+passes through the layers, then the middle of the slice alone, without gradients and dropout. The results are compared,
+and the gradients of all autograd functions that the layers apply.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.torch_modules import not_compiled, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.microbatch import some_and_middle
-from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
+from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.replaced_functions import watch_functions
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
-_WHEN = (1, 10, 100)  # layers that begin as the identity show later
-_PARTS = 2  # all samples of a trial, and those in the middle
+_CHECKED_STEPS = (1, 10, 100)  # layers that start as the identity differ later
+_SLICES = 2  # a slice of the samples, and its middle
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
-_UNIT = 1e6  # of numbers that ranks exchange as integers
+_UNIT = 1e6  # ranks exchange numbers as integers, in millionths
 NOTHING_TO_COMPARE = (1, 0, 0)
-"""What `MicrobatchCheck.look` returns if random numbers were drawn."""
+"""The result of `MicrobatchCheck.measure` if random numbers were drawn."""
 
 
 @dataclass(slots=True)
-class _QuietStep:
-    """A step that is run on parts of its batch without any effect; notes whether it draws random numbers."""
+class _TrialStep:
+    """A step that runs on slices of its batch without effects; records if it draws random numbers."""
 
     step: UserStep
     name: str
@@ -62,13 +62,14 @@ class _QuietStep:
 
 
 class MicrobatchCheck:
-    """Compares, for the steps of one module, layers on whole batches and on parts of them.
+    """Compares results of the layers on a slice of a batch and on a part of the slice.
 
     Args:
         root: the module, split into stages.
-        common: those of its modules that every stage has, which steps restore by themselves.
-        last: the last stage.
-        in_order: whether the order of the rows that come out of the layers counts.
+        common: the modules that every stage has, which `UserStep.run` restores.
+        stages: runs the stages of this rank.
+        last: the index of the last stage.
+        in_order: True if the order of the rows in the results matters.
     """
 
     def __init__(
@@ -87,104 +88,100 @@ class MicrobatchCheck:
         self._steps: Counter[str] = Counter()
 
     def is_due(self, state: StepState) -> bool:
-        """Return whether to look at this step; the same on all ranks that run it."""
+        """Return True if this step is to be checked; the same on all ranks that run it."""
         if len(state.batches) == 1:
             return False
         self._steps[state.step.name] += 1
-        return self._steps[state.step.name] in _WHEN
+        return self._steps[state.step.name] in _CHECKED_STEPS
 
-    def look(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
-        """Run the layers; return what `differs` needs of each rank.
+    def measure(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
+        """Run the layers on both slices, and return this rank's numbers for `differs`.
 
-        Collective: every rank of the pipeline must call it.
-
-        Args:
-            state: of the step, with what crosses the boundaries of stages; random generators are left anywhere.
-            failure: of this rank, of which the others are told.
+        Collective: every rank of the pipeline must call it. Does not restore the random generators.
 
         Raises:
-            Exception: what the step raised on parts of the batch.
+            Exception: an error of the step on a slice of the batch.
         """
-        step = _QuietStep(state.step, state.step.name, state.step.batch)
-        trial = replace(state, step=step, batches=[], shares=[1.0] * _PARTS, scale=None, whole_steps=False)
-        trial.samples, trial.stored = [None] * _PARTS, {}
-        applied: list[list[list[Tensor | None]]] = [[] for _ in range(_PARTS)]
-        trial.watched = lambda stage, part: self._as_it_was(applied[part])
-        precision, places = _Precision(), (0, 0, 0)
-        with torch.no_grad(), not_compiled(), _evaluating(self._root), precision:
+        step = _TrialStep(state.step, state.step.name, state.step.batch)
+        trial = replace(state, step=step, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
+        trial.samples, trial.forwards = [None] * _SLICES, {}
+        gradients: list[list[list[Tensor | None]]] = [[] for _ in range(_SLICES)]  # of autograd functions, by slice
+        trial.watch_attributes = lambda stage, number: self._restore_modules(gradients[number])
+        precision, bounds = _Precision(), (0, 0, 0)
+        with torch.no_grad(), not_compiled(), _eval_mode(self._root), precision:
             try:
-                trial.batches, places = some_and_middle(state.step.batch, len(state.batches))
+                trial.batches, bounds = slice_for_trial(state.step.batch, len(state.batches))
             except Exception as error:
                 failure = error
-            self._stages.run(trial, _PARTS, "forward", failure=failure)
-        off = 0.0
-        if trial.stored:
-            some, middle = (trial.stored[self._last, part].outputs for part in range(_PARTS))
-            off = self._difference(some, middle, places)
-        for inputs, of_middle in zip(*applied, strict=False):
-            off = max(off, self._difference(inputs, of_middle, places))
-        return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(off, 1.0))
+            self._stages.run(trial, _SLICES, "forward", failure=failure)
+        difference = 0.0
+        if trial.forwards:
+            outputs, middle = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
+            difference = self._difference(outputs, middle, bounds)
+        for grads, of_middle in zip(*gradients, strict=False):
+            difference = max(difference, self._difference(grads, of_middle, bounds))
+        return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
 
     @staticmethod
-    def differs(every: Sequence[Sequence[int]]) -> bool:
-        """Return whether layers compute something else of parts, given what `look` returned on all ranks.
+    def differs(rows: Sequence[Sequence[int]]) -> bool:
+        """Return True if results differ between the slices, given the results of `measure` on all ranks.
 
-        If random numbers were drawn, there is nothing to compare.
+        False if random numbers were drawn, since then the results cannot be compared.
         """
-        drew, tolerances, differences = zip(*every, strict=True)
+        drew, tolerances, differences = zip(*rows, strict=True)
         return not any(drew) and max(differences) > max(tolerances)
 
     def error(self, state: StepState, layer: str) -> UnsupportedCodeError:
-        """The error for layers that compute something else of parts."""
+        """Return the error for layers whose results differ."""
         return UnsupportedCodeError(
-            f"the layers of {state.step.name} compute something else of parts of a batch than of the whole: what comes "
-            f"out of {layer} differs. A pipeline passes microbatches through the layers. So the first dim of the "
-            "batch's tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep "
-            "their order on the way to the layers (views of a sample next to each other, as in torch.stack([a, b], "
-            "1).flatten(0, 1), not torch.cat([a, b])); and layers must not compute with other samples of the batch, as "
-            "means over it do, in a forward or in the backward of an autograd.Function, or with what they kept of "
-            "earlier calls. Change that, or use pipeline_microbatches=1."
+            f"the layers of {state.step.name} compute something else of parts of a batch than of the whole: the output "
+            f"of {layer} differs. A pipeline passes microbatches through the layers. So the first dim of the batch's "
+            "tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep their "
+            "order before the layers (views of a sample next to each other, as in torch.stack([a, b], 1).flatten(0, 1),"
+            " not torch.cat([a, b])); and layers must not compute with other samples of the batch, such as means over "
+            "it, in a forward or in the backward of an autograd.Function, or with state of earlier calls. Change that, "
+            "or use pipeline_microbatches=1."
         )
 
     @contextmanager
-    def _as_it_was(self, applied: list[list[Tensor | None]]) -> Iterator[None]:
-        """At the end, the modules of this stage have the attributes and buffers that they had.
+    def _restore_modules(self, gradients: list[list[Tensor | None]]) -> Iterator[None]:
+        """Restore the attributes and buffers of this stage's modules at exit.
 
-        Args:
-            applied: gets the gradients of the arguments of each autograd function that is applied inside.
+        Inside, adds the gradients of the arguments of each applied autograd function to ``gradients``.
         """
-        memory, attributes = Memory(self._own), [(vars(module), dict(vars(module))) for module in self._own]
+        snapshot = ModuleSnapshot(self._own)
+        attributes = [(vars(module), dict(vars(module))) for module in self._own]
         try:
-            with watch_functions(lambda function, args: applied.append(_gradients(function, args))):
+            with watch_functions(lambda function, args: gradients.append(_gradients(function, args))):
                 yield
         finally:
-            memory.restore()
-            for now, before in attributes:  # those that a memory doesn't cover, too
-                now.clear()
-                now.update(before)
+            snapshot.restore()
+            for live, saved in attributes:  # a snapshot doesn't cover all of them
+                live.clear()
+                live.update(saved)
 
     def _difference(
-        self, some: Sequence[Tensor | None], middle: Sequence[Tensor | None], places: tuple[int, int, int]
+        self, all_rows: Sequence[Tensor | None], middle: Sequence[Tensor | None], bounds: tuple[int, int, int]
     ) -> float:
-        if len(some) != len(middle):
-            return 0.0  # it depends on values how many there are; the joining of microbatches says so
-        pairs = [(a, b) for a, b in zip(some, middle, strict=True) if a is not None and b is not None]
-        return max((self._distance(a, b, *places) for a, b in pairs), default=0.0)
+        if len(all_rows) != len(middle):
+            return 0.0  # their number depends on values, which `Results` refuses
+        pairs = [(a, b) for a, b in zip(all_rows, middle, strict=True) if a is not None and b is not None]
+        return max((self._distance(a, b, *bounds) for a, b in pairs), default=0.0)
 
-    def _distance(self, some: Tensor, middle: Tensor, samples: int, start: int, stop: int) -> float:
-        """How far results of samples in the middle are from those among all, relative to their size."""
-        shapes = list(enumerate(zip(some.shape, middle.shape, strict=False)))
-        others = [(dim, sizes) for dim, sizes in shapes if sizes[0] != sizes[1]]
-        numbers = some.is_floating_point() or some.is_complex()
-        if some.ndim != middle.ndim or len(others) != 1 or not middle.numel() or not numbers:
+    def _distance(self, all_rows: Tensor, middle: Tensor, samples: int, start: int, stop: int) -> float:
+        """Return the relative distance between results of the middle samples, computed alone and among all samples."""
+        shapes = list(enumerate(zip(all_rows.shape, middle.shape, strict=False)))
+        differing = [(dim, sizes) for dim, sizes in shapes if sizes[0] != sizes[1]]
+        is_numeric = all_rows.is_floating_point() or all_rows.is_complex()
+        if all_rows.ndim != middle.ndim or len(differing) != 1 or not middle.numel() or not is_numeric:
             return 0.0
-        ((dim, (rows, rows_of_middle)),) = others
+        ((dim, (rows, rows_of_middle)),) = differing
         if rows * (stop - start) != rows_of_middle * samples:
             return 0.0
-        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (some, middle))
+        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (all_rows, middle))
         if self._in_order:
             a = a.narrow(dim, rows * start // samples, rows_of_middle)
-        else:  # code that has the losses of microbatches never joins them: any row of all will do
+        else:  # results are never joined, so each row of the middle may equal any row
             a, b = (t.movedim(dim, 0).flatten(1).norm(dim=1) for t in (a, b))
             a = a[(b[:, None] - a).abs().argmin(1)]
         difference, size = float((a - b).norm()), float(b.norm())
@@ -192,41 +189,41 @@ class MicrobatchCheck:
 
 
 def _gradients(function: Any, args: tuple[Any, ...]) -> list[Tensor | None]:
-    """Return the gradients of the arguments of an autograd function, given the values of its results as theirs."""
+    """Return the gradients of an autograd function's arguments, with its outputs as their own gradients."""
     with suppress(Exception), preserve_rng(), torch.enable_grad():  # it need not have a backward
-        leaves = {n: arg.detach().requires_grad_() for n, arg in enumerate(args) if _is_of_reals(arg)}
-        found = function.apply(*(leaves[n].clone() if n in leaves else arg for n, arg in enumerate(args)))
-        outputs = [out for out in (found if isinstance(found, tuple) else [found]) if _is_of_reals(out)]
-        outputs = [out for out in outputs if out.requires_grad]
+        leaves = {n: arg.detach().requires_grad_() for n, arg in enumerate(args) if _is_float_tensor(arg)}
+        result = function.apply(*(leaves[n].clone() if n in leaves else arg for n, arg in enumerate(args)))
+        outputs = result if isinstance(result, tuple) else [result]
+        outputs = [out for out in outputs if _is_float_tensor(out) and out.requires_grad]
         values = [out.detach() for out in outputs]
         return list(torch.autograd.grad(outputs, list(leaves.values()), values, allow_unused=True))
     return []
 
 
-def _is_of_reals(value: Any) -> bool:
+def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Placeholder) and value.is_floating_point()
 
 
 class _Precision(TorchFunctionMode):
-    """Finds how exact results can be, by the dtypes that functions inside return."""
+    """Finds the tolerance of results, by the dtypes that functions inside return."""
 
     tolerance = _FULL_PRECISION
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and found.dtype.itemsize < 8 and found.dtype.is_floating_point:
-            self.tolerance = max(self.tolerance, _tolerance(function, found))
-        return found
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype.itemsize < 8 and result.dtype.is_floating_point:
+            self.tolerance = max(self.tolerance, _tolerance(function, result))
+        return result
 
 
-_OF_CUDNN = ("conv", "lstm", "gru", "rnn")
+_CUDNN_FUNCTIONS = ("conv", "lstm", "gru", "rnn")
 
 
 def _tolerance(function: Any, result: Tensor) -> float:
-    """Return how far results of a function may be apart, where TF32 may be used; not run on a GPU."""
+    """Return the tolerance of a function's result, which depends on TF32; not run on a GPU."""
     if result.dtype.itemsize < 4:
         return _HALF_PRECISION
-    if getattr(function, "__name__", "").startswith(_OF_CUDNN):
+    if getattr(function, "__name__", "").startswith(_CUDNN_FUNCTIONS):
         has_tf32 = torch.backends.cudnn.allow_tf32
     else:
         has_tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -234,8 +231,8 @@ def _tolerance(function: Any, result: Tensor) -> float:
 
 
 @contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Inside, all modules are in evaluation mode; methods ``train`` of users are not called."""
+def _eval_mode(root: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, without calling users' ``train`` methods."""
     modes = [(module, module.training) for module in root.modules()]
     for module, _ in modes:
         module.training = False

@@ -1,11 +1,11 @@
-"""Run a step of a user over all stages of a pipeline.
+"""Run a user's step over all stages of a pipeline.
 
-Every stage runs the user's own step; gates in front of its modules let it compute only what it has.
+Every stage runs the unchanged step; gates in front of the modules let it compute only its own layers.
 
-- With the loss of the *batch*, microbatches pass through the layers, then the last stage runs the rest of the step
-  once, on the whole batch: exact for any loss.
-- With the loss of each *microbatch*, the last stage runs the whole step per microbatch, and backward passes may begin
-  at once.
+- ``loss_of="batch"``: microbatches pass through the layers, then the last stage runs the rest of the step once, on the
+  whole batch. Exact for any loss.
+- ``loss_of="microbatch"``: the last stage runs the whole step for each microbatch, and backward passes may start at
+  once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_shardckpt.distributed.host_numbers import HostCopy, host_group, w
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import AbsentParameters, has_gradient
 from lightning_shardckpt.parallel.pipeline.agree import (
-    Packed,
+    PickledReport,
     agree_on_numbers,
     agree_on_report,
-    packed,
-    refused_once_interrupted,
+    pickle_report,
+    refuse_after_interrupt,
 )
-from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guarded_hooks
+from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guard_hooks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
-from lightning_shardckpt.parallel.pipeline.layer_attributes import results_as_placeholders
-from lightning_shardckpt.parallel.pipeline.microbatch import Results, copied, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.layer_attributes import hide_results
+from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
@@ -50,14 +50,19 @@ LossOf = Literal["batch", "microbatch"]
 
 
 class Pipeline:
-    """Runs steps of one module over the stages of this rank's pipeline.
+    """Runs the steps of one module over the stages of this rank's pipeline.
 
     Args:
         root: the module.
-        gradients: reduces them when all passes are done.
+        gates: the gates in front of its modules.
+        plan: its stages.
+        schedule: the order of passes.
+        meshes: the process groups.
+        device: the device of this rank.
+        gradients: reduces gradients after all passes.
         absent: the parameters of other stages.
-        microbatches: into how many a batch is split, if it has so many samples.
-        loss_of: what the loss is computed of, as the module's docstring says.
+        microbatches: the maximum number of microbatches per batch.
+        loss_of: "batch" or "microbatch"; see the module docstring.
         common: the modules that every stage has.
     """
 
@@ -97,36 +102,36 @@ class Pipeline:
 
     @property
     def has_last_stage(self) -> bool:
-        """True if this rank runs the last stage, whose results are those of the step."""
+        """True if this rank runs the last stage, which returns the results of the step."""
         return self._schedule.rank_of(self._last) == self._rank
 
     @property
     def backward_early(self) -> bool:
-        """True if `forward` already runs the backward passes."""
+        """True if `forward` runs the backward passes, too."""
         return self._schedule.interleaves_backward
 
     def forward(self, step: UserStep, scale: Tensor | None = None) -> Any:
-        """Run ``step`` on its batch, and return on every rank what the last stage reports.
+        """Run ``step`` on its batch, and return the report of the last stage on every rank.
 
         Collective: every rank of the world must call it, with the same batch on all ranks of a pipeline.
 
         Args:
             step: a training, validation, test or predict step.
-            scale: the gradient of the loss, where the schedule runs backward passes at once.
+            scale: the gradient of the loss, if the schedule interleaves forward and backward passes.
 
         Raises:
             Exception: the first failure of any stage, on every rank of the pipeline.
         """
-        with refused_once_interrupted(step.name, self._group):
+        with refuse_after_interrupt(step.name, self._group):
             return self._forward(step, scale)
 
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
-        notes, failure = self._checks.notes(), None
+        attributes, failure = self._checks.parameter_attributes(), None
         early = step.train and self.backward_early
 
-        def work() -> tuple[Packed | None, int]:
+        def work() -> tuple[PickledReport | None, int]:
             before = self._checks.buffer_marks()
             with self._gathering():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
@@ -139,31 +144,31 @@ class Pipeline:
                 self.absent.check_hooks()
                 self._checks.check_parameters(state)
                 if not early:
-                    self._checks.check_notes(state, notes)
+                    self._checks.check_parameter_attributes(state, attributes)
                 digest = 0 if state.batch_digest is None else int(state.batch_digest.read())
-                return packed(report, self._group) if self.has_last_stage else None, digest
+                return pickle_report(report, self._group) if self.has_last_stage else None, digest
 
         source = self._schedule.rank_of(self._last)
-        with preserve_rng(), guarded_hooks():  # each run starts from a seed of its own
-            failure = _failure_of(self._look, state)
+        with preserve_rng(), guard_hooks():  # each run starts from a seed of its own
+            failure = _catch(self._split_and_probe, state)
             if self._microbatch_check.is_due(state):
                 self._check_microbatches(state, failure)
             report, digests = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
         if len(set(digests)) > 1:
-            raise self._other_batches(step, digests)
+            raise self._batches_differ(step, digests)
         self._state = state if step.train and not early else None
         return report
 
     def backward(self, scale: Tensor) -> None:
-        """Run the backward passes of the step before; ``scale`` is the gradient of its loss.
+        """Run the backward passes of the latest `forward`; ``scale`` is the gradient of its loss.
 
         Collective: every rank of the world must call it.
         """
         state, self._state = self._state, None
         if state is None:
-            raise UnsupportedCodeError("no pipelined training step is left to go back through: call backward once")
-        with refused_once_interrupted(f"the backward of {state.step.name}", self._group):
+            raise UnsupportedCodeError("a pipelined training step has no graph left: call backward once per step")
+        with refuse_after_interrupt(f"the backward of {state.step.name}", self._group):
             self._backward(state, scale)
 
     def _backward(self, state: StepState, scale: Tensor) -> None:
@@ -171,34 +176,33 @@ class Pipeline:
         finish = self._finish_backward if self.has_last_stage and not state.whole_steps else None
 
         def work() -> list[int]:
-            failure = _failure_of(self.absent.check_hooks)
+            failure = _catch(self.absent.check_hooks)
             with self._gathering():
                 self._stages.run(state, len(state.batches), "backward", first=finish, failure=failure)
             self.absent.check_hooks()
             if not alone:
                 return []
             self._gradients.finish_kept(self._kept)
-            # Where one rank has a gradient of a parameter that several hold, all of them will.
-            return self.absent.own_gradients(lambda p: has_gradient(p) or self._gradients.has_earlier(p))
+            # A gradient of a shared parameter on one rank means that all its ranks will have one.
+            return self.absent.gradient_flags(lambda p: has_gradient(p) or self._gradients.has_earlier(p))
 
-        alone, what = self._gradients.has_stage_alone, f"the backward of {state.step.name}"
+        alone = self._gradients.has_stage_alone
         self._gradients.begin_passes()
-        words = self.absent.gradient_words if alone else 0
-        every = agree_on_numbers(what, work, words, self._group)
+        count = self.absent.flag_count if alone else 0
+        flags = agree_on_numbers(f"the backward of {state.step.name}", work, count, self._group)
         self._stages.flush()
         if alone:
             self._gradients.finish_passes()
-            self.absent.note_gradients(every)
+            self.absent.set_gradient_flags(flags)
         else:
             self._finish_gradients()
 
     def add(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """Add gradients that `forward` made where it ran the backward passes already; it is called in place of
-        `backward`.
+        """Accumulate the gradients that an interleaved `forward` computed. Called instead of `backward`.
 
         Collective: every rank of the world must call it.
         """
-        with refused_once_interrupted("a backward", self._group):
+        with refuse_after_interrupt("a backward", self._group):
             self._gradients.begin_passes()
             with self._gradients.no_sync():
                 for parameter, gradient in gradients:
@@ -211,67 +215,66 @@ class Pipeline:
         self.absent.share_gradients()
 
     def reset(self) -> None:
-        """Forget a step that did not finish."""
+        """Discard the state of a step that failed."""
         self._state = self._gates.running = None
         self._kept = KeptGathers()
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Surround passes that make up a step: what they need of parameters, and what becomes of their gradients."""
+        """Keep gathered parameters between passes, and reduce no gradients."""
         with self._gradients.no_sync(), self._kept.used():
             yield
 
-    # --- before the first stage run ---
+    # ── before the passes ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
         self._checks.begin()
         digest: list[HostCopy | None] = [None]
 
         def measure() -> tuple[int, int, int]:
-            self.absent.check_own()
+            self.absent.check_data()
             self.absent.check_hooks()
             self._checks.check_calls()
-            most = self._microbatches
-            wanted = min(most, samples_in(step.batch)) if most > 1 else 1
-            known, digest[0] = fingerprint_without_wait(step.batch)
+            count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
+            checksum, digest[0] = fingerprint_without_wait(step.batch)
             self._checks.mark_parameters()
-            return wanted, known, draw_seed()
+            return count, checksum, draw_seed()
 
-        every = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
-        count, _, seed = every[0]
-        if any(one[:2] != every[0][:2] for one in every):
-            count = 0  # so that other pipelines hear of it, too
-        if self._data_group is not None:  # FSDP communicates in every pass: all must make as many
+        rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
+        count, _, seed = rows[0]
+        if any(row[:2] != rows[0][:2] for row in rows):
+            count = 0  # makes other pipelines fail, too
+        if self._data_group is not None:  # FSDP communicates in every pass: all ranks need the same number
             fewest = torch.tensor(count)
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self._data_group)
             count = int(fewest)
         if count == 0:
-            raise self._other_batches(step, [one[:2] for one in every])
+            raise self._batches_differ(step, [row[:2] for row in rows])
 
         whole_steps = self._loss_of == "microbatch" and step.train
         return StepState(step, [None] * count, [], seed, scale, whole_steps, batch_digest=digest[0])
 
-    def _other_batches(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
+    def _batches_differ(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
         return UnsupportedCodeError(
-            f"the ranks of a pipeline got different batches for {step.name}. Those of "
-            f"{dist.get_process_group_ranks(self._group)} have these microbatches or checksums: {marks}. Every rank of "
-            "a pipeline must load the same samples: use strategy.distributed_sampler_kwargs (Lightning does for "
-            "samplers that it adds), and seed random augmentations by the data-parallel rank."
+            f"the ranks of a pipeline got different batches for {step.name}: ranks "
+            f"{dist.get_process_group_ranks(self._group)} have the numbers of microbatches or checksums {marks}. Every "
+            "rank of a pipeline must load the same samples: use strategy.distributed_sampler_kwargs (Lightning does "
+            "for the samplers that it adds), and seed random augmentations by the data-parallel rank."
         )
 
     def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:
-        """Raise an UnsupportedCodeError, on all ranks, if layers compute something else of parts of a batch."""
+        """Raise an UnsupportedCodeError, on all ranks, if results of the layers depend on the other samples."""
 
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used():
-                found = self._microbatch_check.look(state, failure)
+                measured = self._microbatch_check.measure(state, failure)
             self._checks.compare_parameters()
-            return NOTHING_TO_COMPARE if self._checks.changed_parameter() else found  # the step itself finds that
+            return NOTHING_TO_COMPARE if self._checks.changed_parameter() else measured  # the step raises for changes
 
         try:
-            every = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
-            differs = torch.tensor(int(self._microbatch_check.differs(every)))
-        except Exception:  # a step need not run on a part of a batch; if the error is another one, it comes again
+            rows = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
+            differs = torch.tensor(int(self._microbatch_check.differs(rows)))
+        except Exception:  # steps need not run on a part of a batch; the step itself raises any other error again
             differs = torch.tensor(0)
         self._stages.flush()
         if self._data_group is not None:
@@ -279,21 +282,21 @@ class Pipeline:
         if differs:
             raise self._microbatch_check.error(state, self._plan.layers[-1])
 
-    def _look(self, state: StepState) -> None:
-        """Split the batch and look at the step."""
+    def _split_and_probe(self, state: StepState) -> None:
+        """Split the batch, run the probes, and check the step."""
         state.batches, sizes = split_batch(state.step.batch, len(state.batches))
         state.shares = [size / sum(sizes) for size in sizes]
         state.samples = split_running_samples(sizes)
         self._probe(state)
         self._checks.check_start(state)
         if state.step.train and len(sizes) > 1:
-            state.watched = self._checks.attributes(sizes, self._device).watched
+            state.watch_attributes = self._checks.layer_attributes(sizes, self._device).watch
 
     def _probe(self, state: StepState) -> None:
-        """Find what crosses the boundary after each of this rank's stages: arguments that a later stage cannot know.
+        """Find the tensors that cross the boundary after each of this rank's stages: arguments unknown to later stages.
 
-        In each step, since steps may change what they do; also whether the step draws random numbers on its way there.
-        On the way to the last layer, the run of its rest tells that.
+        Repeated in each step, since steps may differ. Also finds out if the step draws random numbers before that
+        boundary; `_finish` does so before the last layer.
         """
         for stage in self._schedule.stages_of(self._rank):
             if stage == self._last and not (state.whole_steps and state.samples[0] is not None):
@@ -302,24 +305,24 @@ class Pipeline:
             seed_rng(state.seed)
             with torch.no_grad(), for_samples(state.samples[0], counted=False):
                 before = rng_checksum()
-                self._gates.run(run, lambda: state.step.run(copied(state.batches[0]), None))
+                self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
                 state.draws = state.draws or rng_checksum() != before or state.step.drew
-            state.carries[stage] = run.carry
+            state.positions[stage] = run.positions
         self._checks.check_draws(state)
 
-    # --- the rest of the step, on the whole batch ---
+    # ── the rest of the step, on the whole batch ──────────────────────────────────────────────────────────────────────
 
     def _finish(self, state: StepState) -> None:
-        """Run the step once on the whole batch, with the joined results of the layers in their place."""
+        """Run the step once on the whole batch, with the joined results in place of the layers."""
         count = len(state.batches)
-        stored = [state.stored[self._last, microbatch] for microbatch in range(count)]
-        state.results = Results([one.outputs for one in stored], [one.carry for one in stored], self._plan.layers[-1])
+        forwards = [state.forwards[self._last, microbatch] for microbatch in range(count)]
+        state.results = Results([f.outputs for f in forwards], [f.positions for f in forwards], self._plan.layers[-1])
         seed = state.seed + (count if count > 1 else 0)
-        run = StageRun("finish", 0, len(self._plan.layers), results=state.results.give, seed=seed)
-        hidden = self._layers if count > 1 else {}
+        run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in, seed=seed)
+        layers = self._layers if count > 1 else {}
         seed_rng(seed)
-        with results_as_placeholders(hidden, self._device):
-            self._gates.run(run, lambda: state.step.run(copied(state.step.batch), 1.0))
+        with hide_results(layers, self._device):
+            self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
         self._checks.check_draws(state)
         state.outputs.append((run.returned, 1.0))
@@ -331,8 +334,8 @@ class Pipeline:
         state.gradients = state.results.gradients()
 
 
-def _failure_of(work: Callable[..., None], *args: Any) -> Exception | None:
-    """Do ``work``; return what is wrong, for all ranks to hear once they have met."""
+def _catch(work: Callable[..., None], *args: Any) -> Exception | None:
+    """Call ``work``, and return its exception, which the ranks agree on later."""
     try:
         work(*args)
     except Exception as error:

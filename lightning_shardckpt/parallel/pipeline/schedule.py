@@ -1,15 +1,14 @@
-"""Orders in which pipeline stages run microbatches, and in which their messages travel.
+"""Pipeline schedules: the order of passes and messages of each rank. Pure: no tensors, no communication.
 
-Pure values: no tensors, no communication. The orders are those of ``torch.distributed.pipelining``, of a class or a CSV
-file of the user's for it, or, where torch has an order only in code, GPipe and 1F1B, spelled out here. One rank's list
-holds each operation of its own stages exactly once:
+Orders come from ``torch.distributed.pipelining``, or from a user's class or CSV file for it. GPipe and 1F1B are defined
+here, since torch has them only as code. A rank's list has each operation of its stages exactly once:
 
-- ``forward`` of stage s needs the same microbatch's ``forward`` of stage s - 1
-- ``backward`` and ``backward_input`` of stage s need its own ``forward`` and either of the two of stage s + 1
-- ``backward_weight`` needs its own ``backward_input``, and nothing waits for it: it fills what would be idle time
+- ``forward`` of stage s needs ``forward`` of stage s - 1 on the same microbatch
+- ``backward`` and ``backward_input`` of stage s need its ``forward``, and ``backward`` or ``backward_input`` of s + 1
+- ``backward_weight`` needs its ``backward_input``; no operation waits for it, so it fills idle time
 
-No microbatch waits for another. So an order stays valid when microbatches are left out, which is how the schedules
-that are defined for many microbatches only take fewer.
+No microbatch waits for another, so an order remains valid without some of its microbatches. That is how schedules that
+are defined only for many microbatches run fewer.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from lightning_shardckpt.errors import TopologyError
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 Direction = Literal["forward", "backward"]
 Part = Literal["forward", "backward", "step"]
-"""Which operations of a step run together: either half, or all."""
+"""A part of a step: its forward or backward operations, or all."""
 Table = tuple[tuple[str, ...], ...]
-"""For each rank, its actions as torch writes them into a CSV file."""
+"""The actions of each rank, as in torch's CSV files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation of one stage on one microbatch.
 
-    ``backward`` is the whole of it; ``backward_input`` makes the gradients that the stage before waits for, and
+    ``backward`` is the whole backward pass; ``backward_input`` computes the gradients for the previous stage, and
     ``backward_weight`` the rest.
     """
 
@@ -49,7 +48,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The place in a rank's order where it may begin to receive what crosses a boundary for one microbatch."""
+    """The point in a rank's order to post the receive of a message that crosses a boundary for one microbatch."""
 
     direction: Direction
     boundary: int
@@ -58,15 +57,15 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One schedule over ``ranks`` pipeline ranks with ``stages_per_rank`` stages each; ``resolve_schedule`` makes it.
+    """A schedule over ``ranks`` pipeline ranks with ``stages_per_rank`` stages each, made by `resolve_schedule`.
 
     >>> schedule = resolve_schedule("1F1B", ranks=2, stages_per_rank=1)
     >>> " ".join(f"{op.kind[0]}{op.microbatch}" for op in schedule.operations(0, microbatches=4))
     'f0 f1 b0 f2 b1 f3 b2 b3'
 
     Attributes:
-        name: for messages.
-        source: a name of ours, torch's class or a subclass of it, or the content of a file.
+        name: for error messages.
+        source: "gpipe", "1f1b", torch's class or a subclass of it, or the content of a CSV file.
     """
 
     name: str
@@ -80,23 +79,23 @@ class Schedule:
         return self.ranks * self.stages_per_rank
 
     @property
-    def most_microbatches(self) -> int | None:
-        """For how many microbatches a table was written; None for schedules that have an order for any number."""
+    def max_microbatches(self) -> int | None:
+        """The number of microbatches in a CSV file; None for schedules with an order for any number."""
         if not isinstance(self.source, tuple):
             return None
-        return 1 + max((op.microbatch for row in _parsed(self.source) for op in row), default=-1)
+        return 1 + max((op.microbatch for row in _parse(self.source) for op in row), default=-1)
 
     @property
     def interleaves_backward(self) -> bool:
-        """True if a backward may come before a rank's last forward, so that each microbatch needs its own loss."""
+        """True if a backward may run before a rank's last forward, so that each microbatch needs its own loss."""
         return _interleaves_backward(self)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
+        """Return the rank of ``stage``."""
         return _ranks_of_stages(self)[stage]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of ``rank``, ascending."""
+        """Return the stages of ``rank``, ascending."""
         return [stage for stage, holder in enumerate(_ranks_of_stages(self)) if holder == rank]
 
     def operations(self, rank: int, microbatches: int) -> Sequence[Op]:
@@ -104,27 +103,27 @@ class Schedule:
         return _orders(self, microbatches)[rank]
 
     def plan(self, rank: int, microbatches: int, part: Part) -> Sequence[Op | Receive]:
-        """Return ``rank``'s operations of a part of a step, and between them where it begins to receive.
+        """Return ``rank``'s operations of a part of a step, and between them the points to post receives.
 
-        All messages have one order that every rank's plan follows: an operation sends what it made when it is done, and
-        the other side begins to receive at that place in its own plan. So even messages that wait for each other, in
-        the order in which they were begun, never wait in a circle. torch's schedules place theirs in the same way.
+        All ranks follow one global order of messages: an operation sends its message at its end, and the receiver posts
+        the receive at the same point of the global order. So sends and receives that run in the order in which they
+        were posted, as with NCCL, never deadlock. torch's schedules do the same.
         """
         return _plans(self, microbatches, part)[rank]
 
 
 def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Schedule:
-    """Return the schedule that is ``wanted``.
+    """Return a schedule.
 
     Args:
-        wanted: a name, in our spelling or torch's, upper or lower case; the path of a CSV file as torch writes it; or a
-            class that was written for torch.
-        ranks: of the pipeline.
-        stages_per_rank: how many parts of the layers each of them has.
+        wanted: a name, as in the documentation or torch's, in any case; the path of a CSV file in torch's format; or a
+            subclass of torch's ``PipelineScheduleMulti``.
+        ranks: the number of ranks of the pipeline.
+        stages_per_rank: the number of stages of each rank.
 
     Raises:
-        TopologyError: there is no such schedule, it does not fit ``ranks`` or ``stages_per_rank``, or it is no order
-            that can run.
+        TopologyError: if there is no such schedule, it does not fit ``ranks`` or ``stages_per_rank``, or its order
+            cannot run.
     """
     if ranks < 1 or stages_per_rank < 1:
         raise TopologyError(
@@ -139,32 +138,32 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
             )
         schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
     elif wanted.lower().endswith(".csv"):
-        schedule = Schedule(wanted, ranks, stages_per_rank, _read(wanted))
+        schedule = Schedule(wanted, ranks, stages_per_rank, _read_csv(wanted))
     else:
-        return _named(wanted, ranks, stages_per_rank)
+        return _resolve_name(wanted, ranks, stages_per_rank)
     _check(schedule)
     return schedule
 
 
 def bubble_fraction(schedule: Schedule, microbatches: int, *, forward: float = 1.0, backward: float = 2.0) -> float:
-    """The share of its time in a step in which the average rank waits, if communication took no time.
+    """Return the share of a step's time in which the average rank is idle, without the time of communication.
 
     Args:
         schedule: the order to simulate.
-        microbatches: how many microbatches a step has, at least 1.
-        forward: time of one stage's forward of one microbatch, in any unit.
-        backward: time of its backward in the same unit; each of its two parts takes half of it.
+        microbatches: the number of microbatches, at least 1.
+        forward: the time of one stage's forward on one microbatch, in any unit.
+        backward: the time of its backward in the same unit; each of the two parts takes half of it.
     """
     cost = {"forward": forward, "backward": backward, "backward_input": backward / 2, "backward_weight": backward / 2}
     clock, done, busy = [0.0] * schedule.ranks, dict[tuple[str, int, int], float](), 0.0
-    for rank, op in _run(schedule, _orders(schedule, microbatches)):
+    for rank, op in _simulate(schedule, _orders(schedule, microbatches)):
         start = max([clock[rank], *(done[need] for need in _needs(op, schedule.stages))])
         clock[rank] = done[_result(op)] = start + cost[op.kind]
         busy += cost[op.kind]
     return 1 - busy / (schedule.ranks * max(clock))
 
 
-# ── running an order ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── simulation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(maxsize=64)
@@ -174,38 +173,38 @@ def _plans(schedule: Schedule, microbatches: int, part: Part) -> list[list[Op | 
         for row in _orders(schedule, microbatches)
     ]
     plans: list[list[Op | Receive]] = [[] for _ in orders]
-    for rank, op in _run(schedule, orders, forwards_done=part == "backward"):
+    for rank, op in _simulate(schedule, orders, forwards_done=part == "backward"):
         plans[rank].append(op)
         message = sent_after(op, schedule.stages)
         if message is not None:
-            to = schedule.rank_of(message.boundary + (message.direction == "forward"))
-            if to != rank:
-                plans[to].append(message)
+            receiver = schedule.rank_of(message.boundary + (message.direction == "forward"))
+            if receiver != rank:
+                plans[receiver].append(message)
     return plans
 
 
 def sent_after(op: Op, stages: int) -> Receive | None:
-    """Return the message that an operation gives to another stage."""
+    """Return the message that an operation sends at its end; None without one."""
     if op.kind == "forward":
         return Receive("forward", op.stage, op.microbatch) if op.stage + 1 < stages else None
     return Receive("backward", op.stage - 1, op.microbatch) if op.stage and op.kind != "backward_weight" else None
 
 
 def needed_by(op: Op, stages: int) -> Receive | None:
-    """Return the message from another stage that an operation begins with."""
+    """Return the message that an operation needs from another stage; None without one."""
     if op.kind == "forward":
         return Receive("forward", op.stage - 1, op.microbatch) if op.stage else None
     last = op.stage + 1 == stages
     return None if last or op.kind == "backward_weight" else Receive("backward", op.stage, op.microbatch)
 
 
-def _run(
+def _simulate(
     schedule: Schedule, orders: Sequence[Sequence[Op]], *, forwards_done: bool = False
 ) -> Iterator[tuple[int, Op]]:
-    """Yield the operations of all ranks in an order in which each finds what it needs; in turns, as torch does.
+    """Yield the ranks and operations in an executable order, one operation per rank in turn, as torch does.
 
     Raises:
-        TopologyError: if the ranks would wait for each other.
+        TopologyError: if the ranks would deadlock.
     """
     todo, done = [deque(row) for row in orders], set[tuple[str, int, int]]()
     while any(todo):
@@ -221,7 +220,7 @@ def _run(
 
 
 def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
-    """The results that must be there before ``op`` can start."""
+    """Return the results that ``op`` needs."""
     if op.kind == "forward":
         return [("forward", op.stage - 1, op.microbatch)] if op.stage else []
     if op.kind == "backward_weight":
@@ -231,7 +230,7 @@ def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
 
 
 def _result(op: Op) -> tuple[str, int, int]:
-    """Return the result for which other operations wait; a whole backward and its first part give the same."""
+    """Return the result of ``op`` for `_needs`; ``backward`` and ``backward_input`` have the same."""
     return "backward" if op.kind == "backward_input" else op.kind, op.stage, op.microbatch
 
 
@@ -240,24 +239,23 @@ def _result(op: Op) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=64)
 def _orders(schedule: Schedule, microbatches: int) -> list[list[Op]]:
-    """Every rank's operations of one step."""
-    if schedule.source == "gpipe":
-        return [list(_forwards_then_backwards(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
-    if schedule.source == "1f1b":
-        return [list(_one_forward_one_backward(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
-    rows = schedule.source if isinstance(schedule.source, tuple) else _torchs(schedule, microbatches)
-    return [[op for op in row if op.microbatch < microbatches] for row in _parsed(rows)]
+    """Return the operations of each rank in one step."""
+    if schedule.source in ("gpipe", "1f1b"):
+        order = _gpipe if schedule.source == "gpipe" else _one_forward_one_backward
+        return [list(order(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
+    rows = schedule.source if isinstance(schedule.source, tuple) else _torch_actions(schedule, microbatches)
+    return [[op for op in row if op.microbatch < microbatches] for row in _parse(rows)]
 
 
-def _forwards_then_backwards(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Op]:
-    """GPipe (arXiv:1811.06965); with several stages per rank breadth first."""
+def _gpipe(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Op]:
+    """Yield the operations of GPipe (arXiv:1811.06965); with several stages per rank breadth first."""
     stages = range(rank, schedule.stages, schedule.ranks)
     yield from (Op("forward", stage, m) for stage in stages for m in range(microbatches))
     yield from (Op("backward", stage, m) for stage in reversed(stages) for m in range(microbatches))
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Op]:
-    """1F1B: a rank has at most ``ranks - rank`` microbatches between forward and backward."""
+    """Yield the operations of 1F1B: a rank has at most ``ranks - rank`` microbatches between forward and backward."""
     ahead = min(schedule.ranks - 1 - rank, microbatches)
     for m in range(microbatches + ahead):
         if m < microbatches:
@@ -266,45 +264,45 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, microbatches: int) 
             yield Op("backward", rank, m - ahead)
 
 
-def _torchs(schedule: Schedule, microbatches: int) -> Table:
-    """Return the actions of one of torch's classes, for more microbatches if it has no order for so many."""
-    refused: Exception | None = None
+def _torch_actions(schedule: Schedule, microbatches: int) -> Table:
+    """Return the actions of a torch class, for more microbatches if it has no order for this number."""
+    first_error: Exception | None = None
     for count in range(microbatches, microbatches + 2 * schedule.stages + 1):
         try:
             rows = actions_of(schedule.source, schedule.ranks, schedule.stages_per_rank, count)
             return tuple(map(tuple, rows))
         except ValueError as error:
-            refused = refused or error
-    raise TopologyError(f"pipeline schedule {schedule.name}: {refused}") from refused
+            first_error = first_error or error
+    raise TopologyError(f"pipeline schedule {schedule.name}: {first_error}") from first_error
 
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_OTHER = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # ours, in their own places
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_IGNORED = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # `plan` and FSDP decide on these
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _ALL: tuple[Kind, ...] = get_args(Kind)
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 @lru_cache(maxsize=64)
-def _parsed(rows: Table) -> list[list[Op]]:
-    """Raises a TopologyError for text that is no action of torch's."""
-    return [[op for text in row for op in _ops_of(text.strip())] for row in rows]
+def _parse(rows: Table) -> list[list[Op]]:
+    """Return the operations of each rank; raises a TopologyError for an unknown action."""
+    return [[op for text in row for op in _parse_action(text.strip())] for row in rows]
 
 
-def _ops_of(text: str) -> Iterator[Op]:
-    together = _TOGETHER.fullmatch(text)
-    for word in together[1].split(";") if together else [text]:
+def _parse_action(text: str) -> Iterator[Op]:
+    overlap = _OVERLAP.fullmatch(text)
+    for word in overlap[1].split(";") if overlap else [text]:
         action = _ACTION.fullmatch(word.strip())
         if action:
             yield Op(_KINDS[action[2]], int(action[1]), int(action[3]))
-        elif word and not _OTHER.fullmatch(word):
+        elif word and not _IGNORED.fullmatch(word):
             raise TopologyError(
                 f"a pipeline schedule has the action {text!r}; expected torch's spelling: stage, kind and microbatch, "
                 "as in 0F1, where F is a forward, B a backward, and I and W its parts for inputs and weights"
             )
 
 
-def _read(path: str) -> Table:
+def _read_csv(path: str) -> Table:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return tuple(tuple(row) for row in csv.reader(file) if any(row))
@@ -314,7 +312,7 @@ def _read(path: str) -> Table:
 
 @lru_cache(maxsize=64)
 def _interleaves_backward(schedule: Schedule) -> bool:
-    for row in _orders(schedule, schedule.most_microbatches or 2 * schedule.stages):
+    for row in _orders(schedule, schedule.max_microbatches or 2 * schedule.stages):
         forwards = [op.kind == "forward" for op in row]
         if any(forwards[sum(forwards) :]):
             return True
@@ -323,30 +321,30 @@ def _interleaves_backward(schedule: Schedule) -> bool:
 
 @lru_cache(maxsize=64)
 def _ranks_of_stages(schedule: Schedule) -> list[int]:
-    found = {op.stage: rank for rank, row in enumerate(_orders(schedule, 1)) for op in row}
-    return [found[stage] for stage in range(schedule.stages)]
+    ranks = {op.stage: rank for rank, row in enumerate(_orders(schedule, 1)) for op in row}
+    return [ranks[stage] for stage in range(schedule.stages)]
 
 
 def _check(schedule: Schedule) -> None:
-    """Raise a TopologyError for an order of somebody else's that would not do."""
-    count = schedule.most_microbatches or 2 * schedule.stages
+    """Raise a TopologyError for a user's or torch's order that cannot run."""
+    count = schedule.max_microbatches or 2 * schedule.stages
     orders = _orders(schedule, count)
-    wanted = Counter((stage, m) for stage in range(schedule.stages) for m in range(count))
+    expected = Counter((stage, m) for stage in range(schedule.stages) for m in range(count))
     ops = [op for row in orders for op in row]
-    found = {kind: Counter((op.stage, op.microbatch) for op in ops if op.kind == kind) for kind in _ALL}
-    backwards = found["backward"] + found["backward_input"]
-    held = [len({op.stage for op in row}) for row in orders]
-    if held != [schedule.stages_per_rank] * schedule.ranks:
+    by_kind = {kind: Counter((op.stage, op.microbatch) for op in ops if op.kind == kind) for kind in _ALL}
+    backwards = by_kind["backward"] + by_kind["backward_input"]
+    stage_counts = [len({op.stage for op in row}) for row in orders]
+    if stage_counts != [schedule.stages_per_rank] * schedule.ranks:
         raise TopologyError(
-            f"pipeline schedule {schedule.name} has ranks with {held} stages; expected {schedule.ranks} ranks with "
-            f"{schedule.stages_per_rank} each (pipeline_parallel_size and pipeline_stages_per_rank)"
+            f"pipeline schedule {schedule.name} has ranks with {stage_counts} stages; expected {schedule.ranks} ranks "
+            f"with {schedule.stages_per_rank} each (pipeline_parallel_size and pipeline_stages_per_rank)"
         )
-    if not found["forward"] == backwards == wanted or found["backward_input"] != found["backward_weight"]:
+    if not by_kind["forward"] == backwards == expected or by_kind["backward_input"] != by_kind["backward_weight"]:
         raise TopologyError(
             f"pipeline schedule {schedule.name}: expected one forward (F) and one backward (B, or I and W) of every "
             f"stage on each of {count} microbatches, found others"
         )
-    for _ in _run(schedule, orders):
+    for _ in _simulate(schedule, orders):
         pass
 
 
@@ -355,43 +353,44 @@ def _check(schedule: Schedule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """For how many stages per rank a named schedule is defined, and torch's name if the order is torch's."""
+    """The stages per rank for which a named schedule is defined, and the name of torch's class, if it has one."""
 
     torch: str | None = None
-    fewest: int = 1
-    most: int | None = None
-    instead: str = ""
+    min_stages: int = 1
+    max_stages: int | None = None
+    advice: str = ""
 
 
 _ONE_STAGE = "With 1 stage per rank use '1f1b'."
 _V_STAGES = "With 1 stage per rank use '1f1b', with more than 2 'interleaved_zero_bubble'."
 _RULES = {
     "gpipe": _Rule(),
-    "1f1b": _Rule(most=1, instead="With more stages per rank use 'interleaved_1f1b'."),
-    "interleaved_1f1b": _Rule("Interleaved1F1B", fewest=2, instead=_ONE_STAGE),
+    "1f1b": _Rule(max_stages=1, advice="With more stages per rank use 'interleaved_1f1b'."),
+    "interleaved_1f1b": _Rule("Interleaved1F1B", 2, advice=_ONE_STAGE),
     "looped_bfs": _Rule("LoopedBFS"),
-    "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", fewest=2, instead=_ONE_STAGE),
-    "zbv_zero_bubble": _Rule("ZBVZeroBubble", fewest=2, most=2, instead=_V_STAGES),
-    "dualpipe_v": _Rule("DualPipeV", fewest=2, most=2, instead=_V_STAGES),
+    "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", 2, advice=_ONE_STAGE),
+    "zbv_zero_bubble": _Rule("ZBVZeroBubble", 2, 2, _V_STAGES),
+    "dualpipe_v": _Rule("DualPipeV", 2, 2, _V_STAGES),
 }
 
 
-def _named(name: str, ranks: int, stages_per_rank: int) -> Schedule:
-    canonical = {_plain(known): known for known in _RULES}.get(_plain(name))
+def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
+    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
     if canonical is None:
         raise TopologyError(
-            f"unknown pipeline schedule {name!r}. Expected the path of a CSV file, a class that was written for torch, "
-            f"or one of: {', '.join(_RULES)}."
+            f"unknown pipeline schedule {name!r}. Expected the path of a CSV file, a subclass of torch's "
+            f"PipelineScheduleMulti, or one of: {', '.join(_RULES)}."
         )
     rule = _RULES[canonical]
-    if stages_per_rank < rule.fewest or (rule.most is not None and stages_per_rank > rule.most):
-        bound = "at least" if rule.most is None else "exactly"
+    if stages_per_rank < rule.min_stages or (rule.max_stages is not None and stages_per_rank > rule.max_stages):
+        bound = "at least" if rule.max_stages is None else "exactly"
+        plural = "s" * (rule.min_stages > 1)
         raise TopologyError(
-            f"pipeline schedule {canonical!r} needs {bound} {rule.fewest} stage{'s' * (rule.fewest > 1)} per rank, "
-            f"found {stages_per_rank}. {rule.instead}"
+            f"pipeline schedule {canonical!r} needs {bound} {rule.min_stages} stage{plural} per rank, "
+            f"found {stages_per_rank}. {rule.advice}"
         )
     return Schedule(canonical, ranks, stages_per_rank, torch_schedule(rule.torch) if rule.torch else canonical)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")

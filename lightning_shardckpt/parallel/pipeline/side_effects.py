@@ -1,9 +1,8 @@
-"""Note what a step changes in modules besides gradients, undo it, and repeat it on other stages.
+"""Snapshots of modules that every stage has, to undo a step's changes or to repeat them on other stages.
 
-Counters, lists of outputs, metrics and buffers: a step changes attributes of modules that every stage holds. Runs
-of a part of the step must leave no trace; what the whole step changed on the last stage must be changed on
-all. Covered are numbers, strings, tensors, arrays, random generators, lists, dicts, sets and tuples of them, objects of
-users' classes with such attributes, and buffers.
+A step may change attributes and buffers: counters, lists of outputs, metrics. Runs of a part of a step are undone;
+changes by the whole step on the last stage are repeated on all stages. Covered are numbers, strings, tensors, arrays,
+random generators, lists, dicts, sets and tuples of them, objects of users' classes with such attributes, and buffers.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     INTERNAL,
-    MOST_ITEMS,
+    MAX_ITEMS,
     Iterators,
     Path,
     attributes_of,
-    is_followed,
-    owner_at,
-    owners_in,
+    find_owners,
+    is_tracked,
+    resolve_owner,
 )
-from lightning_shardckpt.parallel.pipeline.portable_values import moved_to, portable
+from lightning_shardckpt.parallel.pipeline.portable_values import from_portable, to_portable
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 
@@ -44,13 +43,13 @@ _DATES = (datetime.date, datetime.time, datetime.timedelta)
 _VALUES: tuple[type, ...] = (*_PLAIN, *_DATES, enum.Enum, PurePath, range, slice, frozenset, np.generic)
 _VALUES = (*_VALUES, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, dict, deque)
-_COPIED = 1 << 20  # elements; a larger tensor is not copied, so that a change of it can be noticed, but not undone
-_ARRAY_BYTES = 1 << 20  # of a larger array of numpy changes are not noticed
+_COPIED = 1 << 20  # elements; a larger tensor is not copied, so a change is detected, but cannot be undone
+_ARRAY_BYTES = 1 << 20  # changes of a larger numpy array are not detected
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One attribute or buffer of one module, or of an object in its attributes, and what became of it."""
+    """A change of one attribute or buffer of a module, or of an object in its attributes."""
 
     owner: Path
     name: str
@@ -61,60 +60,60 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _SavedValue:
-    """A value as it was: the object, what was inside it, and of a tensor its version and a copy.
+    """A saved value: the object, its content, and for a tensor its version and a copy.
 
-    Tensors inside containers are not copied, since there may be many: a change of one is noticed, but not undone.
+    Tensors inside containers are not copied, since there may be many: a change of one is detected, but not undone.
     """
 
     value: Any
-    inside: Any = None
+    content: Any = None
     copy: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any, *, copied: bool = True) -> _SavedValue:
-        """Return a value as it is now; of a tensor with a copy, if ``copied``."""
+    def of(cls, value: Any, *, copy_tensor: bool = True) -> _SavedValue:
+        """Save the current value; of a tensor only the version, unless ``copy_tensor``."""
         if isinstance(value, Placeholder):
             return cls(value)
         if isinstance(value, Tensor):
-            return cls(value, version_of(value), value.detach().clone() if copied else None)
+            return cls(value, version_of(value), value.detach().clone() if copy_tensor else None)
         if isinstance(value, GENERATORS):
             return cls(value, generator_state(value))
         if isinstance(value, np.ndarray):
             return cls(value, value.tobytes())
         if isinstance(value, list | tuple | deque):
-            return cls(value, [cls.of(item, copied=False) for item in value])
+            return cls(value, [cls.of(item, copy_tensor=False) for item in value])
         if isinstance(value, dict):
-            return cls(value, {key: cls.of(item, copied=False) for key, item in value.items()})
+            return cls(value, {key: cls.of(item, copy_tensor=False) for key, item in value.items()})
         return cls(value, set(value) if isinstance(value, set) else None)
 
-    def same(self, value: Any) -> bool:
-        """Return whether ``value`` is this object, and unchanged."""
+    def equals(self, value: Any) -> bool:
+        """Return True if ``value`` is the saved object, and unchanged."""
         if value is not self.value:
             return False
-        if isinstance(value, Placeholder):  # unless it was one then, something unknown was written into it
-            return self.inside is None
+        if isinstance(value, Placeholder):  # a tensor that is one now has been overwritten by an unknown value
+            return self.content is None
         if isinstance(value, Tensor):
-            return bool(version_of(value) == self.inside)
+            return bool(version_of(value) == self.content)
         if isinstance(value, GENERATORS):
             state = generator_state(value)
             if isinstance(state, Tensor):
-                return torch.equal(state, self.inside)
-            return repr(state) == repr(self.inside)
+                return torch.equal(state, self.content)
+            return repr(state) == repr(self.content)
         if isinstance(value, np.ndarray):
-            return bool(value.tobytes() == self.inside)
+            return bool(value.tobytes() == self.content)
         if isinstance(value, list | tuple | deque):
-            return len(value) == len(self.inside) and self.begins(value)
+            return len(value) == len(self.content) and self.is_prefix_of(value)
         if isinstance(value, dict):
-            return value.keys() == self.inside.keys() and all(kept.same(value[k]) for k, kept in self.inside.items())
-        return not isinstance(value, set) or value == self.inside
+            return value.keys() == self.content.keys() and all(old.equals(value[k]) for k, old in self.content.items())
+        return not isinstance(value, set) or value == self.content
 
-    def begins(self, value: Any) -> bool:
-        """Return whether a list begins with what was in it."""
-        kept = self.inside
-        return len(value) >= len(kept) and all(k.same(v) for k, v in zip(kept, value, strict=False))
+    def is_prefix_of(self, value: Any) -> bool:
+        """Return True if a list starts with the saved, unchanged items."""
+        items = self.content
+        return len(value) >= len(items) and all(old.equals(new) for old, new in zip(items, value, strict=False))
 
-    def restored(self, name: str) -> Any:
-        """Return the object, with what was inside it.
+    def restore(self, name: str) -> Any:
+        """Restore the content of the object, and return it.
 
         Args:
             name: of the attribute, for errors.
@@ -124,10 +123,10 @@ class _SavedValue:
         """
         value = self.value
         if isinstance(value, GENERATORS):
-            set_generator_state(value, self.inside)
-        elif isinstance(value, Placeholder) and self.copy is not None:  # something unknown was written into it
+            set_generator_state(value, self.content)
+        elif isinstance(value, Placeholder) and self.copy is not None:  # overwritten by an unknown value
             value.become(self.copy.clone(), requires_grad=False)
-        elif isinstance(value, Tensor) and self.inside is not None and version_of(value) != self.inside:
+        elif isinstance(value, Tensor) and self.content is not None and version_of(value) != self.content:
             if self.copy is None:
                 raise UnsupportedCodeError(
                     f"{name}, or a tensor inside of it, is changed in place before the layers of a pipelined step. "
@@ -137,206 +136,208 @@ class _SavedValue:
             with torch.no_grad():
                 value.copy_(self.copy)
         elif isinstance(value, np.ndarray):
-            value[...] = np.frombuffer(self.inside, value.dtype).reshape(value.shape)
+            value[...] = np.frombuffer(self.content, value.dtype).reshape(value.shape)
         elif isinstance(value, tuple):
-            for kept in self.inside:
-                kept.restored(name)
+            for item in self.content:
+                item.restore(name)
         elif isinstance(value, list | deque):
-            items = [kept.restored(name) for kept in self.inside]
+            items = [item.restore(name) for item in self.content]
             value.clear()
             value.extend(items)
         elif isinstance(value, dict):
-            before = {key: kept.restored(name) for key, kept in self.inside.items()}
+            entries = {key: item.restore(name) for key, item in self.content.items()}
             value.clear()
-            value.update(before)
+            value.update(entries)
         elif isinstance(value, set):
             value.clear()
-            value.update(self.inside)
+            value.update(self.content)
         return value
 
 
-class _ModuleMemory:
-    """The present memory of one module or object. What is compared most often, that nothing changed, costs least."""
+class _OwnerSnapshot:
+    """The attributes and buffers of one module or object. The frequent check `is_unchanged` is the cheapest."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.attributes, self._buffers = dict(attributes_of(module)), dict(_buffers(module))
-        self._internal = INTERNAL if isinstance(module, nn.Module) else frozenset()
-        self._opaque: list[Any] = []  # containers of what is not covered, which may become covered
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.attributes, self._buffers = dict(attributes_of(owner)), dict(_buffers(owner))
+        self._internal = INTERNAL if isinstance(owner, nn.Module) else frozenset()
+        self._opaque: list[Any] = []  # containers of values that are not covered, but may become so
         self._saved: dict[tuple[str, bool], _SavedValue] = {}
         for name, value in self.attributes.items():
             if type(value) in _PLAIN or name in self._internal:
                 continue
             if _is_plain(value) and not self._is_data(value):
-                self._saved[name, False] = _SavedValue.of(value, copied=_is_small(value))
+                self._saved[name, False] = _SavedValue.of(value, copy_tensor=_is_small(value))
             elif isinstance(value, _CONTAINERS):
                 self._opaque.append(value)
         for name, buffer in self._buffers.items():
-            self._saved[name, True] = _SavedValue.of(buffer, copied=_is_small(buffer))
+            self._saved[name, True] = _SavedValue.of(buffer, copy_tensor=_is_small(buffer))
 
     @property
     def is_unchanged(self) -> bool:
-        """True if everything is as it was."""
+        """True if nothing has changed since the snapshot."""
         return (
-            _are_same(attributes_of(self.module), self.attributes)
-            and _are_same(_buffers(self.module), self._buffers)
-            and all(kept.same(kept.value) for kept in self._saved.values())
+            _are_same(attributes_of(self.owner), self.attributes)
+            and _are_same(_buffers(self.owner), self._buffers)
+            and all(saved.equals(saved.value) for saved in self._saved.values())
             and not any(map(_is_plain, self._opaque))
         )
 
     @property
     def drew(self) -> bool:
-        """True if somebody drew from a generator since."""
-        return any(isinstance(kept.value, GENERATORS) and not kept.same(kept.value) for kept in self._saved.values())
+        """True if a random generator was used since the snapshot."""
+        generators = [saved for saved in self._saved.values() if isinstance(saved.value, GENERATORS)]
+        return not all(saved.equals(saved.value) for saved in generators)
 
-    def before(self) -> dict[tuple[str, bool], _SavedValue]:
-        """Return everything that is covered, as it was."""
+    def saved_values(self) -> dict[tuple[str, bool], _SavedValue]:
+        """Return the saved values by (name, is_buffer)."""
         attributes = self.attributes.items()
         plain = {(k, False): _SavedValue(v) for k, v in attributes if type(v) in _PLAIN and k not in self._internal}
         return plain | self._saved
 
-    def now(self) -> Iterator[tuple[tuple[str, bool], Any]]:
-        """Yield what is covered: (name, whether it is a buffer) → value."""
-        for name, value in list(attributes_of(self.module).items()):
-            if name not in self._internal and _is_plain(value) and not self._is_data(value):
-                yield (name, False), value
-        for name, buffer in _buffers(self.module).items():
-            yield (name, True), buffer
+    def current_values(self) -> dict[tuple[str, bool], Any]:
+        """Return the current values by (name, is_buffer)."""
+        attributes = {
+            (name, False): value
+            for name, value in attributes_of(self.owner).items()
+            if name not in self._internal and _is_plain(value) and not self._is_data(value)
+        }
+        return attributes | {(name, True): buffer for name, buffer in _buffers(self.owner).items()}
 
     def _is_data(self, value: Any) -> bool:
-        """Return whether a container in an object is too large to be looked at in each step."""
-        return not self._internal and isinstance(value, _CONTAINERS) and len(value) > MOST_ITEMS
+        """Return True for a container in an object that is too large to be compared in each step."""
+        return not self._internal and isinstance(value, _CONTAINERS) and len(value) > MAX_ITEMS
 
     def changed_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of numbers that have other values, or others in their place, by name."""
-        for name, value in _buffers(self.module).items():
-            known = self._saved.get((name, True))
-            if value is None or isinstance(value, Placeholder) or (known is not None and known.same(value)):
+        """Yield the names and values of floating-point buffers that were changed or replaced."""
+        for name, value in _buffers(self.owner).items():
+            saved = self._saved.get((name, True))
+            if value is None or isinstance(value, Placeholder) or (saved is not None and saved.equals(value)):
                 continue
             if value.is_floating_point():
                 yield name, value
 
     def restore(self) -> None:
-        """Make everything as it was."""
-        module, before = self.module, self.before()
-        for key, value in list(self.now()):
-            if key not in before and not key[1] and key[0] in self.attributes:  # not covered then
-                attributes_of(module)[key[0]] = self.attributes[key[0]]
-            elif key not in before:
-                del _place(module, key)[key[0]]
-            elif not before[key].same(value):
-                _place(module, key)[key[0]] = before[key].restored(key[0])
-        for key in before.keys() - {key for key, _ in self.now()}:
-            _place(module, key)[key[0]] = before[key].restored(key[0])
+        """Restore all saved values."""
+        owner, saved = self.owner, self.saved_values()
+        for key, value in self.current_values().items():
+            if key not in saved and not key[1] and key[0] in self.attributes:  # not covered by the snapshot
+                attributes_of(owner)[key[0]] = self.attributes[key[0]]
+            elif key not in saved:
+                del _slots(owner, key)[key[0]]
+            elif not saved[key].equals(value):
+                _slots(owner, key)[key[0]] = saved[key].restore(key[0])
+        for key in saved.keys() - self.current_values().keys():
+            _slots(owner, key)[key[0]] = saved[key].restore(key[0])
 
 
-class Memory:
-    """The present memory of some modules, to compare with and to return to. No communication.
+class ModuleSnapshot:
+    """A snapshot of the attributes and buffers of modules, to be compared and restored. No communication.
 
     Args:
-        modules: the same ones, in the same order, on every stage.
+        modules: the same modules, in the same order, on every stage.
 
     Attributes:
-        written: the values that `restore` found in buffers, by class of module and name.
+        written: the values that `restore` has replaced in buffers, by module class and name.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self.written: dict[tuple[str, str], Tensor] = {}
-        objects = dict(owners_in(modules))
+        objects = dict(find_owners(modules))
         self._paths: list[Path] = [*((number,) for number in range(len(modules))), *objects]
         owners = [*modules, *objects.values()]
-        self._before = [_ModuleMemory(owner) for owner in owners]
+        self._snapshots = [_OwnerSnapshot(owner) for owner in owners]
         self.iterators = Iterators(owners)
 
     @property
     def drew(self) -> bool:
-        """True if somebody drew from a generator since."""
-        return any(before.drew for before in self._before)
+        """True if a random generator in an attribute was used since the snapshot."""
+        return any(snapshot.drew for snapshot in self._snapshots)
 
     def restore(self) -> bool:
-        """Make everything as it was; returns whether it was so already."""
-        changed = [before for before in self._before if not before.is_unchanged]
-        for before in changed:
-            kind = type(before.module).__name__
-            self.written |= {(kind, name): value.detach().clone() for name, value in before.changed_buffers()}
-            before.restore()
+        """Restore the modules, and return True if nothing had changed."""
+        changed = [snapshot for snapshot in self._snapshots if not snapshot.is_unchanged]
+        for snapshot in changed:
+            kind = type(snapshot.owner).__name__
+            self.written |= {(kind, name): value.detach().clone() for name, value in snapshot.changed_buffers()}
+            snapshot.restore()
         return not changed
 
     def changes(self) -> list[Change]:
-        """Return what is different now. Its tensors are copies without history, in host memory."""
-        found = []
-        extended: set[int] = set()  # a list with two names grows once
-        for path, memory in zip(reversed(self._paths), reversed(self._before), strict=True):  # from within outwards
-            if memory.is_unchanged:
+        """Return all changes since the snapshot. Tensors are copies without history, in host memory."""
+        changes = []
+        extended: set[int] = set()  # a list with two names is extended once
+        for path, snapshot in zip(reversed(self._paths), reversed(self._snapshots), strict=True):  # innermost first
+            if snapshot.is_unchanged:
                 continue
-            module, before = memory.module, memory.before()
-            now = dict(memory.now())
-            for (name, buffer), value in now.items():
-                kept = before.get((name, buffer))
-                if (kept is not None and kept.same(value)) or id(value) in extended:
+            owner, saved = snapshot.owner, snapshot.saved_values()
+            for (name, buffer), value in snapshot.current_values().items():
+                old = saved.get((name, buffer))
+                if (old is not None and old.equals(value)) or id(value) in extended:
                     continue
-                _check_known(module, name, value)
+                _check_known(owner, name, value)
                 if isinstance(value, GENERATORS):
-                    found.append(Change(path, name, buffer, "state", generator_state(value)))
-                elif kept is not None and value is kept.value and isinstance(value, list) and kept.begins(value):
+                    changes.append(Change(path, name, buffer, "state", generator_state(value)))
+                elif old is not None and value is old.value and isinstance(value, list) and old.is_prefix_of(value):
                     extended.add(id(value))
-                    found.append(Change(path, name, buffer, "extend", portable(value[len(kept.inside) :])))
+                    changes.append(Change(path, name, buffer, "extend", to_portable(value[len(old.content) :])))
                 else:
-                    found.append(Change(path, name, buffer, "set", portable(value)))
-            found += [Change(path, *key, "delete") for key in before if key[0] not in _place(module, key)]
-        return found
+                    changes.append(Change(path, name, buffer, "set", to_portable(value)))
+            changes += [Change(path, *key, "delete") for key in saved if key[0] not in _slots(owner, key)]
+        return changes
 
     def apply(self, changes: Sequence[Change], device: torch.device) -> None:
-        """Make here what was changed elsewhere; everything must be as it was."""
+        """Repeat the changes of another stage on these modules, which must be as in the snapshot."""
         for change in changes:
-            place = _place(owner_at(self._modules, change.owner), (change.name, change.buffer))
-            old: Any = place.get(change.name)
-            value = moved_to(change.value, device)
+            slots = _slots(resolve_owner(self._modules, change.owner), (change.name, change.buffer))
+            old: Any = slots.get(change.name)
+            value = from_portable(change.value, device)
             if change.kind == "delete":
-                del place[change.name]
+                del slots[change.name]
             elif change.kind == "extend":
                 old.extend(value)
             elif change.kind == "state":
                 set_generator_state(old, change.value)
-            elif change.buffer and _alike(old, value):
+            elif change.buffer and _have_same_layout(old, value):
                 old.copy_(value)
             else:
-                place[change.name] = value
+                slots[change.name] = value
 
 
-def _check_known(module: Any, name: str, value: Any) -> None:
+def _check_known(owner: Any, name: str, value: Any) -> None:
     placeholder = first_placeholder(value)
     if placeholder is not None:
         raise UnsupportedCodeError(
-            f"{name} of {type(module).__name__} is to remember {placeholder.origin}, which the last pipeline stage "
-            "doesn't have. Set it after the layers, or from what comes out of them."
+            f"{name} of {type(owner).__name__} is to remember {placeholder.origin}, which the last pipeline stage "
+            "doesn't have. Set it after the layers, or from their results."
         )
 
 
-def _alike(old: Any, new: Any) -> bool:
+def _have_same_layout(old: Any, new: Any) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
 
 
-def _place(module: Any, key: tuple[str, bool]) -> MutableMapping[str, Any]:
-    return buffer_slots(module) if key[1] else attributes_of(module)
+def _slots(owner: Any, key: tuple[str, bool]) -> MutableMapping[str, Any]:
+    return buffer_slots(owner) if key[1] else attributes_of(owner)
 
 
 def _buffers(owner: Any) -> dict[str, Any]:
     return buffer_slots(owner) if isinstance(owner, nn.Module) else {}
 
 
-def _is_plain(value: Any, inside: Collection[int] = ()) -> bool:
+def _is_plain(value: Any, parents: Collection[int] = ()) -> bool:
+    """Return True for a value that a snapshot covers. ``parents``: the ids of objects that contain it."""
     if isinstance(value, list | tuple | set | deque):
-        return all(_is_plain(item, inside) for item in value)
+        return all(_is_plain(item, parents) for item in value)
     if isinstance(value, np.ndarray):
         return value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
     if isinstance(value, dict):
-        return all(isinstance(key, _VALUES) and _is_plain(item, inside) for key, item in value.items())
+        return all(isinstance(key, _VALUES) and _is_plain(item, parents) for key, item in value.items())
     kind: Any = type(value)  # which mypy takes for unhashable
-    if is_followed(kind):  # as a value it is sent as a whole
-        known = {*inside, id(value)}
-        return id(value) in inside or all(_is_plain(item, known) for item in attributes_of(value).values())
+    if is_tracked(kind):  # as a value it is sent as a whole
+        inner = {*parents, id(value)}
+        return id(value) in parents or all(_is_plain(item, inner) for item in attributes_of(value).values())
     return _is_plain_class(kind) and not (isinstance(value, Tensor) and isinstance(value, nn.Parameter))
 
 
@@ -346,7 +347,7 @@ def _is_plain_class(kind: type) -> bool:
 
 
 def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Return whether both have the same names, in the same order, for the same objects."""
+    """Return True if both have the same names, in the same order, for the same objects."""
     return list(now) == list(before) and all(map(is_, now.values(), before.values()))
 
 

@@ -1,17 +1,19 @@
-"""Run a backward in two parts: first what the stage before waits for, the gradients of parameters later.
+"""A backward pass in two parts: first the gradients of inputs, for which the previous stage waits, then of weights.
 
-Both parts walk the autograd graph itself, so no parameter can be forgotten. The graph falls in two: nodes from which an
-input is reached, and the rest, which leads to leaves only. The first part runs the former and notes the gradient that
-each of its nodes with an edge into the rest received. The second runs just these nodes again, for those edges only, and
-then the rest. An edge stays for the second part if nothing else enters the rest where it does; leaves after other
-edges (a bias used twice) get their whole gradient in the first part, which is as right and only less to put off. So do
-leaves that a Python autograd function uses together with an input: its backward cannot run in part.
+Both parts follow the autograd graph, so they cover every parameter. The graph has two parts: nodes that lead to an
+input, and the rest, which leads to other leaves only. The first part runs the former, and records the gradients
+received by the nodes with an edge into the rest. The second part runs these nodes again, for such edges only, and then
+the rest.
 
-What it costs: autograd keeps a microbatch's activations until the second part, and with non-reentrant activation
-checkpointing both parts recompute, each once. With the reentrant kind torch raises in the first part.
+An edge is deferred to the second part only if no other edge enters the rest at the same node. Leaves below other edges
+(a bias used twice) get their whole gradient in the first part, and so do leaves that a Python autograd function uses
+together with an input, since its backward cannot run in part.
+
+Cost: autograd keeps the activations of a microbatch until the second part; with non-reentrant activation checkpointing
+each part recomputes once. With reentrant checkpointing torch raises in the first part.
 
 Sharded parameters are gathered once for all passes, as copies that are leaves of autograd; their gradients are reduced
-when all second parts are done.
+after all second parts.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ Received = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """A node to run once more, with what it received in the first part, for ``edges`` only."""
+class _Rerun:
+    """A node to run again for ``edges`` only, with the gradients that it received in the first part."""
 
     node: Node
     received: Received
@@ -43,16 +45,16 @@ class _Again:
 
 @dataclass(frozen=True, slots=True)
 class DeferredBackward:
-    """The rest of a backward after its first part; keeps the activations alive."""
+    """The second part of a backward pass; keeps the activations alive."""
 
-    again: tuple[_Again, ...]
+    reruns: tuple[_Rerun, ...]
     roots: tuple[tuple[GradientEdge, Tensor], ...]
     leaves: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _BackwardSplit:
-    """The edges and leaves that wait for the second part; other leaves are ``early``."""
+    """The edges, roots and leaves of the second part; ``early`` are leaves of the first part."""
 
     edges: dict[Node, tuple[GradientEdge, ...]]
     roots: frozenset[Node]
@@ -63,73 +65,75 @@ class _BackwardSplit:
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> DeferredBackward:
-    """Accumulate the gradients of ``inputs`` into their ``grad`` and return what remains for ``backward_weight``.
+    """Accumulate the gradients of ``inputs`` into their ``grad``, and return the rest for `backward_weight`.
 
     Args:
-        outputs: what the stage computed; those without gradient are left out.
-        gradients: the gradient of each output. They must not be written to before ``backward_weight``.
-        inputs: leaves. One that is not reached keeps its ``grad``; without any that require it, everything remains.
+        outputs: of the stage; outputs that require no gradient are ignored.
+        gradients: the gradient of each output. They must not be written to before `backward_weight`.
+        inputs: leaves. An input that is not reached keeps its ``grad``. If none requires a gradient, the whole backward
+            is deferred.
     """
-    given = [
+    roots = [
         (get_gradient_edge(output), gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
         if output.requires_grad
     ]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    plan = _plan([edge.node for edge, _ in given], [get_gradient_edge(tensor).node for tensor in wanted])
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    split = _split([edge.node for edge, _ in roots], [get_gradient_edge(tensor).node for tensor in leaves])
     received: dict[Node, Received] = {}
-    hooks = [node.register_prehook(_note(received, node)) for node in plan.edges]
+    hooks = [node.register_prehook(_record(received, node)) for node in split.edges]
     try:
-        if wanted and given:
-            edges, grads = [edge for edge, _ in given], [gradient for _, gradient in given]
-            torch.autograd.backward(edges, grads, inputs=[*wanted, *plan.early], retain_graph=True)
+        if leaves and roots:
+            edges, grads = [edge for edge, _ in roots], [gradient for _, gradient in roots]
+            torch.autograd.backward(edges, grads, inputs=[*leaves, *split.early], retain_graph=True)
     finally:
         for hook in hooks:
             hook.remove()
     return DeferredBackward(
-        again=tuple(_Again(node, received[node], edges) for node, edges in plan.edges.items() if node in received),
-        roots=tuple((edge, gradient) for edge, gradient in given if edge.node in plan.roots),
-        leaves=plan.leaves,
+        reruns=tuple(_Rerun(node, received[node], edges) for node, edges in split.edges.items() if node in received),
+        roots=tuple((edge, gradient) for edge, gradient in roots if edge.node in split.roots),
+        leaves=split.leaves,
     )
 
 
-def backward_weight(rest: DeferredBackward) -> None:
-    """Accumulate the gradients that remain into the leaves' ``grad``; call it once, as it frees the graph."""
-    roots = list(rest.roots)
+def backward_weight(deferred: DeferredBackward) -> None:
+    """Accumulate the deferred gradients into the leaves' ``grad``. Call it once, as it frees the graph."""
+    roots = list(deferred.roots)
     with GraphExecGroup():  # checkpointed regions are recomputed once for all the calls below
-        for item in rest.again:
-            roots += _run_again(item)
+        for rerun in deferred.reruns:
+            roots += _rerun(rerun)
         if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots], inputs=rest.leaves)
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots], inputs=deferred.leaves)
 
 
-def _run_again(item: _Again) -> list[tuple[GradientEdge, Tensor]]:
-    """The gradients at the edges of one node; autograd leaves out what only the node's other edges need."""
-    given = [(GradientEdge(item.node, i), grad) for i, grad in enumerate(item.received) if grad is not None]
-    if not given:
+def _rerun(rerun: _Rerun) -> list[tuple[GradientEdge, Tensor]]:
+    """Return the gradients at the edges of one node; autograd computes no gradients for its other edges."""
+    roots = [(GradientEdge(rerun.node, i), grad) for i, grad in enumerate(rerun.received) if grad is not None]
+    if not roots:
         return []
-    # Tensor hooks run again here. What they make of the gradient is in `received` already.
-    hook = item.node.register_prehook(lambda _: item.received)
+    # Tensor hooks run again, but `received` contains their results already, so it replaces their output.
+    hook = rerun.node.register_prehook(lambda _: rerun.received)
     try:
-        edges, grads = [edge for edge, _ in given], [grad for _, grad in given]
-        found = torch.autograd.grad(edges, item.edges, grads, allow_unused=True)
+        edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
+        results = torch.autograd.grad(edges, rerun.edges, grads, allow_unused=True)
     finally:
         hook.remove()
-    return [(edge, grad) for edge, grad in zip(item.edges, found, strict=True) if grad is not None]
+    return [(edge, grad) for edge, grad in zip(rerun.edges, results, strict=True) if grad is not None]
 
 
-def _note(received: dict[Node, Received], node: Node) -> Callable[[Received], None]:
-    def note(gradients: Received) -> None:
+def _record(received: dict[Node, Received], node: Node) -> Callable[[Received], None]:
+    def record(gradients: Received) -> None:
         received[node] = gradients
 
-    return note
+    return record
 
 
 # ── the graph ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _BackwardSplit:
-    """Divide the graph below ``starts`` into what leads to ``sinks`` and the rest, in an order that all ranks share."""
+def _split(starts: Sequence[Node], sinks: Sequence[Node]) -> _BackwardSplit:
+    """Split the graph below ``starts`` into the nodes that lead to ``sinks`` and the rest, in the same order on all
+    ranks."""
     parents: defaultdict[Node, set[Node]] = defaultdict(set)
     nodes = _reach(starts, _children)
     for node in nodes:
@@ -141,20 +145,20 @@ def _plan(starts: Sequence[Node], sinks: Sequence[Node]) -> _BackwardSplit:
         for node in nodes
         if node in leading and node not in sinks
     }
-    early = _leaves(_reach(_not_to_put_off(entries, parents), _children))
+    early = _leaves(_reach(_not_deferrable(entries, parents), _children))
     late = _leaves(node for node in nodes if node not in leading and node not in early)
-    lasting = _reach(late, lambda node: parents[node])
-    edges = {node: tuple(edge for edge in found if edge.node in lasting) for node, found in entries.items()}
+    above_late = _reach(late, lambda node: parents[node])
+    deferred = {node: tuple(edge for edge in edges if edge.node in above_late) for node, edges in entries.items()}
     return _BackwardSplit(
-        edges={node: found for node, found in edges.items() if found},
-        roots=frozenset(node for node in starts if node in lasting and node not in leading),
+        edges={node: edges for node, edges in deferred.items() if edges},
+        roots=frozenset(node for node in starts if node in above_late and node not in leading),
         leaves=tuple(late.values()),
         early=tuple(early.values()),
     )
 
 
-def _not_to_put_off(entries: dict[Node, list[GradientEdge]], parents: dict[Node, set[Node]]) -> list[Node]:
-    """Return nodes where the rest is entered from several nodes, or from a Python function, which would run again."""
+def _not_deferrable(entries: dict[Node, list[GradientEdge]], parents: dict[Node, set[Node]]) -> list[Node]:
+    """Return the nodes of the rest with edges from several nodes, or from a Python autograd function."""
     return [
         edge.node
         for node, edges in entries.items()
@@ -172,18 +176,18 @@ def _children(node: Node) -> list[Node]:
 
 
 def _reach(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
-    """``starts`` and all that is reached from them, in the order in which it was found."""
-    found = dict.fromkeys(starts)
-    todo = list(found)
+    """Return ``starts`` and all nodes that can be reached from them, in the order of the search."""
+    reached = dict.fromkeys(starts)
+    todo = list(reached)
     while todo:
         for node in neighbours(todo.pop()):
-            if node not in found:
-                found[node] = None
+            if node not in reached:
+                reached[node] = None
                 todo.append(node)
-    return found
+    return reached
 
 
 def _leaves(nodes: Iterable[Node]) -> dict[Node, Tensor]:
-    """The leaves among ``nodes``: each node that accumulates a gradient, with the tensor it is for."""
+    """Return the nodes that accumulate a gradient, with their leaf tensors."""
     leaves = ((node, accumulated_leaf(node)) for node in nodes)
     return {node: leaf for node, leaf in leaves if leaf is not None}

@@ -1,7 +1,7 @@
-"""An optimizer of one pipeline stage: it steps with this stage's parameters, and shows user code those of all stages.
+"""The optimizer of a pipeline stage: it steps with this stage's parameters, and shows user code those of all stages.
 
-Its param groups have the order of the whole module wherever hooks and callbacks look at them. Its state is this stage's
-alone, so that hooks are told what they cannot read.
+In user code, param groups have the parameters of the whole module, in its order. The optimizer's state covers only this
+stage's parameters, and raises if a hook reads more.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
-_DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's words
+_DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's message
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
 
 
-class user_code:  # a context manager, entered dozens of times in a step
-    """Inside, param groups show the parameters of all stages; or, if not ``is_run``, those of this stage again.
+class user_code:  # a class, since it is entered dozens of times in a step
+    """A context in which param groups show the parameters of all stages; of this stage only, if not ``is_run``.
 
     Raises:
-        UnsupportedCodeError: in place of torch's error, if a state dict does not fit.
+        UnsupportedCodeError: instead of torch's error, if a state dict does not fit.
     """
 
     __slots__ = ("_is_run", "_token")
@@ -48,28 +48,28 @@ class user_code:  # a context manager, entered dozens of times in a step
 
 
 class GroupParameters(list[Tensor]):
-    """Parameters of this stage in a param group; in user code also what stands for the others, in their places."""
+    """The parameters of this stage in a param group; in user code also placeholders for the others, in order."""
 
     def __init__(self, whole: Sequence[Tensor]) -> None:
         super().__init__(tensor for tensor in whole if not isinstance(tensor, Placeholder))
         self._whole = list(whole)
 
-    def _shown(self) -> Sequence[Tensor]:
+    def _visible(self) -> Sequence[Tensor]:
         if not _IN_USER_CODE.get():
             return list(super().__iter__())
-        own = set(map(id, super().__iter__()))  # somebody may have added to it, or taken from it
-        shown = [tensor for tensor in self._whole if isinstance(tensor, Placeholder) or id(tensor) in own]
-        there = set(map(id, shown))
-        return [*shown, *(tensor for tensor in super().__iter__() if id(tensor) not in there)]
+        own = set(map(id, super().__iter__()))  # user code may have added or removed parameters
+        visible = [tensor for tensor in self._whole if isinstance(tensor, Placeholder) or id(tensor) in own]
+        ids = set(map(id, visible))
+        return [*visible, *(tensor for tensor in super().__iter__() if id(tensor) not in ids)]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._shown())
+        return iter(self._visible())
 
     def __len__(self) -> int:
-        return len(self._shown()) if _IN_USER_CODE.get() else super().__len__()
+        return len(self._visible()) if _IN_USER_CODE.get() else super().__len__()
 
     def __reversed__(self) -> Iterator[Tensor]:
-        return reversed(self._shown())
+        return reversed(self._visible())
 
     def __add__(self, other: Any) -> Any:
         return [*self, *other]
@@ -78,29 +78,29 @@ class GroupParameters(list[Tensor]):
         return [*other, *self]
 
     def copy(self) -> list[Tensor]:
-        return list(self._shown())
+        return list(self._visible())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Tensor]:
         return [deepcopy(parameter, memo) for parameter in super().__iter__()]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._shown()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
+        return self._visible()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
 
 
 class StageState(defaultdict[Tensor, Any]):
-    """The state of this stage's parameters, by parameter; user code can read it of those, one by one."""
+    """The optimizer state of this stage's parameters. User code may read it by parameter, but not as a whole."""
 
     def __init__(self, state: Mapping[Tensor, Any]) -> None:
         super().__init__(dict, state)
 
     def __missing__(self, parameter: Tensor) -> Any:
         if isinstance(parameter, Placeholder):
-            raise self._refused(f"that of {parameter.origin}")
+            raise self._error(f"the state of {parameter.origin}")
         return super().__missing__(parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Tensor, Any]:
-        found = super().items()
-        return defaultdict(dict, {deepcopy(key, memo): deepcopy(value, memo) for key, value in found})
+        items = super().items()
+        return defaultdict(dict, {deepcopy(key, memo): deepcopy(value, memo) for key, value in items})
 
     def __iter__(self) -> Iterator[Tensor]:
         self._check()
@@ -124,37 +124,37 @@ class StageState(defaultdict[Tensor, Any]):
 
     def _check(self) -> None:
         if _IN_USER_CODE.get():
-            raise self._refused("all of it")
+            raise self._error("the state of all parameters")
 
-    def _refused(self, what: str) -> UnsupportedCodeError:
+    def _error(self, part: str) -> UnsupportedCodeError:
         return UnsupportedCodeError(
-            f"a hook reads the state of an optimizer, {what}; this pipeline stage has the state of its own parameters "
-            "alone. Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with "
+            f"a hook reads the state of an optimizer: {part}. A pipeline stage has only the state of its own "
+            "parameters. Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with "
             "lightning_shardckpt.open."
         )
 
 
 def show_all_stages(optimizer: Optimizer) -> None:
-    """Let the param groups of ``optimizer``, which have the parameters of the whole module, step with this stage's.
+    """Make an optimizer of the whole module's parameters step with this stage's, and show user code all.
 
-    Those that are added later, too; and let what user code reads of its state be complete, or an error.
+    Also replaces ``add_param_group``, and guards the optimizer's state.
     """
     add = type(optimizer).add_param_group
 
     def add_param_group(group: dict[str, Any]) -> None:
-        given = group["params"]
-        some = [given] if isinstance(given, Tensor) else list(given)
+        params = group["params"]
+        whole = [params] if isinstance(params, Tensor) else list(params)
         with user_code(False):
-            add(optimizer, {**group, "params": [tensor for tensor in some if not isinstance(tensor, Placeholder)]})
-        optimizer.param_groups[-1]["params"] = GroupParameters(some)
+            add(optimizer, {**group, "params": [tensor for tensor in whole if not isinstance(tensor, Placeholder)]})
+        optimizer.param_groups[-1]["params"] = GroupParameters(whole)
 
     for group in optimizer.param_groups:
         group["params"] = GroupParameters(group["params"])
     optimizer.__dict__["add_param_group"] = add_param_group
-    watch_state(optimizer)
+    guard_state(optimizer)
 
 
-def watch_state(optimizer: Optimizer) -> None:
-    """Let ``optimizer.state`` be an error in user code that goes over all of it; again after each load."""
+def guard_state(optimizer: Optimizer) -> None:
+    """Make ``optimizer.state`` a `StageState`. Call it again after each load."""
     if not isinstance(optimizer.state, StageState):
         optimizer.state = StageState(optimizer.state)

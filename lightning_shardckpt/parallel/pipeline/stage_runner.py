@@ -1,7 +1,7 @@
-"""Run a rank's part of a schedule: its stages' forward and backward passes, in order, with messages to its neighbours.
+"""Run a rank's part of a schedule: forward and backward passes of its stages, with messages to neighbouring stages.
 
-After a failure a rank goes on with its list, so that nobody waits for it: it discards what it receives, and sends word
-of the failure in place of each result.
+After a failure a rank continues with its list, so that no other rank waits for it: it discards the messages that it
+receives, and sends the failure instead of each result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
-from lightning_shardckpt.parallel.pipeline.microbatch import copied
+from lightning_shardckpt.parallel.pipeline.microbatch import copy_batch
 from lightning_shardckpt.parallel.pipeline.p2p import Message, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
@@ -25,11 +25,7 @@ from lightning_shardckpt.system.random_generators import seed_rng
 
 
 class StageRunner:
-    """Runs operations of this rank's stages.
-
-    Args:
-        transport: between this rank and the others of its pipeline.
-    """
+    """Runs the operations of this rank's stages."""
 
     def __init__(self, gates: Gates, plan: StagePlan, schedule: Schedule, transport: Transport) -> None:
         self._gates, self._plan = gates, plan
@@ -37,7 +33,7 @@ class StageRunner:
         self._last = schedule.stages - 1
 
     def flush(self) -> None:
-        """Wait until all messages have arrived. Call when every peer has received what it is going to."""
+        """Wait until all sent messages have arrived. Call it after all ranks have received their messages."""
         self._transport.flush()
 
     def run(
@@ -49,15 +45,17 @@ class StageRunner:
         first: Callable[[StepState], None] | None = None,
         failure: Exception | None = None,
     ) -> None:
-        """Run ``first``, then a part of the schedule; after a ``failure``, only tell the neighbours of it.
+        """Run ``first``, then a part of the schedule. After an earlier ``failure`` only send it to the neighbours.
+
+        Collective: every rank of the pipeline must call it.
 
         Raises:
-            Exception: the first failure, when all operations are done or discarded.
+            Exception: the first failure, after all operations are done or discarded.
         """
         plan = self._schedule.plan(self._transport.rank, microbatches, part)
         for item in plan:
             if isinstance(item, Receive):
-                self._transport.expect(item)
+                self._transport.post_header(item)
         try:
             if first is not None:
                 first(state)
@@ -65,7 +63,7 @@ class StageRunner:
             failure = error
         for item in plan:
             if isinstance(item, Receive):
-                self._transport.begin(item)
+                self._transport.post_tensors(item)
             elif failure is not None:
                 self._discard(item)
             else:
@@ -77,7 +75,7 @@ class StageRunner:
         if failure is not None:
             self._transport.flush()
             raise failure
-        self._finish_weights(state, list(state.rests))
+        self._finish_weights(state, list(state.deferred))
 
     def _run_one(self, state: StepState, op: Op) -> None:
         if op.kind == "forward":
@@ -100,13 +98,14 @@ class StageRunner:
         stage, microbatch = op.stage, op.microbatch
         start, stop = self._plan.ranges[stage]
         whole = stage == self._last and state.whole_steps
-        carry = state.carries.get(stage, ())
+        positions = state.positions.get(stage, ())
         receive = partial(self._transport.receive, "forward", stage - 1, microbatch)
-        run = StageRun("run", start, stop, whole=whole, carry=carry, receive=receive, draws=state.draws)
+        run = StageRun("run", start, stop, whole=whole, positions=positions, receive=receive, draws=state.draws)
         share = state.shares[microbatch]
+        batch = copy_batch(state.batches[microbatch])
         seed_rng(state.seed + microbatch)
-        with for_samples(state.samples[microbatch]), state.watched(stage, microbatch):
-            self._gates.run(run, lambda: state.step.run(copied(state.batches[microbatch]), share if whole else None))
+        with for_samples(state.samples[microbatch]), state.watch_attributes(stage, microbatch):
+            self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
         outputs = run.outputs
         if whole:
             loss = state.step.loss(run.returned)
@@ -117,39 +116,37 @@ class StageRunner:
             state.outputs.append((run.returned, share))
             outputs = [loss]
         if state.step.train or stage == self._last:
-            state.stored[stage, microbatch] = StashedForward(run.entered, outputs, run.carry)
-        tensors = zip(carry, outputs, strict=False)
-        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, run.facts))
+            state.forwards[stage, microbatch] = StashedForward(run.entries, outputs, run.positions)
+        tensors = zip(positions, outputs, strict=False)
+        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, run.checks))
 
     def _backward_one(self, state: StepState, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch
-        stored = state.stored.pop((stage, microbatch))
+        forward = state.forwards.pop((stage, microbatch))
         gradients: list[Tensor | None]
         if stage < self._last:
             received = self._transport.receive("backward", stage, microbatch).tensors
-            gradients = [received[p][0] if p in received else None for p in state.carries[stage]]
+            gradients = [received[p][0] if p in received else None for p in state.positions[stage]]
         elif state.whole_steps:
             assert state.scale is not None
             gradients = [state.scale.double() * state.shares[microbatch]]
         else:
             gradients = state.gradients[microbatch]
-        pairs = [(o, g) for o, g in zip(stored.outputs, gradients, strict=True) if o.requires_grad and g is not None]
-        if pairs:  # else the loss does not depend on this part
+        pairs = [(o, g) for o, g in zip(forward.outputs, gradients, strict=True) if o.requires_grad and g is not None]
+        entries = {p: entry for p, entry in forward.entries.items() if entry is not None}
+        if pairs:  # else the loss does not depend on this stage
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
-            tokens = [entry.token for entry in stored.entered.values() if entry is not None]
-            if op.kind == "backward_input" and tokens:
-                with for_samples(state.samples[microbatch]):
-                    state.rests[stage, microbatch] = backward_input(outputs, grads, tokens)
-            else:
-                with for_samples(state.samples[microbatch]):  # whose layers activation checkpointing may run again
+            with for_samples(state.samples[microbatch]):  # activation checkpointing may run layers again
+                if op.kind == "backward_input" and entries:
+                    tokens = [entry.token for entry in entries.values()]
+                    state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
+                else:
                     torch.autograd.backward(outputs, grads)
-        entered = {p: entry.grad for p, entry in stored.entered.items() if entry is not None}
-        tensors = {p: (grad, False) for p, grad in entered.items() if grad is not None}
-        self._send(op, Message(tensors))
+        self._send(op, Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None}))
 
-    def _finish_weights(self, state: StepState, places: Sequence[tuple[int, int]]) -> None:
-        for place in places:
-            rest = state.rests.pop(place, None)  # nothing, if all of the backward ran at once
-            if rest is not None:
-                with for_samples(state.samples[place[1]]):
-                    backward_weight(rest)
+    def _finish_weights(self, state: StepState, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            deferred = state.deferred.pop(key, None)  # None if the whole backward ran at once
+            if deferred is not None:
+                with for_samples(state.samples[key[1]]):
+                    backward_weight(deferred)

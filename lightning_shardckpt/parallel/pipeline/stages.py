@@ -1,8 +1,8 @@
-"""Decide which part of a module each pipeline stage owns.
+"""Assignment of modules to pipeline stages. Pure: the module is not changed.
 
-The *layers* (the trunk) are split into consecutive ranges, one per stage. Every other module with parameters goes whole
-to the first stage or to the last, by its place before or after the layers in order of registration. Modules without
-parameters stay everywhere, as do parameters that belong to no such module: all stages hold those.
+The *layers* (the trunk) are split into consecutive ranges, one per stage. Every other module with parameters goes to
+the first stage if it is registered before the layers, to the last one if after. All stages have modules without
+parameters, and parameters outside of these modules.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StagePlan:
     """The assignment of modules with parameters to stages; names are clean FQNs.
 
     Attributes:
-        layers: the trunk, in the order in which a step calls it.
-        ranges: for each stage the half-open range of its layers.
-        others: every other module with parameters → where it is.
+        layers: the trunk, in the order in which a step calls the layers.
+        ranges: the half-open range of layers of each stage.
+        others: the place of every other module with parameters.
     """
 
     layers: tuple[str, ...]
@@ -42,7 +42,7 @@ class StagePlan:
         return len(self.ranges)
 
     def holders(self, name: str) -> frozenset[int]:
-        """The stages that hold the parameter, the buffer or the module of this clean FQN."""
+        """Return the stages that have the parameter, the buffer or the module of this clean FQN."""
         for unit, stages in self._units():
             if name == unit or name.startswith(f"{unit}."):
                 return stages
@@ -54,12 +54,12 @@ class StagePlan:
         units = [(self.layers[i], frozenset({s})) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)]
         return units + [(name, where[place]) for name, place in self.others.items()]
 
-    def sees_whole(self, name: str) -> bool:
-        """Return whether the module of this clean FQN sees the whole batch, if what comes after the layers does."""
+    def sees_whole_batch(self, name: str) -> bool:
+        """Return False for layers and modules before or beside them, which see microbatches; by clean FQN."""
         return not is_inside(name, [unit for unit in self.units() if self.others.get(unit) != "last"])
 
     def units(self) -> dict[str, frozenset[int]]:
-        """The stages of every layer and every other module with parameters."""
+        """Return the stages of every layer and every other module with parameters, by clean FQN."""
         return dict(self._units())
 
 
@@ -71,18 +71,18 @@ def plan_stages(
     split: Split = "even",
     modules: Mapping[str, Where] | None = None,
 ) -> StagePlan:
-    """Decide for the whole of ``root``, before anything is split.
+    """Return the assignment of the modules of ``root`` to stages.
 
     Args:
-        root: the LightningModule.
-        stages: how many.
-        layers: patterns that name the trunk; by default the largest list of layers.
-        split: "even" by number of layers, "cost" by parameters including the other modules, or the names of the first
-            layers of all stages but the first.
-        modules: pattern → where modules other than layers go.
+        root: the whole module.
+        stages: their number.
+        layers: patterns for the names of the layers; by default the largest list of layers.
+        split: "even" by number of layers; "cost" by number of parameters, including the other modules; or the names of
+            the first layers of all stages but the first.
+        modules: places of modules other than layers, by pattern.
 
     Raises:
-        TopologyError: if there are no layers, too few, or names match nothing.
+        TopologyError: if there are no or too few layers, or a pattern matches no module.
     """
     trunk = _named_layers(root, layers) if layers is not None else _largest_trunk(root, stages)
     others = _place_others(root, trunk, modules or {})
@@ -91,7 +91,7 @@ def plan_stages(
 
 
 def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
-    """The list with most parameters, of those with enough layers if there are such."""
+    """Return the layers of the list with most parameters, preferring lists with enough layers."""
     best: tuple[tuple[bool, int], list[str]] | None = None
     names = module_names(root)
     for module in named_modules(root).values():
@@ -111,7 +111,7 @@ def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
 
 
 def _is_trunk(module: nn.Module) -> bool:
-    """A Sequential of anything, or a list or dict of layers; with at least two that have parameters."""
+    """Return True for a Sequential, or a list or dict of layers, with at least two children that have parameters."""
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     if len(children) < 2:
         return False
@@ -126,14 +126,15 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for pattern in patterns:
         matching = matching_fqns(modules, pattern)
-        found = [name for name in matching if name not in chosen]
-        if not found:
-            what = "only layers that are named already" if matching else f"no module of {type(root).__name__}"
-            near = "" if matching else suggest_names(modules, pattern)
-            raise TopologyError(f"pipeline_layers: {pattern!r} matches {what}{near}")
-        if len(found) == 1 and isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
-            found = [names[child] for child in modules[found[0]].children()]
-        chosen += found
+        new = [name for name in matching if name not in chosen]
+        if not matching:
+            hint = suggest_names(modules, pattern)
+            raise TopologyError(f"pipeline_layers: {pattern!r} matches no module of {type(root).__name__}{hint}")
+        if not new:
+            raise TopologyError(f"pipeline_layers: {pattern!r} matches only layers that are named already")
+        if len(new) == 1 and isinstance(modules[new[0]], nn.ModuleList | nn.ModuleDict):
+            new = [names[child] for child in modules[new[0]].children()]
+        chosen += new
     nested = [a for a in chosen if any(a.startswith(f"{b}.") for b in chosen)]
     if nested:
         raise TopologyError(f"pipeline_layers: {nested[0]} is a part of another layer that is named")
@@ -141,13 +142,13 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, Where]) -> dict[str, Where]:
-    """Place every module outside the trunk that has parameters, outermost first, by where it is registered.
+    """Return the places of all modules with parameters outside of the trunk, outermost first, by registration.
 
-    A module that is registered again is the same one: on both sides of the layers, it is on every stage.
+    A module that is registered on both sides of the layers is placed on every stage.
     """
     modules, names = named_modules(root), module_names(root)
     trunk = {modules[name] for name in layers}
-    asked = _asked(modules, wanted, root)
+    requested = _match_requests(modules, wanted, root)
     places = dict[str, set[Where | None]]()
 
     def walk(prefix: str, parent: nn.Module) -> None:
@@ -164,40 +165,40 @@ def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, W
                 places.setdefault(unit, set()).add("first" if before else "last" if after else None)
 
     walk("", root)
-    unused = [name for name in asked if name not in places]
+    unused = [name for name in requested if name not in places]
     if unused:
         raise TopologyError(
             f"pipeline_modules: {unused[0]} cannot be placed: it is a layer, a part of one, a part of another module, "
             f"or has no parameters. Modules that can be: {sorted(places)}"
         )
-    return {name: asked.get(name) or _by_place(name, found) for name, found in places.items()}
+    return {name: requested.get(name) or _default_place(name, sides) for name, sides in places.items()}
 
 
-def _by_place(name: str, found: set[Where | None]) -> Where:
-    if None not in found:
-        return "every" if len(found) > 1 else cast("Where", next(iter(found)))
+def _default_place(name: str, sides: set[Where | None]) -> Where:
+    if None not in sides:
+        return "every" if len(sides) > 1 else cast("Where", next(iter(sides)))
     raise TopologyError(
-        f"{name} is registered between layers of the pipeline: say where it belongs, "
-        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or name it among pipeline_layers"
+        f"{name} is registered between layers of the pipeline: set its place by "
+        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or add it to pipeline_layers"
     )
 
 
-def _asked(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
-    asked: dict[str, Where] = {}
+def _match_requests(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
+    requested: dict[str, Where] = {}
     for pattern, where in wanted.items():
         names = matching_fqns(dict(modules), pattern)
         if where not in get_args(Where):
             raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
         if not names:
-            near = suggest_names(modules, pattern)
-            raise TopologyError(f"pipeline_modules: {pattern!r} matches no module of {type(root).__name__}{near}")
+            hint = suggest_names(modules, pattern)
+            raise TopologyError(f"pipeline_modules: {pattern!r} matches no module of {type(root).__name__}{hint}")
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
-        asked |= dict.fromkeys(outermost, where)
-    return asked
+        requested |= dict.fromkeys(outermost, where)
+    return requested
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Parameters, or statistics that training changes."""
+    """Return True for a module with parameters, or with statistics that training changes."""
     statistics = any(isinstance(m, NormWithStatistics) and m.running_mean is not None for m in module.modules())
     return statistics or any(True for _ in module.parameters())
 
@@ -227,9 +228,9 @@ def _split(
 
 
 def _balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """The first index of each of ``stages`` consecutive parts whose largest sum is least.
+    """Return the start of each of ``stages`` consecutive parts such that the largest sum is minimal.
 
-    Of equally good ones, that in which early parts are larger.
+    Among equal solutions, prefers larger early parts.
 
     >>> _balanced([1, 1, 1, 1, 1], 2), _balanced([9, 1, 1, 1], 2)
     ([0, 3], [0, 1])
@@ -238,7 +239,7 @@ def _balanced(costs: Sequence[int], stages: int) -> list[int]:
     total = [0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][i]: (least largest sum, unevenness, starts) of the first i items in k parts
+    # best[i]: (largest sum, sum of squares, starts) of the first i items in `parts` parts
     best: list[tuple[int, int, list[int]]] = [(total[i], total[i] ** 2, [0]) for i in range(count + 1)]
     for parts in range(2, stages + 1):
         best = [
@@ -256,11 +257,10 @@ def _balanced(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _split_at(layers: Sequence[str], names: Sequence[str], stages: int) -> list[tuple[int, int]]:
-    lost = [name for name in names if name not in layers]
-    if lost or len(names) != stages - 1:
+    if len(names) != stages - 1 or not set(names) <= set(layers):
         raise TopologyError(
-            f"pipeline_split names the first layer of each of {stages} stages but the first, so {stages - 1} of "
-            f"{list(layers)}; found {list(names)}"
+            f"pipeline_split must name the first layer of all {stages} stages but the first: expected {stages - 1} of "
+            f"{list(layers)}, found {list(names)}"
         )
     starts = [0, *(list(layers).index(name) for name in names), len(layers)]
     if any(a >= b for a, b in pairwise(starts)):

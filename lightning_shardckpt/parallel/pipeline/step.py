@@ -1,4 +1,4 @@
-"""State of one pipelined step while it runs."""
+"""The state of one pipelined step while it runs, and the protocol of the user's step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 
 
 class UserStep(Protocol):
-    """A step of the user's to run; what the pipeline needs to know about it."""
+    """A user's step, as the pipeline needs it."""
 
     name: str
     batch: Any
@@ -25,16 +25,21 @@ class UserStep(Protocol):
 
     @property
     def drew(self) -> bool:
-        """Whether a run that does not count drew from a generator of the module's."""
+        """True if a run without effects drew from a random generator of the module."""
 
     def run(self, batch: Any, share: float | None) -> Any:
-        """Run it on a part of the batch. ``share``: of the samples; None if what it logs doesn't count."""
+        """Run the step on a part of the batch.
+
+        Args:
+            batch: the part.
+            share: its share of the samples; None for a run without effects, whose logged values are discarded.
+        """
 
     def loss(self, output: Any) -> Tensor | None:
-        """The loss in what the step returned."""
+        """Return the loss in the output of the step."""
 
     def report(self, outputs: list[tuple[Any, float]]) -> Any:
-        """Return what all stages must know of the last one's outputs, each with its share of the samples.
+        """Return the results that all stages need, from the outputs of the step and their shares of the samples.
 
         Runs on the last stage.
         """
@@ -42,32 +47,32 @@ class UserStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StashedForward:
-    """The values that a forward of one stage on one microbatch leaves for its backward."""
+    """The values that one stage's forward on one microbatch keeps for its backward; as in `StageRun`."""
 
-    entered: dict[int, GraphEntry | None]
+    entries: dict[int, GraphEntry | None]
     outputs: list[Tensor]
-    carry: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class StepState:
-    """State of the step that runs now.
+    """The state of the running step.
 
     Attributes:
-        shares: of the samples, per microbatch.
-        samples: which these are, per microbatch, where somebody said so.
-        seed: of what the step draws outside of modules, the same on all stages.
+        shares: the share of the samples of each microbatch.
+        samples: the numbers of the samples of each microbatch, if known.
+        seed: of random numbers drawn outside of modules, the same on all stages.
         scale: the gradient of the loss.
-        whole_steps: whether the last stage runs the whole step on each microbatch.
-        draws: whether it draws random numbers before its layers.
-        watched: returns what surrounds the forward of a stage on a microbatch.
-        carries: for each stage of this rank, the positions of the arguments that cross the boundary after it.
-        stored: by stage and microbatch.
-        rests: backward passes whose gradients of weights are put off.
-        outputs: what whole runs of the step returned, with their shares.
+        whole_steps: True if the last stage runs the whole step on each microbatch.
+        draws: True if the step draws random numbers before its layers.
+        watch_attributes: returns a context manager for the forward of a stage on a microbatch.
+        positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
+        forwards: by stage and microbatch.
+        deferred: the weight gradients to be computed later, by stage and microbatch.
+        outputs: the outputs of whole runs of the step, with their shares of the samples.
         results: of the layers, for the rest of the step.
-        gradients: of these, per microbatch.
-        batch_digest: of its batch's tensors on a GPU, on its way.
+        gradients: of the results, per microbatch.
+        batch_digest: of the batch's tensors on a GPU, while it is copied.
     """
 
     step: UserStep
@@ -77,11 +82,11 @@ class StepState:
     scale: Tensor | None
     whole_steps: bool
     draws: bool = False
-    watched: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
+    watch_attributes: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
     samples: list[SampleNumbers | None] = field(default_factory=list)
-    carries: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    stored: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
-    rests: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)
+    positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forwards: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None
     results: Results | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.microbatch import copied, join, samples_in, split_batch
+from lightning_shardckpt.parallel.pipeline.microbatch import copy_batch, count_samples, join, split_batch
 
 
 class Pair(NamedTuple):
@@ -106,7 +106,7 @@ def leaves(value: Any) -> list[Any]:
 @pytest.mark.parametrize("name", BATCHES)
 def test_microbatches_hold_each_sample_once_and_in_order(name: str, samples: int, count: int) -> None:
     batch = BATCHES[name](samples)
-    assert samples_in(batch) == samples or samples == 1
+    assert count_samples(batch) == samples or samples == 1
     parts, sizes = split_batch(batch, count)
     if count == 1:
         assert parts[0] is batch
@@ -144,7 +144,7 @@ def test_microbatches_are_views_of_the_batch() -> None:
 
 def test_what_has_no_tensors_counts_as_one_sample() -> None:
     for batch in (None, 3, "a", {"n": 1}, torch.tensor(2.0), [torch.ones(1, 3)]):
-        assert samples_in(batch) == 1
+        assert count_samples(batch) == 1
         assert split_batch(batch, 1) == ([batch], [1])
 
 
@@ -152,7 +152,7 @@ def test_tensors_that_disagree_are_an_error_that_lists_them() -> None:
     batch = {"x": rows(8, 2), "y": [rows(8), rows(4, 2)]}
     message = r"batch\['x'\]': 8.*batch\['y'\]\[1\]\": 4.*pipeline_microbatches=1"
     with pytest.raises(UnsupportedCodeError, match=r"first dims.*differ.*8.*4.*pipeline_microbatches=1") as caught:
-        samples_in(batch)
+        count_samples(batch)
     assert "batch['y'][1]" in str(caught.value), message
 
 
@@ -280,6 +280,6 @@ def test_nested_tensors_are_refused_by_their_place() -> None:
 
 def test_a_dataclass_keeps_what_it_was_given() -> None:
     batch = Derived(rows(4, 2))
-    assert torch.equal(copied(batch).x, batch.x) and copied(batch).x is not batch.x
+    assert torch.equal(copy_batch(batch).x, batch.x) and copy_batch(batch).x is not batch.x
     (first, _), _ = split_batch(batch, 2)
     assert torch.equal(first.x, batch.x[:2]) and torch.equal(first.scaled, batch.scaled[:2])

@@ -274,7 +274,7 @@ class Impatient(ScheduleInterleaved1F1B):
 def test_a_class_that_was_written_for_torch_gives_its_order() -> None:
     schedule = resolve_schedule(Impatient, 2, 2)
     torchs = resolve_schedule("interleaved_1f1b", 2, 2)
-    assert (schedule.name, schedule.interleaves_backward, schedule.most_microbatches) == ("Impatient", False, None)
+    assert (schedule.name, schedule.interleaves_backward, schedule.max_microbatches) == ("Impatient", False, None)
     for microbatches in range(1, 7):
         for rank in range(2):
             found, theirs = schedule.operations(rank, microbatches), torchs.operations(rank, microbatches)
@@ -296,7 +296,7 @@ def test_a_file_in_torchs_format_gives_its_order_for_as_many_microbatches_or_few
     path = tmp_path / "order.csv"
     path.write_text("\n".join(rows) + "\n")
     schedule = resolve_schedule(str(path), 2, 1)
-    assert (schedule.most_microbatches, schedule.interleaves_backward) == (3, True)
+    assert (schedule.max_microbatches, schedule.interleaves_backward) == (3, True)
     short = {"forward": "f", "backward": "b", "backward_input": "i", "backward_weight": "w"}
     spelled = {m: " ".join(f"{short[op.kind]}{op.microbatch}" for op in schedule.operations(0, m)) for m in (3, 2)}
     assert spelled == {3: "f0 f1 b0 f2 i1 b2 w1", 2: "f0 f1 b0 i1 w1"}

@@ -22,7 +22,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.side_effects import Memory
+from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, in_stage_run
 
 CPU = torch.device("cpu")
@@ -232,15 +232,15 @@ def test_restoring_leaves_everything_as_it_was_the_objects_too(name: str) -> Non
     before = state(module)
     objects = {k: v for m in parts(module) for k, v in {**vars(m), **m._buffers}.items()}
     tensors = {k: id(v) for k, v in {**vars(module), **module._buffers}.items()}
-    memory = Memory(parts(module))
-    for _ in range(2):  # one memory serves many passes
+    snapshot = ModuleSnapshot(parts(module))
+    for _ in range(2):  # one snapshot serves many passes
         STEPS[name](module)
-        memory.restore()
+        snapshot.restore()
         assert state(module) == before
     assert {k: id(v) for k, v in {**vars(module), **module._buffers}.items()} == tensors
     assert objects  # kept alive, so that no id is used twice
     other = Module()
-    Memory(parts(other)).apply(memory.changes(), CPU)
+    ModuleSnapshot(parts(other)).apply(snapshot.changes(), CPU)
     assert state(other) == before
 
 
@@ -249,10 +249,10 @@ def test_changes_make_another_stage_as_if_it_had_run_the_step(name: str) -> None
     here, there, oracle = Module(), Module(), Module()
     before = state(oracle)
     for _ in range(1 if name in ONCE else 2):
-        memory, other = Memory(parts(here)), Memory(parts(there))
+        snapshot, other = ModuleSnapshot(parts(here)), ModuleSnapshot(parts(there))
         STEPS[name](oracle)
         STEPS[name](here)
-        other.apply(pickle.loads(pickle.dumps(memory.changes())), CPU)
+        other.apply(pickle.loads(pickle.dumps(snapshot.changes())), CPU)
         assert state(here) == state(oracle)  # looking changes nothing
         assert state(there) == state(oracle)
         assert (state(there) == before) == (name == "nothing")
@@ -260,11 +260,11 @@ def test_changes_make_another_stage_as_if_it_had_run_the_step(name: str) -> None
 
 def test_what_was_sent_shares_no_memory_and_no_history_with_the_module() -> None:
     module: Any = Module()
-    memory = Memory(parts(module))
+    snapshot = ModuleSnapshot(parts(module))
     module.total = module.weight * 2
     module.losses.append(module.weight * 3)
     module.mean += 1
-    found = {change.name: change.value for change in memory.changes()}
+    found = {change.name: change.value for change in snapshot.changes()}
     module.mean += 1
     assert not found["total"].requires_grad
     assert not found["losses"][0].requires_grad
@@ -274,32 +274,32 @@ def test_what_was_sent_shares_no_memory_and_no_history_with_the_module() -> None
 def test_a_list_that_grows_is_sent_by_what_is_new() -> None:
     module: Any = Module()
     module.losses = [torch.ones(1)] * 1000
-    memory = Memory(parts(module))
+    snapshot = ModuleSnapshot(parts(module))
     module.losses.append(2.0)
-    (change,) = memory.changes()
+    (change,) = snapshot.changes()
     assert (change.kind, change.name, change.value) == ("extend", "losses", [2.0])
 
 
 def test_parameters_are_left_alone_and_buffers_that_are_not_saved_are_not() -> None:
     module: Any = Module()
-    memory = Memory(parts(module))
+    snapshot = ModuleSnapshot(parts(module))
     with torch.no_grad():
         module.weight += 1
-    assert memory.changes() == []
+    assert snapshot.changes() == []
     module.scratch += 1
-    assert [change.name for change in memory.changes()] == ["scratch"]
-    memory.restore()
+    assert [change.name for change in snapshot.changes()] == ["scratch"]
+    snapshot.restore()
     assert module.scratch.tolist() == [0, 0, 0]
     assert module.weight.tolist() == [2, 2]
 
 
 def test_objects_that_are_no_plain_data_are_left_alone() -> None:
     module: Any = Module()
-    memory = Memory(parts(module))
+    snapshot = ModuleSnapshot(parts(module))
     module.thing = other = Thing()
     module.things.append(other)
-    assert memory.changes() == []
-    memory.restore()
+    assert snapshot.changes() == []
+    snapshot.restore()
     assert module.thing is other
     assert len(module.things) == 2
 
@@ -307,24 +307,24 @@ def test_objects_that_are_no_plain_data_are_left_alone() -> None:
 def test_an_attribute_that_becomes_an_object_is_not_deleted_on_other_stages() -> None:
     here: Any = Module()
     there: Any = Module()
-    memory, other = Memory(parts(here)), Memory(parts(there))
+    snapshot, other = ModuleSnapshot(parts(here)), ModuleSnapshot(parts(there))
     here.nothing = Thing()
-    other.apply(pickle.loads(pickle.dumps(memory.changes())), CPU)
+    other.apply(pickle.loads(pickle.dumps(snapshot.changes())), CPU)
     assert there.nothing is None
-    memory.restore()
+    snapshot.restore()
     assert here.nothing is None
 
 
 def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent_and_cannot_be_undone() -> None:
     here: Any = Module()
     there: Any = Module()
-    memory, other = Memory(parts(here)), Memory(parts(there))
+    snapshot, other = ModuleSnapshot(parts(here)), ModuleSnapshot(parts(there))
     here.table["y"] += 2
     here.losses[1].mul_(3)
-    other.apply(pickle.loads(pickle.dumps(memory.changes())), CPU)
+    other.apply(pickle.loads(pickle.dumps(snapshot.changes())), CPU)
     assert state(there) == state(here)
     with pytest.raises(UnsupportedCodeError, match=r"(table|losses), or a tensor inside of it, is changed in place"):
-        memory.restore()
+        snapshot.restore()
 
 
 @pytest.mark.parametrize("attribute", ["mean", "total"])
@@ -332,7 +332,7 @@ def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent_and_cannot_be_undon
 def test_state_that_something_unknown_was_written_into_gets_its_value_back(attribute: str, write: str) -> None:
     module: Any = Module()
     tensor = getattr(module, attribute)
-    before, memory = tensor.clone(), Memory(parts(module))
+    before, snapshot = tensor.clone(), ModuleSnapshot(parts(module))
     unknown = Placeholder.like(tensor, "net.embed", CPU)
     with in_stage_run():
         if write == "+=":
@@ -342,8 +342,8 @@ def test_state_that_something_unknown_was_written_into_gets_its_value_back(attri
         else:
             tensor.copy_(unknown)
     with pytest.raises(UnsupportedCodeError, match=rf"{attribute}.*net\.embed"):
-        memory.changes()
-    memory.restore()
+        snapshot.changes()
+    snapshot.restore()
     assert type(tensor) is Tensor
     assert getattr(module, attribute) is tensor
     assert torch.equal(tensor, before)
@@ -351,17 +351,17 @@ def test_state_that_something_unknown_was_written_into_gets_its_value_back(attri
 
 def test_an_attribute_that_became_unknown_is_an_error_that_names_it() -> None:
     module: Any = Module()
-    memory = Memory(parts(module))
+    snapshot = ModuleSnapshot(parts(module))
     module.losses.append(Placeholder.like(torch.ones(2), "net.embed", CPU))
     with pytest.raises(UnsupportedCodeError, match=r"losses.*net\.embed"):
-        pickle.dumps(memory.changes())
+        pickle.dumps(snapshot.changes())
 
 
 def test_an_iterator_may_be_used_where_a_step_runs_once() -> None:
     module: Any = Module()
     module.meter.words = iter([1, 2, 3])
     with (
-        Memory(parts(module)).iterators.refused(),
+        ModuleSnapshot(parts(module)).iterators.refuse(),
         pytest.raises(UnsupportedCodeError, match="words of Meter, an iterator or a file, is used before"),
     ):
         next(module.meter.words)

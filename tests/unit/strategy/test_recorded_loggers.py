@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_shardckpt.strategy.user_steps import WrittenCall, recorded_loggers
+from lightning_shardckpt.strategy.user_steps import LoggerCall, record_loggers
 
 
 class Summary(UserDict[str, Any]):
@@ -57,8 +57,8 @@ def write(logger: Any) -> None:
 def test_calls_are_noted_and_repeated_on_the_loggers() -> None:
     loggers, oracle = [Notes(), Notes()], Notes()
     trainer: Any = SimpleNamespace(loggers=loggers)
-    noted: list[WrittenCall] = []
-    with recorded_loggers(trainer, noted.append):
+    noted: list[LoggerCall] = []
+    with record_loggers(trainer, noted.append):
         write(trainer.loggers[1])
     assert trainer.loggers is loggers
     assert not loggers[1].writer.lines and not loggers[1].writer.summary
