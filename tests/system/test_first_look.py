@@ -190,7 +190,7 @@ def test_what_cannot_be_saved_is_refused_before_training_begins(tmp_path: Path) 
         for where, expected in REFUSED.items():
             error, began, _, _ = found[where]
             assert expected in error and not began, where
-            assert "looking at what checkpoints of this run would hold" in error
+            assert "checking the state that checkpoints of this run will have" in error
 
 
 def begun_quietly(folder: str) -> list[Any]:

@@ -299,8 +299,8 @@ def test_several_loaders_go_on_where_they_were(seen: dict[str, list[GlobalLeg]])
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("pairs", "the order that Pairs gives all ranks together is not known"),
-        ("stream", "Stream is an IterableDataset, of which each rank has read a part of its own"),
+        ("pairs", "the order of Pairs over all ranks is not known"),
+        ("stream", "Stream is an IterableDataset, of which each rank has read its own part"),
         ("more samples", "samples of a DataLoader was 53, and is 60"),
     ],
 )
