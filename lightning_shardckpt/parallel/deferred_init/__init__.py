@@ -1,4 +1,4 @@
-"""Initial weights of models of which no rank holds more than its own part.
+"""Initial weights of models that are larger than a rank's memory.
 
-In come constructors and `init` functions, recorded. Nothing here knows how modules are sharded or trained.
+Records constructors and ``init`` functions, and replays them per parameter. Must not know how modules are sharded.
 """

@@ -1,18 +1,18 @@
-"""Build modules without memory for their parameters, and compute the initial values of each later, bit for bit.
+"""Modules that are built without memory for their parameters, whose initial values are computed later, bit for bit.
 
-Under :class:`DeferredInit` construction runs eagerly, so values read, shapes and the random stream are those of
-ordinary construction. Two things differ: every operation is logged, and ``nn.Parameter(tensor)`` becomes a *mirror*, a
-meta tensor that names a storage in the log. The mirrors' real memory is a bounded cache; an evicted one is computed
-again from the log. :meth:`DeferredInit.replay` gives the finished parameters, one at a time.
+Under :class:`DeferredInit` construction runs eagerly, so values, shapes and the random stream are as in ordinary
+construction. Two things differ: every operation is logged, and ``nn.Parameter(tensor)`` becomes a *mirror*, a meta
+tensor that stands for a storage in the log. A bounded cache holds real memory of mirrors; evicted memory is recomputed
+from the log. :meth:`DeferredInit.replay` returns the finished parameters, one at a time.
 
-The log speaks of storages, not of tensors: two tensors alias each other exactly when they share a storage, views
-included, and ``x.data = y`` just points x at another one. A storage is *tracked* when logged operations alone made its
-bytes. All others are *foreign* (``torch.from_numpy``, a loaded file, a tensor made earlier): operations on them run as
-usual, and their values enter the log where a tracked storage reads them. A parameter over foreign memory stays real,
-as does everything that is not a parameter. So an operation that cannot be logged costs memory, and is never wrong.
+The log refers to storages, not to tensors: two tensors alias each other exactly if they share a storage, views
+included, and ``x.data = y`` only gives x another storage. A storage is *tracked* if its bytes result from logged
+operations alone. All others are *foreign* (``torch.from_numpy``, a loaded file, a tensor made earlier): operations on
+them run as usual, and their values are logged when a tracked storage reads them. Parameters in foreign memory stay
+real, and so do all tensors that are no parameters. So an operation that cannot be logged costs memory, but is correct.
 
-This module knows nothing of meshes: whatever ``torch.distributed`` does to a mirror happens to a plain meta tensor.
-The same idea with another execution: torchdistx ``deferred_init`` (records autograd-free ops, fake CPU tensors).
+Must not know meshes: for ``torch.distributed`` a mirror is a plain meta tensor. torchdistx's ``deferred_init`` has the
+same idea with another execution (it records operations without autograd on fake CPU tensors).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _Registered:
 
 
 class DeferredInit:
-    """A context in which modules are built exactly as without it, but their parameters take no memory.
+    """A context in which modules are built exactly as without it, but their parameters use no memory.
 
-    Inside, new parameters look and act like CPU parameters. Afterwards they are meta tensors, to be parallelised like
-    any others; parallelising them inside works as well, if it comes after their initialisation.
+    Inside, new parameters act like CPU parameters. Afterwards they are meta tensors, which can be parallelized. They
+    can be parallelized inside, too, after their initialization.
 
     >>> deferred = DeferredInit()
     >>> with deferred:
@@ -64,20 +64,20 @@ class DeferredInit:
     >>> [(name, tuple(full.shape)) for module, name, full in deferred.replay(layer)]
     [('weight', (3, 2)), ('bias', (3,))]
 
-    Real memory used inside: 64 MiB, or three times the largest tensor, beyond the memory of the code itself.
-    It can be entered again, but not inside itself. Only the entering thread is affected, except that
-    ``nn.Parameter.__new__`` and ``nn.Module.__setstate__`` are wrapped for all, and pass other threads on.
+    Inside, it uses 64 MiB, or three times the size of the largest tensor, beyond the memory of the code itself.
+    It can be entered again, but not inside itself. It affects only the entering thread; the wrappers of
+    ``nn.Parameter.__new__`` and ``nn.Module.__setstate__`` do nothing in other threads.
 
     Args:
-        tuning: has the sizes.
-        follows: until `settle`, let parameters act afterwards as they do inside, and log operations on them.
+        tuning: sizes of the cache.
+        follows: after the context, until `settle`, parameters still act like CPU parameters, and operations are logged.
     """
 
     def __init__(self, tuning: Tuning = TUNING, *, follows: bool = False) -> None:
         self._log = Log(tuning)
         self._follows, self._is_entered = follows, False
         self.random_digest = 0
-        """A digest of the random generators' states at each operation on parameters after the context."""
+        """A digest of the states of random generators at the operations on parameters after the context."""
         self._parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
         self._registered: WeakKeyDictionary[nn.Module, dict[str, _Registered]] = WeakKeyDictionary()
         self._base: set[FrameType] = set()
@@ -118,7 +118,7 @@ class DeferredInit:
                 self.random_digest = zlib.crc32(operation.random[1].numpy().tobytes(), self.random_digest)
 
     def settle(self, root: nn.Module) -> None:
-        """Know the parameters of ``root`` by where they are now, as plain meta tensors; make its buffers real."""
+        """Make the parameters of ``root`` plain meta tensors, known by their current owners, and its buffers real."""
         known = {id(one.parameter): one for slots in self._registered.values() for one in slots.values()}
         for module in root.modules():
             for name, parameter in parameter_slots(module).items():
@@ -129,15 +129,15 @@ class DeferredInit:
         self.materialize_buffers(root)
 
     def pending(self, root: nn.Module) -> list[str]:
-        """The FQNs of the parameters of ``root`` that are on the meta device, tied ones under each name."""
+        """Return the FQNs of the parameters of ``root`` on the meta device; tied parameters under each name."""
         return [fqn for fqn, _, _, _ in _meta_parameters(root)]
 
     def knows(self, module: nn.Module, name: str) -> bool:
-        """Return whether the parameter of that name of ``module`` was made in this context."""
+        """Return True if a parameter of ``module`` was made in this context."""
         return name in self._registered.get(module, {})
 
     def take(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Let ``value``, made in this context, be that of a parameter of ``module`` on the meta device; inside it."""
+        """Set the value of a meta parameter of ``module`` to a tensor made in this context. Call it inside."""
         parameter: Any = parameter_slots(module)[name]
         self._remember(module, name, value)  # type: ignore[arg-type]  # acts as a parameter
         with below_modes():
@@ -145,7 +145,7 @@ class DeferredInit:
                 parameter.data = value.detach()
 
     def writes(self, tensor: Tensor) -> int:
-        """Return how often a tensor was written to since it was made, as far as is known."""
+        """Return the number of known writes to a tensor since it was made."""
         with below_modes():
             storage, noted = self._log.find(tensor), self._log.find_meta(tensor)
             if storage is not None:
@@ -153,36 +153,36 @@ class DeferredInit:
             return max(version_of(tensor), noted.writes if noted is not None else 0)
 
     def constant(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that computes a meta tensor, if it was made of a constant inside and not written to."""
+        """Return a function that computes a meta tensor that was made inside from a constant and not written to."""
         noted = self._log.find_meta(tensor)
         return noted.value if noted is not None and not noted.writes else None
 
     def is_equal(self, tensor: Tensor, other: Tensor) -> bool:
-        """Return whether a tensor made inside has the values of another."""
+        """Return True if a tensor made inside has the values of ``other``."""
         with below_modes():
             real = self._log.real(tensor) if self._log.is_mirror(tensor) else tensor
             return torch.equal(real, other.to(real.dtype).expand_as(real))
 
     def is_defined(self, tensor: Tensor) -> bool:
-        """Return whether no element of ``tensor`` depends on memory that nothing initialised, as far as is known."""
+        """Return True if no element of ``tensor`` is known to depend on uninitialized memory."""
         with below_modes():
             return self._log.is_defined(tensor)
 
     def replay(
         self, root: nn.Module, *, skip: Collection[tuple[int, str]] = ()
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Compute (owner, name, full real tensor) for each meta parameter of ``root``; make its buffers real at once.
+        """Compute (owner, name, full real tensor) for each meta parameter of ``root``, and make its buffers real.
 
-        This call decides which tensors to compute, and each is computed when the iteration comes to it: ``root``
-        may be parallelised before, between or after. Tied parameters follow each other, with the same tensor object.
-        The order is that of ``root.named_parameters``. A tensor is freed once the caller drops it.
+        The call selects the tensors, and each is computed when the iterator reaches it, so ``root`` may be parallelized
+        before, between or after. The order is that of ``root.named_parameters``, with tied parameters next to each
+        other, as the same tensor. A tensor is freed when the caller drops it.
 
         Args:
             root: the module that was built, or a part of it.
             skip: (id of the module, name) of parameters that are not computed.
 
         Raises:
-            StateError: some parameters or buffers were not made in this context, or changed since; before any replay.
+            StateError: if parameters were not made in this context, or have changed since. Nothing is computed then.
         """
         with below_modes():
             self.materialize_buffers(root)
@@ -207,7 +207,7 @@ class DeferredInit:
         return self._values(slots, dtypes)
 
     def materialize_buffers(self, root: nn.Module) -> None:
-        """Make buffers and tensors in attributes real that were computed from parameters; the others are already."""
+        """Make buffers and tensors in attributes real that were computed from parameters; all others are real."""
         done: dict[int, Tensor] = {}
 
         def real(value: Any) -> Any:
@@ -221,8 +221,8 @@ class DeferredInit:
             for module in root.modules():
                 slots = buffer_slots(module)
                 for name, buffer in [*slots.items()]:
-                    if (known := real(buffer)) is not buffer:  # modules of torch.jit take none
-                        slots[name] = known
+                    if (new := real(buffer)) is not buffer:  # modules of torch.jit allow no assignment
+                        slots[name] = new
             replace_in_attributes(root, real, _LARGEST)
             self._log.cache.clear()
 
@@ -237,7 +237,7 @@ class DeferredInit:
             del full
 
     def _origin(self, module: nn.Module, name: str, parameter: Tensor) -> TrackedView | str:
-        """Return the view that the meta ``parameter`` stands for, or the reason why it is unknown."""
+        """Return the tracked view of a meta parameter, or the reason why it is unknown."""
         known = self._registered.get(module, {}).get(name)
         if known is not None and version_of(known.parameter) != known.version and not self._follows:
             return "was changed in place after the deferred context ended"
@@ -272,7 +272,7 @@ class DeferredInit:
         self._is_entered = False
 
     def _in_distributed(self) -> bool:
-        """Return whether code of ``torch.distributed`` is running; it sees mirrors as the meta tensors they are."""
+        """Return True if code of ``torch.distributed`` is running, which must see mirrors as meta tensors."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame not in self._base:
             if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
@@ -281,7 +281,7 @@ class DeferredInit:
         return False
 
     def _mirrored(self, data: Any) -> Any:
-        """Return a mirror in place of a parameter's ``data``, if only logged operations made it; else ``data``."""
+        """Return a mirror instead of a parameter's ``data`` if its storage is tracked; else ``data``."""
         if type(data) not in (Tensor, nn.Parameter):
             return data
         with below_modes():
@@ -305,17 +305,17 @@ def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
 
 # ── after the context ─────────────────────────────────────────────────────────────────────────────────────────────
 
-# Scripts of Fabric build a module in ``init_module(empty_init=True)`` and initialise it in place afterwards. On plain
-# tensors of the meta device that would have no effect, in silence. So functions of torch on these parameters run inside
-# the context.
+# Fabric scripts build a module in ``init_module(empty_init=True)``, and initialize it in place afterwards. On plain
+# meta tensors that would have no effect, without an error. So torch functions on these parameters run inside the
+# context.
 
 Recording = Callable[[], AbstractContextManager[None]]
 _PLACE = "_outside"
-"""The attribute of a tensor with the context that records operations on it, and the log."""
+"""The attribute of a tensor that holds the recording context and the log."""
 
 
 def _release(tensors: Iterable[Tensor], recording: Recording, log: Log) -> None:
-    """Run operations on deferred tensors, and on tensors derived from them, inside ``recording()`` from now on."""
+    """Run later operations on deferred tensors, and on tensors derived from them, inside ``recording()``."""
     for tensor in tensors:
         tensor.__dict__[_PLACE] = recording, log
         tensor.__class__ = _OutsideParameter if isinstance(tensor, nn.Parameter) else _OutsideTensor
@@ -333,10 +333,10 @@ def _make_plain(tensor: Tensor) -> None:
 
 
 def _inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, _OutsideParameter | _OutsideTensor)]
+    tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, _OutsideParameter | _OutsideTensor)]
     with without_torch_function():
-        recording, log = given[0].__dict__[_PLACE]
-        for tensor in given:
+        recording, log = tensors[0].__dict__[_PLACE]
+        for tensor in tensors:
             _make_plain(tensor)
         try:
             with recording():
@@ -347,7 +347,7 @@ def _inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 "save after it."
             ) from None
         finally:
-            _release(given, recording, log)
+            _release(tensors, recording, log)
 
         _release([x for x in tree_leaves(result) if type(x) is Tensor and log.is_mirror(x)], recording, log)
         return result

@@ -1,7 +1,7 @@
-"""First values of parameters, the same on every topology.
+"""Initial values of parameters, equal on every topology.
 
-Real weights come from rank 0. Deferred ones are replayed in full, one tensor at a time on the CPU, and each rank
-keeps its slices.
+Real weights are broadcast from rank 0. Deferred ones are replayed in full, one tensor at a time on the CPU, and each
+rank keeps its slices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lightning_shardckpt.errors import TopologyError
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
 Value = tuple[nn.Module, str, Tensor]
-"""The owning module, the name of its parameter, and all of that parameter."""
+"""The owning module, the name of its parameter, and the full parameter."""
 Slot = tuple[nn.Module, str]
 """A module and the name of its parameter."""
 
 
 @torch.no_grad()
 def broadcast_weights(root: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's parameters and buffers, one tensor at a time; skips DTensors and the meta device.
+    """Broadcast rank 0's parameters and buffers, one tensor at a time, except DTensors and meta tensors.
 
     Collective: every rank of the world must call it.
     """
@@ -37,14 +37,14 @@ def broadcast_weights(root: nn.Module, device: torch.device) -> None:
         if id(tensor) in seen or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
             continue
         seen.add(id(tensor))
-        sent = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
-        dist.broadcast(sent.view(-1).view(torch.uint8), src=0)  # as bytes: gloo knows neither bool nor fp8
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        buffer = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+        dist.broadcast(buffer.view(-1).view(torch.uint8), src=0)  # as bytes: gloo supports neither bool nor fp8
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.copy_(buffer)
 
 
 def meta_slots(root: nn.Module) -> list[Slot]:
-    """The (module, parameter name) pairs whose values don't exist yet."""
+    """Return the modules and names of the parameters on the meta device."""
     return [
         (module, name)
         for module in root.modules()
@@ -55,7 +55,7 @@ def meta_slots(root: nn.Module) -> list[Slot]:
 
 @torch.no_grad()
 def allocate(root: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer on the meta device uninitialised memory; breaks ties: call `retie` after."""
+    """Allocate uninitialized memory for meta parameters and buffers. This breaks ties: call `retie` afterwards."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -64,24 +64,24 @@ def allocate(root: nn.Module, device: torch.device) -> None:
 
 
 def retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
-    """Register one parameter object again under all names of each tie that are there.
+    """Register one parameter under all names of each tie that the module has.
 
     Raises:
-        TopologyError: if tied parameters were sharded in different ways.
+        TopologyError: if tied parameters are sharded differently.
     """
     present = dict(root.named_parameters(remove_duplicate=False))
     for tie in ties:
         first, *others = [name for name in tie if name in present] or tie[:1]
-        kept = present.get(first)
+        shared = present.get(first)
         for name in others:
-            assert kept is not None
-            if _layout(present[name]) != _layout(kept):
+            assert shared is not None
+            if _layout(present[name]) != _layout(shared):
                 raise TopologyError(
-                    f"tied parameters are sharded differently: {first} {_layout(kept)}, {name} {_layout(present[name])}"
-                    ". Give their modules tensor-parallel styles that shard the same dim."
+                    f"tied parameters are sharded differently: {first} {_layout(shared)}, {name} "
+                    f"{_layout(present[name])}. Give their modules tensor-parallel styles that shard the same dim."
                 )
             owner, _, attribute = name.rpartition(".")
-            parameter_slots(root.get_submodule(owner))[attribute] = kept
+            parameter_slots(root.get_submodule(owner))[attribute] = shared
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def fill(values: Iterable[Value], copy_slice: CopySlice) -> None:
     """Copy this rank's slices of every value.
 
     Raises:
-        TopologyError: if a parameter has another shape since it was sharded.
+        TopologyError: if sharding has changed the global shape of a parameter.
     """
     for module, name, full in values:
         parameter = parameter_slots(module)[name]

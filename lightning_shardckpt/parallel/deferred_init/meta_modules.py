@@ -1,9 +1,8 @@
-"""First values of modules built on the meta device: their own methods, run before anything is sharded.
+"""Initial values of modules built on the meta device, by their own methods, before they are sharded.
 
-That a method exists does not mean that it fills everything. So the methods write to stand-ins of uninitialised memory,
-under `DeferredInit`, which knows of every element whether it still depends on that memory. Models of transformers run
-``initialize_weights``, as ``from_pretrained`` does for tensors that its files lack; others
-``reset_parameters``, children first.
+A method may leave elements unfilled. So the methods write to stand-ins in uninitialized memory, under `DeferredInit`,
+which detects elements that still depend on that memory. Models of transformers run ``initialize_weights``, as in
+``from_pretrained`` for missing tensors; other modules run ``reset_parameters``, children first.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _LARGEST = 10_000  # items of a container that is searched for tensors
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module has a tensor.
+    """A tensor of a module.
 
     Attributes:
         slots: the module's parameters, its buffers, or its other attributes.
-        wanted: whether the tensor has no value, and nothing else will fill it.
-        follows: whether it gets the value of another place, to which it is tied.
-        writes: how often constructors wrote to it.
-        constant: computes the constant that they made it of, if they did not write to it.
+        wanted: True if the tensor has no value, and must be filled here.
+        follows: True if it gets the value of another place, to which it is tied.
+        writes: the number of writes by constructors.
+        constant: computes the constant from which it was made, if constructors did not write to it.
     """
 
     fqn: str
@@ -57,13 +56,13 @@ class _Place:
 def initialize_meta(
     root: nn.Module, deferred: DeferredInit, loaded: Collection[str], restores: Callable[[], bool] = lambda: False
 ) -> None:
-    """Let modules fill their tensors on the meta device: buffers now, parameters when ``deferred`` replays them.
+    """Fill meta tensors by the methods of their modules: buffers now, parameters when ``deferred`` replays them.
 
     Args:
-        root: before it is sharded, unless the user did that.
-        deferred: gives the values of the parameters that were made in it; from now on those of all others, too.
+        root: the module, which only the user may have sharded.
+        deferred: replays the parameters that were made in it; afterwards all others, too.
         loaded: clean FQNs of tensors that the caller fills.
-        restores: asked where methods leave something unfilled, whether a checkpoint will fill the whole state dict.
+        restores: called if methods leave tensors unfilled; returns True if a checkpoint will fill the state dict.
 
     Raises:
         UnsupportedCodeError: naming the tensors that no method fills.
@@ -111,7 +110,7 @@ def _places(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) ->
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, MutableMapping[str, Any], str, Tensor]]:
-    """Every parameter and buffer, and attributes on the meta device, each once for all names of its module."""
+    """Yield all parameters and buffers, and attributes on the meta device, once per module."""
     for prefix, module in root.named_modules():
         attributes = {n: t for n, t in vars(module).items() if isinstance(t, Tensor) and t.is_meta}
         kinds: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [(vars(module), attributes)]
@@ -127,7 +126,7 @@ def _inside_models(root: nn.Module) -> set[nn.Module]:
 
 
 def _adapters(root: nn.Module) -> set[nn.Module]:
-    """The modules that PEFT fills when it makes them: its classes tell which of their children these are."""
+    """Return the modules that PEFT fills only when it creates them, as listed by its classes."""
     found = set[nn.Module]()
     for module in root.modules():
         for name in getattr(type(module), "adapter_layer_names", ()):
@@ -139,7 +138,7 @@ def _adapters(root: nn.Module) -> set[nn.Module]:
 def _calls(
     module: nn.Module, running: Collection[nn.Module], seen: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, Callable[[], object] | None]]:
-    """The modules that fill themselves and their methods, children first; None for a model of transformers."""
+    """Yield the modules with a method that fills them, children first, and the method; None for transformers."""
     if module in seen or module not in running:
         return
     seen.add(module)
@@ -162,7 +161,7 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _put_stand_ins(places: Sequence[_Place]) -> dict[int, Tensor]:
-    """Put others in the place of tensors, uninitialised or of their constants; return those of wanted ones, by id."""
+    """Replace tensors by stand-ins, uninitialized or constant; return the stand-ins of wanted tensors, by id."""
     made: dict[tuple[int, bool], Tensor] = {}
     for place in places:
         key = (id(place.tensor), place.wanted)
@@ -190,7 +189,7 @@ def _stand_in(tensor: Tensor, constant: Callable[[], Tensor] | None) -> Tensor:
 def _initialize(
     model: nn.Module, running: Collection[nn.Module], places: Sequence[_Place], deferred: DeferredInit
 ) -> None:
-    """Run the method of a model of transformers, then those of the modules inside that it left alone."""
+    """Run the method of a model of transformers, then the methods of modules inside that it did not fill."""
     initialize(model, running)
     inside = set(model.modules())
     touched = {p.module for p in places if p.wanted and deferred.writes(p.slots[p.name])}
@@ -201,7 +200,7 @@ def _initialize(
 
 
 def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_Place, Tensor]]:
-    """Put the tensors back, except wanted buffers and attributes; return the tensors that took the wanted places."""
+    """Restore the tensors, except wanted buffers and attributes; return the filled tensors of wanted places."""
     found = [(place, new) for place in places if place.wanted and (new := place.slots.get(place.name)) is not None]
     values = {id(place.tensor): new for place, new in found}
     for place in places:
@@ -216,7 +215,7 @@ def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_
 def _unfilled(
     root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yield FQN and description of each tensor that was not filled, or that constructors filled in another way."""
+    """Yield the FQN and description of each tensor that was not filled, or that constructors filled differently."""
     models, adapters = _inside_models(root), _adapters(root)
     for place, new in found:
         filled = deferred.writes(new)
@@ -234,7 +233,7 @@ def _unfilled(
 
 
 def _in_containers(root: nn.Module) -> Iterator[tuple[str, str]]:
-    """The FQN and a description of lists and the like in attributes, with tensors on the meta device in them."""
+    """Yield the FQN and description of containers in attributes that have tensors on the meta device."""
     for prefix, module in root.named_modules():
         for name, value in vars(module).items():
             if name not in REGISTRIES and type(value) in (list, tuple, dict) and len(value) <= _LARGEST:

@@ -1,10 +1,10 @@
-"""A log of the operations that made deferred tensors, from which their bytes are computed again.
+"""A log of the operations that made deferred tensors, from which their bytes are recomputed.
 
-It speaks of storages, not of tensors. Nothing here intercepts anything: ``recorder.py`` fills the log.
+It refers to storages, not to tensors. ``recorder.py`` intercepts operations and fills the log.
 
-- An operation names the storages that it reads and writes (``touched``), and those that it creates.
-- A storage knows its writers, so the bytes of one are computed by the operations that matter to it alone, in order.
-- The mirrors' real memory is a cache: an evicted one is computed again when an operation reads it.
+- An operation lists the storages that it reads and writes (``touched``), and the storages that it creates.
+- A storage lists its writers, so its bytes are recomputed by the relevant operations alone, in order.
+- The real memory of mirrors is cached; evicted memory is recomputed when an operation reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALTERNATIVE = "build this part outside the deferred context, or pass defer_init=
 
 @dataclass(eq=False, slots=True)
 class TrackedStorage:
-    """One tracked storage: which logged operations wrote it, and where its bytes and its mirror are."""
+    """A tracked storage, with the logged operations that wrote it, its real memory and its mirror."""
 
     nbytes: int
     writers: list[int]  # positions in the log, ascending; the first one created it
@@ -47,7 +47,7 @@ class TrackedStorage:
 
 @dataclass(frozen=True, slots=True)
 class TrackedView:
-    """A tensor over a tracked storage: where in it the elements are."""
+    """The geometry of a tensor over a tracked storage."""
 
     storage: TrackedStorage
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class TrackedView:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A foreign input as it was when read: a copy, or a reference with a checksum."""
+    """The value of a foreign input when it was read: a copy, or a reference with a checksum."""
 
     tensor: torch.Tensor
     crc: int | None
@@ -103,20 +103,20 @@ class Operation:
     inputs: list[object]  # flattened; tensors as TrackedView or Constant
     spec: TreeSpec
     touched: frozenset[TrackedStorage]
-    overwritten: TrackedStorage | None  # its earlier bytes do not matter to this operation
+    overwritten: TrackedStorage | None  # the operation does not depend on its earlier bytes
     created: tuple[tuple[int, TrackedStorage], ...]  # (position in the flattened outputs, storage)
     random: tuple[torch.Generator, torch.Tensor] | None
     default_dtype: torch.dtype
 
     def run(self, memory: dict[TrackedStorage, torch.UntypedStorage], fill: int = 0) -> None:
-        """Compute on ``memory``, and add created storages; every byte that nothing initialised is ``fill``."""
+        """Repeat the call on ``memory``, and add created storages; uninitialized bytes are set to ``fill``."""
 
-        def given(x: object) -> object:
+        def resolve(x: object) -> object:
             if isinstance(x, TrackedView):
                 return x.on(memory[x.storage])
             return x.value(str(self.func)) if isinstance(x, Constant) else x
 
-        args, kwargs = tree_unflatten([given(x) for x in self.inputs], self.spec)
+        args, kwargs = tree_unflatten([resolve(x) for x in self.inputs], self.spec)
         with ExitStack() as undo:
             undo.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.default_dtype)
@@ -127,7 +127,7 @@ class Operation:
             outputs = tree_flatten(self.func(*args, **kwargs))[0]
         for position, storage in self.created:
             if self.func.overloadpacket in UNINITIALISED:
-                outputs[position].untyped_storage().fill_(fill)  # so that ranks agree about it
+                outputs[position].untyped_storage().fill_(fill)  # equal on all ranks
             memory[storage] = outputs[position].untyped_storage()
 
 
@@ -137,8 +137,8 @@ class MetaStorage:
 
     Attributes:
         weak: pins the id of the storage.
-        writes: how often it was written to.
-        value: computes the constant that it was made of, if it was.
+        writes: the number of writes.
+        value: computes the constant from which it was made; None without one.
     """
 
     weak: StorageWeakRef
@@ -148,7 +148,7 @@ class MetaStorage:
 
 @dataclass(slots=True)
 class Log:
-    """The operations so far, and a bounded cache of the mirrors' real bytes."""
+    """The logged operations, and a bounded cache of the real memory of mirrors."""
 
     tuning: Tuning
     operations: list[Operation] = field(default_factory=list)
@@ -158,24 +158,24 @@ class Log:
     freed_bytes: int = 0  # evicted since memory was returned to the system
 
     def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
-        """The tracked storage of ``tensor``, or None. An id is never reused: weak references pin it."""
+        """Return the tracked storage of ``tensor``, or None. Ids are never reused, since weak references pin them."""
         if dispatches(type(tensor)) or isinstance(tensor, _UNINITIALISED_TYPES) or tensor.layout is not torch.strided:
             return None
         return self.by_id.get(storage_id(tensor.untyped_storage()))
 
     def is_mirror(self, tensor: object) -> bool:
-        """Return whether ``tensor`` is a meta tensor that stands for a tracked storage."""
+        """Return True if ``tensor`` is a meta tensor that stands for a tracked storage."""
         return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and self.find(tensor) is not None
 
     def track(self, storage: TrackedStorage, memory: torch.UntypedStorage) -> None:
-        """Let ``memory`` be the real bytes of ``storage`` from now on."""
+        """Set the real memory of ``storage``."""
         if storage.weak is not None:
             del self.by_id[storage.weak.cdata]  # no longer pinned, so it may be reused
         storage.weak = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         self.by_id[storage_id(memory)] = storage
 
     def append(self, operation: Operation, writes: set[TrackedStorage]) -> None:
-        """Log an operation that wrote to ``writes``, besides the storages that it created."""
+        """Log an operation that wrote to the storages in ``writes``, besides the storages that it created."""
         for storage in writes.union(storage for _, storage in operation.created):
             storage.writers.append(len(self.operations))
         self.operations.append(operation)
@@ -191,7 +191,7 @@ class Log:
         return tensor
 
     def note_meta(self, tensor: torch.Tensor, made_by: Callable[[], torch.Tensor] | None) -> None:
-        """Remember that the user's ``tensor``, if it is one on the meta device, was made so, or else written to."""
+        """Record that ``made_by`` computes the user's meta tensor; for None, that the tensor was written to."""
         if tensor.device.type == "meta" and not dispatches(type(tensor)) and self.find(tensor) is None:
             memory = tensor.untyped_storage()
             pin = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
@@ -199,13 +199,13 @@ class Log:
             storage.writes += made_by is None
 
     def find_meta(self, tensor: torch.Tensor) -> MetaStorage | None:
-        """Return the history of the storage of the user's ``tensor`` on the meta device."""
+        """Return the history of the storage of a user's meta tensor; None for others."""
         if tensor.device.type != "meta" or dispatches(type(tensor)):
             return None
         return self.on_meta.get(storage_id(tensor.untyped_storage()))
 
     def escape(self, tensor: torch.Tensor, operation: str) -> None:
-        """Make real memory that something unlogged may write to foreign."""
+        """Make the storage of a real tensor foreign, since an operation that is not logged may write to it."""
         storage = self.find(tensor)
         if storage is not None:
             if storage.meta is not None:
@@ -213,7 +213,7 @@ class Log:
             del self.by_id[storage_id(tensor.untyped_storage())]
 
     def mirror(self, tensor: torch.Tensor, storage: TrackedStorage) -> torch.Tensor:
-        """A meta tensor with the geometry of ``tensor``, over the one meta storage that stands for ``storage``."""
+        """Return a meta tensor with the geometry of ``tensor``, over the meta storage that stands for ``storage``."""
         nbytes = tensor.untyped_storage().nbytes()
         if storage.meta is None:
             storage.meta = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
@@ -223,10 +223,10 @@ class Log:
         return TrackedView.of(tensor, storage).on(storage.meta)
 
     def real(self, tensor: torch.Tensor, *, overwritten: bool = False) -> torch.Tensor:
-        """The tensor that the mirror ``tensor`` stands for; its bytes are undefined if ``overwritten``."""
+        """Return the real tensor of a mirror; its bytes are undefined if ``overwritten``."""
         storage = self.find(tensor)
         assert storage is not None and storage.weak is not None
-        # A user may still hold a real alias: there is at most one real memory per storage, so writes are seen by both.
+        # A user may still hold a real alias. It must share this memory, so that writes are visible to both.
         memory = alive(storage.weak)
         if memory is None:
             memory = self.run(storage, storage.writers[0] + 1 if overwritten else len(self.operations))
@@ -235,7 +235,7 @@ class Log:
         return TrackedView.of(tensor, storage).on(memory)
 
     def keep(self, storage: TrackedStorage, memory: torch.UntypedStorage) -> None:
-        """Cache ``memory``, and evict the least recently used ones."""
+        """Cache ``memory``, and evict the least recently used memory."""
         self.cache[storage] = memory
         self.cache.move_to_end(storage)
         sizes = [memory.nbytes() for memory in self.cache.values()]
@@ -251,7 +251,7 @@ class Log:
             self.freed_bytes = 0
 
     def run(self, wanted: TrackedStorage, until: int, fill: int = 0) -> torch.UntypedStorage:
-        """The bytes of ``wanted`` before operation ``until``; every other storage lives only while it is needed."""
+        """Return the bytes of ``wanted`` before operation ``until``; other storages are freed after their last use."""
         positions = self._slice(wanted, until)
         last_use = {storage: i for i in positions for storage in self._uses(i)}
         memory: dict[TrackedStorage, torch.UntypedStorage] = {}
@@ -263,7 +263,7 @@ class Log:
         return memory[wanted]
 
     def is_defined(self, tensor: torch.Tensor) -> bool:
-        """Return whether no element of ``tensor`` depends on memory that nothing initialised."""
+        """Return True if no element of ``tensor`` depends on uninitialized memory."""
         storage, end = self.find(tensor), len(self.operations)
         if storage is None or self._is_overwritten(storage, end):
             return True
@@ -272,7 +272,7 @@ class Log:
         return torch.equal(zeros, ones)
 
     def _is_overwritten(self, storage: TrackedStorage, until: int) -> bool:
-        """Return whether that is certain of all of ``storage`` without computing it."""
+        """Return True if ``storage`` is certainly defined, without computing it."""
         for position in reversed([position for position in storage.writers if position < until]):
             operation = self.operations[position]
             if not all(s is storage or self._is_overwritten(s, position) for s in operation.touched):
@@ -286,7 +286,7 @@ class Log:
         return set(operation.touched).union(storage for _, storage in operation.created)
 
     def _slice(self, wanted: TrackedStorage, until: int) -> list[int]:
-        """The positions, ascending, of the operations that matter to ``wanted`` before ``until``."""
+        """Return the ascending positions of the operations on which ``wanted`` depends before ``until``."""
         todo, seen, chosen = [(wanted, until)], set(), set()
         while todo:
             item = todo.pop()

@@ -1,7 +1,7 @@
-"""Two modes of torch that run operations on deferred tensors in real memory, and log them.
+"""Two torch modes that run operations on deferred tensors in real memory, and log them.
 
-`Recorder` sees every operation that is dispatched. `Facade` sees the rest: attributes such as ``device``, and
-methods that leave torch, such as ``numpy``.
+`Recorder` handles all dispatched operations. `Facade` handles the rest: attributes such as ``device``, and methods that
+leave torch, such as ``numpy``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OVERWRITING = {aten.normal_, aten.uniform_, aten.zero_, aten.fill_, aten.copy_}
 
 
 class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Runs every operation on real memory and logs those that make or write tracked storages."""
+    """Runs every operation in real memory, and logs operations that create or write tracked storages."""
 
     def __init__(self, log: Log, in_distributed: Callable[[], bool]) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
         log = self._log
         if func is aten.scalar_tensor.default:  # torch makes the 1 of ``mirror[0] = 1`` on the mirror's device
             kwargs = kwargs | {"device": torch.device("cpu")}
-        given, spec = tree_flatten((args, kwargs))
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         storages = {id(t): log.find(t) for t in tensors}
         foreign = [t for t in tensors if storages[id(t)] is None and t.device.type != "meta"]
         if foreign and len(foreign) == len(tensors):
@@ -89,15 +89,15 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
         meta = [t for t in tensors if storages[id(t)] is None and t.device.type == "meta" and id(t) not in written]
         if meta and any(storages.values()):
             raise StateError(f"cannot run {func}: one of its inputs was made on the meta device; {ALTERNATIVE}")
-        overwritten = _overwritten(func, given, storages)
-        inputs = [_logged(x, storages) for x in given]
+        overwritten = _overwritten(func, leaves, storages)
+        inputs = [_to_input(x, storages) for x in leaves]
         real = {
             id(t): log.real(t, overwritten=storages[id(t)] is overwritten)
             for t in tensors
             if storages[id(t)] and t.device.type == "meta"
         }
-        run_args, run_kwargs = tree_unflatten([real.get(id(x), x) for x in given], spec)
-        generator = next((x for x in given if isinstance(x, torch.Generator)), torch.default_generator)
+        run_args, run_kwargs = tree_unflatten([real.get(id(x), x) for x in leaves], spec)
+        generator = next((x for x in leaves if isinstance(x, torch.Generator)), torch.default_generator)
         state = generator.get_state()
         result = func(*run_args, **run_kwargs)
         random = None if torch.equal(state, generator.get_state()) else (generator, state)
@@ -133,7 +133,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
         return tuple(created)
 
     def _follow(self, tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> None:
-        """Give mirrors the geometry that their real tensors got, as by ``t_`` or ``resize_``."""
+        """Give mirrors the new geometry of their real tensors, as after ``t_`` or ``resize_``."""
         for t in tensors:
             if id(t) in real:
                 mine, theirs = self._log.find(t), self._log.find(real[id(t)])
@@ -143,7 +143,7 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
                     t.set_(self._log.mirror(real[id(t)], theirs))  # type: ignore[call-overload]
 
     def _outputs(self, outputs: list[Any], tensors: list[torch.Tensor], real: dict[int, torch.Tensor]) -> Iterator[Any]:
-        """Mirrors in, mirrors out; an input that is returned stays the same object, a view of a real one real."""
+        """Yield outputs with mirrors for real tensors of mirrors; returned inputs are the same objects."""
         originals = {id(real.get(id(t), t)): t for t in tensors}
         held = {storage_id(t.untyped_storage()) for t in tensors if id(t) not in real and t.layout is torch.strided}
         for x in outputs:
@@ -162,20 +162,20 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 
 def _is_constant(func: Overload) -> bool:
-    """Return whether an operator without tensors always makes the same one."""
+    """Return True if an operator without tensor arguments always returns the same tensor."""
     return func.overloadpacket not in UNINITIALISED and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _written(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The ids of the tensors that ``func`` writes to."""
+    """Return the ids of the tensors that ``func`` writes to."""
     return {id(t) for t in _tensors(written_arguments(func, args, kwargs))}
 
 
-def _overwritten(func: Any, given: list[Any], storages: dict[int, TrackedStorage | None]) -> TrackedStorage | None:
-    """The storage of which ``func`` replaces every byte without reading one, if it is certain."""
+def _overwritten(func: Any, leaves: list[Any], storages: dict[int, TrackedStorage | None]) -> TrackedStorage | None:
+    """Return the storage that ``func`` certainly overwrites completely, without reading it; None without one."""
     if func.overloadpacket not in _OVERWRITING or not is_in_place(func):
         return None
-    target, *others = [x for x in given if isinstance(x, torch.Tensor)]
+    target, *others = [x for x in leaves if isinstance(x, torch.Tensor)]
     storage = storages[id(target)]
     if storage is None or any(storages[id(t)] is storage for t in others) or not target.is_contiguous():
         return None
@@ -183,7 +183,7 @@ def _overwritten(func: Any, given: list[Any], storages: dict[int, TrackedStorage
     return storage if whole else None
 
 
-def _logged(x: object, storages: dict[int, TrackedStorage | None]) -> object:
+def _to_input(x: object, storages: dict[int, TrackedStorage | None]) -> object:
     if not isinstance(x, torch.Tensor):
         return x
     storage = storages[id(x)]
@@ -211,7 +211,7 @@ _ESCAPES: set[Any] = _TO_NUMPY | {
 
 
 def _makes_tensors(index: Any) -> bool:
-    """Return whether torch makes tensors of an index, as of lists and arrays, on the device of the indexed tensor."""
+    """Return True if torch converts an index, such as a list or array, to tensors on the indexed tensor's device."""
     parts = index if isinstance(index, tuple) else (index,)
     return not all(isinstance(part, int | slice | torch.Tensor | type(None) | type(...)) for part in parts)
 
@@ -219,7 +219,7 @@ def _makes_tensors(index: Any) -> bool:
 class Facade(TorchFunctionMode):
     """Makes a mirror look like the CPU tensor that it stands for, where no operation is dispatched.
 
-    Without it ``nn.init.orthogonal_`` and others would silently skip mirrors, since ``is_meta`` is true for them.
+    Otherwise ``nn.init.orthogonal_`` and others would silently skip mirrors, since they check ``is_meta``.
     """
 
     def __init__(self, log: Log, in_distributed: Callable[[], bool]) -> None:
@@ -257,7 +257,7 @@ class Facade(TorchFunctionMode):
     def _on_real(
         self, func: Any, mirror: torch.Tensor, real: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run ``func`` on ``real``, so that ``x.to("cpu")`` returns its very input, as it would without mirrors."""
+        """Run ``func`` on ``real``; return the mirror if the result is ``real``, as for ``x.to("cpu")``."""
         result = func(real, *rest, **kwargs)
         if result is real:
             return mirror
