@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.pool import ROOT, run_ranks
+from tests.support.pool import run_ranks
 
 EVERY_ARGUMENT = {
     "data_parallel_shard_size": 3,
@@ -53,7 +53,6 @@ SINGLE = {
     "enable_model_summary": False,
     "plugins": [{"class_path": "lightning_shardckpt.ShardCkptIO"}],
 }
-TOPOLOGIES = {"fsdp2_tp2.yaml": (4, 2), "fsdp3.yaml": (3, 1), "single.yaml": (1, 1)}
 
 
 @dataclass
@@ -208,24 +207,6 @@ def complaint(*arguments: str) -> str:
     with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
         cli(*arguments)
     return err.getvalue()
-
-
-@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_the_configs_of_the_examples_are_valid(name: str) -> None:
-    devices, tensor = TOPOLOGIES[name]
-    configs = [f"--config={ROOT / 'configs' / file}" for file in ("transformer.yaml", name)]
-    got = alone(parse_example, *configs)
-    assert (got.strategy, got.checkpoint_io, got.devices) == ("ShardedStrategy", "ShardCkptIO", devices)
-    assert f"tensor={tensor}" in got.attributes["axis_sizes"]
-
-
-def parse_example(*arguments: str) -> Parsed:
-    sys.path.insert(0, str(ROOT / "examples"))
-    from lightning.pytorch.cli import LightningCLI
-    from text import ByteTransformer, PythonDocs
-
-    _be_the_command_line(arguments)
-    return parsed(LightningCLI(ByteTransformer, PythonDocs, run=False, save_config_callback=None))
 
 
 def fit(*arguments: str) -> int:

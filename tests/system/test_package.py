@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import ROOT
+from tests.support.warm_python import Run
 
 NAME, MODULE = "lightning-shardckpt", "lightning_shardckpt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -26,7 +27,7 @@ PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
 COMPATIBILITY = ROOT / "docs" / "pages" / "compatibility.md"
 
 
-def python(*arguments: str | Path, paths: list[Path], cwd: Path) -> str:
+def interpret(*arguments: str | Path, paths: list[Path], cwd: Path) -> str:
     """Return what a fresh interpreter prints, which looks for packages in ``paths`` and nowhere else."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-S", *map(str, arguments)]
@@ -45,7 +46,7 @@ def others(folder: Path) -> Path:
 
 
 def test_the_version_is_not_known_where_the_package_is_not_installed(tmp_path: Path) -> None:
-    printed = python("-m", MODULE, "--version", paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
+    printed = interpret("-m", MODULE, "--version", paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
     assert printed == f"{NAME} is not installed, so its version is not known\n"
 
 
@@ -117,9 +118,9 @@ def test_the_installed_wheel_runs_its_tools(wheel: Path, tmp_path: Path) -> None
     installed, golden, page = tmp_path / "installed", ROOT / "tests/golden/v1/golden.ckpt", tmp_path / "map.html"
     run(*PIP, "install", "--no-index", "--no-deps", "--target", installed, wheel, cwd=tmp_path)
     paths = [installed, others(tmp_path / "others")]
-    assert python("-m", MODULE, "--help", paths=paths, cwd=tmp_path).startswith(f"usage: python -m {MODULE}")
-    assert python("-m", MODULE, "--version", paths=paths, cwd=tmp_path) == f"{NAME} {PROJECT['version']}\n"
-    python("-m", MODULE, "map", golden, "-o", page, paths=paths, cwd=tmp_path)
+    assert interpret("-m", MODULE, "--help", paths=paths, cwd=tmp_path).startswith(f"usage: python -m {MODULE}")
+    assert interpret("-m", MODULE, "--version", paths=paths, cwd=tmp_path) == f"{NAME} {PROJECT['version']}\n"
+    interpret("-m", MODULE, "map", golden, "-o", page, paths=paths, cwd=tmp_path)
     assert page.read_text().startswith("<!doctype html>")
 
 
@@ -139,7 +140,7 @@ def metadata_of(wheel: Path) -> Message:
         return message_from_bytes(archive.read(f"{MODULE}-{PROJECT['version']}.dist-info/METADATA"))
 
 
-def test_an_import_that_fails_tells_its_cause(tmp_path: Path) -> None:
+def test_an_import_that_fails_tells_its_cause(python: Run) -> None:
     script = """
 import lightning, torch
 del torch.nn.Dropout1d  # as if another build of torch were without it
@@ -148,5 +149,5 @@ try:
 except ImportError as error:
     print(error)
 """
-    printed = python("-c", script, paths=[ROOT, others(tmp_path / "others")], cwd=tmp_path)
+    printed = python(["-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}).stdout
     assert "module 'torch.nn' has no attribute 'Dropout1d'" in printed and "ShardedDropout" in printed
