@@ -11,7 +11,15 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 
 class IndexSource(Protocol):
@@ -50,9 +58,51 @@ def is_strided(sampler: object) -> bool:
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
 
 
+class GivenBatchSampler(BatchSampler):
+    """torch's BatchSampler, given to a loader: Lightning makes subclasses again with their own arguments."""
+
+
+class _Drawn(Sampler[Any]):
+    """A sampler of torch's that is taken for one of the user's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.generator = sampler, getattr(sampler, "generator", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def show_samplers(loader: object) -> None:
+    """Let Lightning see, in place, what a DataLoader was given, before it makes the loader again.
+
+    It takes torch's BatchSampler for the loader's own, and makes batches of one sample; of every batch sampler it
+    distributes ``DataLoader.sampler``, which is torch's default then. In the place of a RandomSampler or
+    SequentialSampler it distributes the whole dataset, also if that draws ``num_samples`` or with replacement.
+
+    Relies on ``DataLoader.batch_size`` being None for a batch sampler that was given, and on the loader's attribute
+    ``sampler``, which torch lets nobody assign.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    given: Any = loader.batch_sampler if loader.batch_size is None else None
+    sampler: Any = getattr(given, "sampler", None)
+    if sampler is None:
+        sampler = loader.sampler
+    if type(given) is BatchSampler:
+        given.__class__ = GivenBatchSampler
+    if isinstance(sampler, RandomSampler | SequentialSampler):
+        again = getattr(sampler, "replacement", False)
+        if again or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]  # one of torch's has a length
+            sampler = _Drawn(sampler)
+    vars(loader)["sampler"] = sampler  # a loader with batches does not use it
+
+
 def makes_plain_batches(batch_sampler: object) -> bool:
     """Return whether batches are consecutive indices: of a loader without batches, or with torch's BatchSampler."""
-    return batch_sampler is None or type(batch_sampler) is BatchSampler
+    return batch_sampler is None or type(batch_sampler) in (BatchSampler, GivenBatchSampler)
 
 
 def wrapped_sampler(sampler: object) -> Any | None:

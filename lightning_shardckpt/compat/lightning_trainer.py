@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_shardckpt.compat.data_loading import show_samplers
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
@@ -51,6 +52,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     without ``shuffle=True``, or with a sampler of the user's, would have another order than on one process.
 
     Where one rank has all data, a training loader with a state of its own keeps its sampler, which is a part of that.
+    Samplers and batch samplers that a loader was given give what they do on one process.
 
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
     ``_is_dataloader_shuffled``.
@@ -59,6 +61,8 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     prepare = type(connector)._prepare_dataloader
 
     def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if mode != RunningStage.PREDICTING:
+            show_samplers(dataloader)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
             return dataloader

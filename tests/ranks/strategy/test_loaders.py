@@ -95,6 +95,40 @@ def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
         assert error.startswith("LoadsBatches, whose sampler gives batches"), error
 
 
+class Given(Net):
+    """Has samplers and batch samplers of torch that are not those of a DataLoader's own arguments."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(own=False)
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        size = 4 // self.trainer.world_size
+        some = {"rows": range(3, 11), "all": SequentialSampler(Rows()), "few": SequentialSampler(range(8))}
+        if self.kind == "drawn":
+            drawn = RandomSampler(Rows(), True, 40, torch.Generator().manual_seed(5))
+            return DataLoader(Rows(), batch_size=size, sampler=drawn)
+        return DataLoader(Rows(), batch_sampler=BatchSampler(some[self.kind], size, drop_last=False))
+
+
+def see_given(strategy: Any) -> dict[str, list[list[float]]]:
+    found = {}
+    for kind in ("rows", "all", "few", "drawn"):
+        module = Given(kind)
+        tiny.trainer(strategy, max_epochs=1).fit(module)
+        found[kind] = module.seen
+    return found
+
+
+def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_on_one_process() -> None:
+    (alone,) = run_ranks(1, see_given, "auto", init_process_group=False)
+    for rank, found in enumerate(run_ranks(2, see_given, {})):
+        for kind in ("rows", "all", "few"):
+            assert found[kind] == [batch[rank::2] for batch in alone[kind]], kind
+        assert [len(batch) for batch in found["drawn"]] == [2] * 10, "as many as are drawn"
+        assert set(map(len, alone["drawn"])) == {4} and len(alone["drawn"]) == 10
+
+
 class Shuffles(Net):
     """Shuffles by a batch sampler: the sampler of the loader itself is torch's default then, in order."""
 

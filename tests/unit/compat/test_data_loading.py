@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, SubsetRandomSampler
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
@@ -20,6 +28,7 @@ from lightning_shardckpt.compat.data_loading import (
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
+    show_samplers,
     wrapped_sampler,
 )
 
@@ -117,6 +126,20 @@ def test_samplers_that_may_do_otherwise_are_not_known() -> None:
     assert not is_strided(Other(range(4), 2, 0)) and not is_strided(SequentialSampler(range(4)))  # type: ignore[arg-type]
     assert not makes_plain_batches(Batches(SequentialSampler(range(4)), 2, False))
     assert makes_plain_batches(BatchSampler(SequentialSampler(range(4)), 2, False)) and makes_plain_batches(None)
+
+
+def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() -> None:
+    """Without, it gives batches of one, and all rows of the dataset."""
+    rows, few = range(8), RandomSampler(range(8), num_samples=4)
+    given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(6)), 3, drop_last=False))  # type: ignore[arg-type]
+    drawn, whole = DataLoader(rows, sampler=few), DataLoader(rows, shuffle=True)  # type: ignore[arg-type]
+    for loader in (given, drawn, whole):
+        show_samplers(loader)
+    assert [batch.tolist() for batch in given] == [[0, 1, 2], [3, 4, 5]]
+    again = _update_dataloader(given, given.sampler)
+    assert makes_plain_batches(again.batch_sampler) and [batch.tolist() for batch in again] == [[0, 1, 2], [3, 4, 5]]
+    assert len(drawn.sampler) == 4 and not isinstance(drawn.sampler, RandomSampler)  # type: ignore[arg-type]
+    assert isinstance(whole.sampler, RandomSampler), "Lightning may distribute the dataset"
 
 
 def test_sampler_of_the_user_and_its_generator_are_found() -> None:
