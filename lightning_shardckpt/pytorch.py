@@ -108,6 +108,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._own_steps: TrainerSteps | None = None
         self._build = ModuleBuild()
         self._unmark_user_code: Callable[[], None] = lambda: None
+        self._ungather_metrics: Callable[[], None] = lambda: None
         self._preemption, self._agreement = Preemption(), BatchAgreement()
         self._joint_updates = JointUpdates()
         self._checkpoints = RunCheckpoints()
@@ -202,6 +203,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
         )
         self.model = self._module
+        if self.topology.data_parallel < self.topology.world_size:
+            self._ungather_metrics = gather_metrics_over(self.meshes.data_parallel_group, self._module)
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # DTensors need version counters: no_grad instead
@@ -241,7 +244,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         ):
             if size > 1:
                 broadcast_rng(group)
-                gather_metrics_over(self.meshes.data_parallel_group, module)
         return sharded
 
     def _loss_scale(self) -> float:
@@ -400,6 +402,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
+        self._ungather_metrics()
         restore_functions()
 
     # --- checkpoints ---

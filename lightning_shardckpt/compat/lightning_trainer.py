@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchmetrics import Metric
+from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import show_samplers
@@ -317,11 +317,19 @@ class _GatherOver:
         return self
 
 
-def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> None:
-    """Make the metrics in a module gather over a group, unless the user said how they do.
+def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable[[], None]:
+    """Make metrics gather over a group, unless the user said how they do. Returns the undo.
 
-    Lightning syncs metrics over the whole world, so the ranks of a tensor group would count several times.
+    They sync over the whole world by default, so the ranks of a tensor group would count several times. Those in
+    ``module`` keep the group; it is the default of others, in callbacks and lists, until the undo. Relies on
+    ``torchmetrics.metric.gather_all_tensors``, which ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
     """
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-            metric.dist_sync_fn = _GatherOver(group)
+    for found in module.modules():
+        if isinstance(found, Metric) and found.dist_sync_fn is None:
+            found.dist_sync_fn = _GatherOver(group)
+    metric.gather_all_tensors = _GatherOver(group)
+
+    def undo() -> None:
+        metric.gather_all_tensors = gather_all_tensors
+
+    return undo

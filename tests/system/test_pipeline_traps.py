@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection
 
 from lightning_shardckpt import load
 from tests.support.nets import full_state
@@ -93,6 +94,24 @@ class ChangesBatch(Plain):
     def loss(self, batch: Any) -> Tensor:
         batch[0].add_(1).remainder_(VOCABULARY)
         return super().loss(batch)
+
+
+class MetricsInLists(Plain):
+    """Metrics that no module has registered."""
+
+    def build(self) -> None:
+        self.metrics = {"means": [MeanMetric()], "all": MetricCollection({"most": MaxMetric(), "each": CatMetric()})}
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.metrics["means"][0].update(loss.detach())
+        self.metrics["all"].update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        found = self.metrics["all"].compute()
+        numbers = [self.metrics["means"][0].compute(), found["most"], found["each"].sum()]
+        self.log_dict(dict(zip("abc", numbers, strict=True)))
 
 
 class PopsFromBatch(Plain):

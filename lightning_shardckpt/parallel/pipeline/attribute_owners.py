@@ -1,8 +1,8 @@
 """Objects in attributes of modules whose own attributes a step may change: meters, annealers, states.
 
-Tracked are dataclasses and instances of users' classes, also inside lists, dicts and other tracked objects. Instances
-of classes of installed packages, and of classes derived from them (datasets, loggers, optimizers), are not tracked:
-restoring some of their attributes could leave them inconsistent.
+Tracked are dataclasses, instances of users' classes, and metrics of torchmetrics that no module has registered, also
+inside lists, dicts and other tracked objects. Instances of classes of installed packages, and of classes derived from
+them (datasets, loggers, optimizers), are not tracked: restoring some of their attributes could leave them inconsistent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -41,7 +42,7 @@ _IGNORED_BASES = {"builtins", "abc", "typing"}  # modules of base classes
 
 def find_owners(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
     """Yield the tracked objects in attributes of modules, each once, in the same order on every stage."""
-    seen: set[int] = set()
+    seen = set(map(id, modules))
     for number, module in enumerate(modules):
         for name, value in vars(module).items():
             if type(value) not in _LEAVES and name not in INTERNAL:
@@ -82,6 +83,10 @@ def _find(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if type(item) not in _LEAVES:
                     yield from _find(item, (*path, key), seen)
+    elif isinstance(value, Metric | MetricCollection) and id(value) not in seen:
+        seen.add(id(value))
+        yield path, value
+        yield from _find(vars(value)["_modules"], (*path, "_modules"), seen)
     elif is_tracked(kind) and id(value) not in seen:
         seen.add(id(value))
         yield path, value

@@ -17,13 +17,17 @@ def sums() -> list[float]:
     mine = halves[dist.get_rank() // 2]
     own = SumMetric(dist_sync_fn=lambda result, group=None: [result, result, result])
     module = torch.nn.ModuleDict({"sum": SumMetric(), "own": own})
-    gather_metrics_over(mine, module)
-    found = []
-    for metric in (module["sum"], copy.deepcopy(module["sum"]), module["own"]):
-        metric.update(float(dist.get_rank() + 1))
-        found.append(metric.compute().item())
-    return found
+    undo = gather_metrics_over(mine, module)
+    found = [_sum_of(metric) for metric in (module["sum"], copy.deepcopy(module["sum"]), module["own"], SumMetric())]
+    undo()
+    return [*found, _sum_of(module["sum"]), _sum_of(SumMetric())]
 
 
-def test_each_group_sums_its_own_values() -> None:
-    assert run_ranks(3, sums) == [[3.0, 3.0, 3.0], [3.0, 3.0, 6.0], [3.0, 3.0, 9.0]]
+def _sum_of(metric: SumMetric) -> float:
+    metric.reset()
+    metric.update(float(dist.get_rank() + 1))
+    return metric.compute().item()
+
+
+def test_each_group_sums_its_own_values_until_the_undo() -> None:
+    assert run_ranks(3, sums) == [[3, 3, 3, 3, 3, 6], [3, 3, 6, 3, 3, 6], [3, 3, 9, 3, 3, 6]]
