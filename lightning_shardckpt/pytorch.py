@@ -296,6 +296,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
         if not self._is_alone:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
+            self._steps.check_draws()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -470,6 +471,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_validation_start(self) -> None:
         check_filled(self._module)
+        self._steps.begin_evaluation()
         self._checkpoints.start_validation()
 
     on_test_start = on_predict_start = on_validation_start

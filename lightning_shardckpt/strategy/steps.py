@@ -26,11 +26,12 @@ from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
-from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_loss
+from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_draws, check_loss
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
+from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
 
 
 class PipelinedSteps:
@@ -197,6 +198,8 @@ class TrainerSteps:
         self.sharded = sharded
         self._module, self._meshes, self._device = module, meshes, device
         self._checks_loss = True  # of the first backward of an epoch
+        self._compared = set[Any]()  # loaders of which this evaluation has compared a batch
+        self._draws = 0  # a checksum of the random states with which steps began to draw
         self._pipelined: PipelinedSteps | None = None
         if sharded.pipeline is None:
             return
@@ -216,18 +219,41 @@ class TrainerSteps:
             self._checks_loss = True
             if self._meshes.topology.tensor > 1:
                 check_batch(batch, self._meshes.tensor_group)
+                self.check_draws()
+
+    def begin_evaluation(self) -> None:
+        """Compare the batches of a tensor group again, the first one of each loader."""
+        self._compared.clear()
+
+    def check_draws(self) -> None:
+        """Compare which random numbers the steps of a tensor group drew.
+
+        Collective: every rank of the world must call it.
+        """
+        if self._meshes.topology.tensor > 1 and self._pipelined is None:
+            check_draws(self._draws, self._meshes.tensor_group)
 
     def train(self, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of the world must call it."""
         if self._pipelined is not None:
             return self._pipelined.training_step(context, args, kwargs)
-        return self._run("training_step", context, args, kwargs)
+        if self._meshes.topology.tensor == 1:
+            return self._run("training_step", context, args, kwargs)
+        before = get_rng_state(every_device=False)
+        output = self._run("training_step", context, args, kwargs)
+        if drawn := differing_generators(before, get_rng_state(every_device=False)):
+            self._draws = checksum_of_states(drawn, self._draws)
+        return output
 
     def evaluate(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a validation, test or predict step, given by name, inside ``context``. Collective as `train`."""
         if self._pipelined is not None:
             output = self._pipelined.evaluate(name, context, args, kwargs)
         else:
+            loader = args[2:]  # its number, if there are several
+            if self._meshes.topology.tensor > 1 and loader not in self._compared:
+                self._compared.add(loader)
+                check_batch(args or kwargs, self._meshes.tensor_group)
             output = self._run(name, context, args, kwargs)
         self.reshard()
         return output

@@ -52,6 +52,16 @@ def differing_generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> di
     return {name: one[name] for name in _COMPARED if name in one and not _is_equal(one[name], other.get(name))}
 
 
+def checksum_of_states(states: Mapping[str, Any], start: int = 0) -> int:
+    """Return a checksum of entries of ``get_rng_state``, continued from ``start``."""
+    for state in states.values():
+        words = state if isinstance(state, torch.Tensor) else np.asarray(state[1])
+        start = zlib.crc32(np.ascontiguousarray(words).tobytes(), start)
+        if not isinstance(state, torch.Tensor):
+            start = zlib.crc32(repr(state[2:]).encode(), start)
+    return start
+
+
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):  # NumPy's
         return all(map(_is_equal, one, other))

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
@@ -437,9 +437,35 @@ def train_on_other_batches() -> None:
     fit(OtherBatches(Case()), ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN))
 
 
+class OtherValidation(Module):
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(dataset(), batch_size=2, sampler=DistributedSampler(dataset()))  # over the whole world
+
+
+def validate_on_other_batches() -> None:
+    strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    trainer_for(strategy, dist.get_world_size()).validate(OtherValidation(Case()), verbose=False)
+
+
+class DrawsAlone(WithDropout):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            torch.randn(1)
+
+
+def train_with_draws_of_one_rank() -> None:
+    plan = {"net.up": "colwise", "net.down": "rowwise"}
+    fit(DrawsAlone(Case(late=True)), ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
+        (validate_on_other_batches, "the ranks of a tensor-parallel group got different batches"),
+        (train_with_draws_of_one_rank, "drew different random numbers in training_step"),
         (
             train_without_the_style_of_norms,
             "replicated parameters have different gradients on the ranks of a tensor-p",

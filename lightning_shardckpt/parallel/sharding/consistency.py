@@ -76,6 +76,23 @@ def check_loss(loss: Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
+def check_draws(draws: int, group: dist.ProcessGroup) -> None:
+    """Compare over ``group`` a checksum of the random states with which steps drew: noise, masks of dropout.
+
+    Collective: every rank of the world must call it.
+
+    Raises:
+        UnsupportedCodeError: on every rank, if it differs in any group.
+    """
+    own = torch.tensor([draws])
+    if any_rank(bool((gather_numbers(own, group) != own).any())):
+        raise UnsupportedCodeError(
+            "the ranks of a tensor-parallel group drew different random numbers in training_step (dropout, noise), so "
+            "they no longer train one model. Code that runs on some ranks only (if self.global_rank == 0) drew from "
+            "the global generators before: let all ranks draw, or draw there from a torch.Generator of its own."
+        )
+
+
 @torch.no_grad()
 def fingerprint(batch: Any) -> int:
     """Return a hash of a batch: of the bits of its tensors, and of strings and numbers."""
