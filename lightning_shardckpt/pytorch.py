@@ -43,6 +43,7 @@ from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, u
 from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
+from lightning_shardckpt.parallel.sharding.consistency import check_lengths
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -474,7 +475,13 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._steps.begin_evaluation()
         self._checkpoints.start_validation()
 
-    on_test_start = on_predict_start = on_validation_start
+    on_test_start = on_validation_start
+
+    @override
+    def on_predict_start(self) -> None:
+        self.on_validation_start()
+        if self.topology.shard > 1 and not self._is_alone:
+            check_lengths(self._trainer.predict_loop.max_batches, self.meshes.data_parallel_group)
 
     @override
     def on_train_start(self) -> None:

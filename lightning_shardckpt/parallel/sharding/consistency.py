@@ -7,7 +7,7 @@ wrong. Both can be detected at little cost in the first batch of an epoch and th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,24 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
             "the ranks of a tensor-parallel group drew different random numbers in training_step (dropout, noise), so "
             "they no longer train one model. Code that runs on some ranks only (if self.global_rank == 0) drew from "
             "the global generators before: let all ranks draw, or draw there from a torch.Generator of its own."
+        )
+
+
+def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
+    """Compare over ``group``, whose ranks share parameters, how many batches each loader of an evaluation has.
+
+    Collective: every rank of the world must call it.
+
+    Raises:
+        UnsupportedCodeError: on every rank, if the numbers differ in any group.
+    """
+    every = gather_numbers(torch.tensor(batches, dtype=torch.float64), group)
+    if any_rank(bool((every != every[0]).any())):
+        raise UnsupportedCodeError(
+            f"data-parallel ranks have different numbers of batches, here {every.tolist()}: all ranks that share "
+            "parameters must run as many steps. The sampler that Lightning adds for predict repeats no sample, so some "
+            "ranks may have one sample less than others: choose another batch_size, or give the loader a "
+            "DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs), which repeats some."
         )
 
 

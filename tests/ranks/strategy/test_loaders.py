@@ -17,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -127,6 +128,24 @@ def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_o
             assert found[kind] == [batch[rank::2] for batch in alone[kind]], kind
         assert [len(batch) for batch in found["drawn"]] == [2] * 10, "as many as are drawn"
         assert set(map(len, alone["drawn"])) == {4} and len(alone["drawn"]) == 10
+
+
+class Predicts(Net):
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.linear(batch)  # type: ignore[no-any-return]
+
+
+def predict_odd() -> tuple[str, int]:
+    rows = Subset(Rows(), range(15))
+    with pytest.raises(UnsupportedCodeError) as error:
+        tiny.trainer({}).predict(Predicts(own=False), DataLoader(rows, batch_size=1))
+    return str(error.value), len(tiny.trainer({}).predict(Predicts(own=False), DataLoader(rows, batch_size=4)) or ())
+
+
+def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters() -> None:
+    for error, batches in run_ranks(2, predict_odd):
+        assert "different numbers of batches, here [[8.0], [7.0]]" in error
+        assert batches == 2
 
 
 class Shuffles(Net):
