@@ -38,7 +38,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightnings, states_of_checkpoint
+from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightning_dict, states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -317,7 +317,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if self._is_fabric:
             return states_of_checkpoint(checkpoint)
         if is_torch_file(path := file_path(path)):
-            if is_lightnings(checkpoint):
+            if is_lightning_dict(checkpoint):
                 return checkpoint
             of_states = checkpoint_of_states(checkpoint, nested=True, only="model")
             if of_states is None:

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     def parse() -> Command:
         parsed = _parser().parse_args(list(arguments))
         tool = parsed.subcommand
-        return Command(tool, _TOOLS[tool], parsed[tool], trouble_status=2 if tool in _COMPARING_TOOLS else 1)
+        return Command(tool, _TOOLS[tool], parsed[tool], error_status=2 if tool in _COMPARING_TOOLS else 1)
 
     return execute(parse)
 

@@ -33,8 +33,8 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.detect import recognise
-from lightning_shardckpt.sources.did_you_mean import READABLE, describe, did_you_mean
+from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.protocol import Contents, Outputs
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -173,7 +173,7 @@ def _write(
 @contextmanager
 def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
     """Open the checkpoint in a folder or at a URL; a checkpoint of this package without importing torch."""
-    if is_url(where) or not os.path.isdir(where) or recognise(where) is None:
+    if is_url(where) or not os.path.isdir(where) or detect_format(where) is None:
         try:
             checkpoint = Checkpoint(storage, where)
         except CheckpointNotFoundError:
@@ -184,9 +184,9 @@ def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> 
             yield ShardedCheckpoint(checkpoint)
         return
     from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.sources.open_source import opened  # imports torch
+    from lightning_shardckpt.sources.open_source import open_on_ranks  # imports torch
 
-    with opened(where, ranks=Ranks.alone(), storage=storage) as source:
+    with open_on_ranks(where, ranks=Ranks.alone(), storage=storage) as source:
         yield source
 
 
@@ -254,7 +254,7 @@ def _export(stored: ExportSource, outputs: Outputs, output: str, options: Option
 
 def _describe_problem(folder: Path) -> str:
     """Return the reason why a folder is not a checkpoint: Lightning's sentence, and a hint."""
-    description, hint = describe(folder), did_you_mean(folder, READABLE)
+    description, hint = describe_path(folder), did_you_mean(folder, READABLE)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
     if not folder.is_dir():

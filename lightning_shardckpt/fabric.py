@@ -29,9 +29,9 @@ from lightning_shardckpt.checkpoint.nested_save import order_of_state
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
-    backward_allowed,
+    disable_backward_guard,
     optimizer_to_device,
-    reduced,
+    reduce_tensor,
 )
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
@@ -46,7 +46,7 @@ from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, 
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
+from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.fabric_modules import (
@@ -269,7 +269,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale, make_step)
         self._running, self._stepped = sharded, None
         try:
-            with backward_allowed() if pipeline.backward_early else nullcontext():
+            with disable_backward_guard() if pipeline.backward_early else nullcontext():
                 if train:
                     output = steps.training_step(nullcontext, (batch,), {})
                 else:
@@ -323,7 +323,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             tensor = tensor.full_tensor()
         if not isinstance(tensor, Tensor):
             return tensor
-        return reduced(tensor, self._data_parallel(group), reduce_op)
+        return reduce_tensor(tensor, self._data_parallel(group), reduce_op)
 
     # --- checkpoints ---
 
@@ -348,7 +348,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         order = order_of_state(state, self._ranks, "describing what to save")
 
         def describe() -> str:
-            objects = objects_in(state).in_order(order)
+            objects = collect_objects(state).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
             described.append((objects, whole, checkpoint))
@@ -386,7 +386,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         order = order_of_state(states, self._ranks, "looking at the state")
 
         def make() -> NestedLoad:
-            objects = objects_in(states).in_order(order)
+            objects = collect_objects(states).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             skip, cast = io.resume_skip, io.cast
             return NestedLoad(

@@ -22,15 +22,15 @@ from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.lightning_dict import device_of, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
-from lightning_shardckpt.compat.lightning_trainer import Loadable, constructed
+from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_module
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.match import is_weights_alone
+from lightning_shardckpt.sources.match import has_weights_only
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import Dropped, Pickled, lost_values
-from lightning_shardckpt.state.nested_dict import objects_in
+from lightning_shardckpt.state.nested_dict import collect_objects
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
@@ -90,7 +90,7 @@ def load_from_checkpoint(
     hyper.update(kwargs)
     _check_complete(cls, checkpoint, path)
     if FROZEN not in checkpoint or not issubclass(cls, pl.LightningModule):
-        return constructed(cls, checkpoint, strict=strict, **kwargs)
+        return construct_module(cls, checkpoint, strict=strict, **kwargs)
     frozen = checkpoint.pop(FROZEN)
     module = _construct_partly(cls, checkpoint, kwargs)
     _check_adapters(module, checkpoint, frozen, path, strict)
@@ -98,17 +98,17 @@ def load_from_checkpoint(
 
 
 def _construct_partly(cls: type[Loadable], checkpoint: dict[str, Any], hyper: dict[str, Any]) -> Loadable:
-    """Return a module constructed from a checkpoint dict whose names need not be all of the module's."""
+    """Return a module constructed from a checkpoint dict, which may lack names of the module."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found keys that are (in the model state dict but not|not in the model)")
-        return constructed(cls, checkpoint, strict=False, **hyper)
+        return construct_module(cls, checkpoint, strict=False, **hyper)
 
 
 def _has_weights_alone(path: str, storage: StorageRouter) -> bool:
     """Return True if the checkpoint holds weights of another program or a state dict, not a LightningModule's names."""
     source, _ = open_source(path, storage)
     with closing(source):
-        return is_weights_alone(source) or "model" not in source.components()
+        return has_weights_only(source) or "model" not in source.components()
 
 
 def _load_weights(
@@ -126,7 +126,7 @@ def _load_weights(
     assert isinstance(module, pl.LightningModule)
     state = {"module": module.to(device)}
     options = LoadOptions(strict=module.strict_loading if strict is None else strict)
-    _, result = NestedLoad(state, objects_in(state)).run(path, Ranks.alone(), options=options, storage=storage)
+    _, result = NestedLoad(state, collect_objects(state)).run(path, Ranks.alone(), options=options, storage=storage)
     for note in result.notes:
         rank_zero_warn(note)
     return module

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.detect import recognise
+from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
@@ -252,7 +252,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self.path, self._verify = path, verify
         self._source: Source | None = None
         self._checkpoint: Checkpoint | None = None
-        foreign_format = recognise(path) if storage is None else None
+        foreign_format = detect_format(path) if storage is None else None
         if foreign_format is None:
             self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
             self._components: Mapping[str, Component] = self._checkpoint.root.components
@@ -330,7 +330,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             assert self._checkpoint is not None
             self._source = ShardedSource(self._checkpoint, self._verify)
         if box.numel:
-            self._source.backed(component, key)
+            self._source.checked_shape(component, key)
         target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
         self._source.read([target])()
         return target.tensor

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
-from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduced
+from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduce_tensor
 from lightning_shardckpt.compat.lightning_trainer import (
     gather_metrics_over,
     keep_order_of_training,
@@ -378,7 +378,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         ranks = group or self.meshes.data_parallel_group
-        return tensor if ranks.size() == 1 else reduced(tensor, ranks, reduce_op)
+        return tensor if ranks.size() == 1 else reduce_tensor(tensor, ranks, reduce_op)
 
     # --- the end ---
 

@@ -38,7 +38,7 @@ from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tunin
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.compound_tensors import is_compound, take_apart
+from lightning_shardckpt.state.compound_tensors import flatten_compound, is_compound
 from lightning_shardckpt.state.dtensor_layout import local_views
 from lightning_shardckpt.state.model import is_elsewhere
 from lightning_shardckpt.state.module_io import parameter_names
@@ -401,7 +401,7 @@ def _tensor_entries(name: str, tensor: Tensor) -> list[tuple[str, Entry]]:
         raise StateError("a lazy, meta, nested or sparse tensor has no elements that could be digested")
     if not is_compound(tensor):
         return [(name, tensor_entry(tensor))]
-    inside, records = take_apart(name, tensor)
+    inside, records = flatten_compound(name, tensor)
     entries = [(key, Entry(checksum(repr(record).encode()))) for key, record in records.items()]
     return entries + [(key, tensor_entry(of)) for key, of in inside.items()]
 

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_distributed import own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import clone_store, put_bytes
 from lightning_shardckpt.distributed.ranks import Ranks
 
 _NAME = "benchmark"
@@ -124,7 +124,7 @@ def timed_step(ranks: Ranks) -> tuple[float, float]:
 
 def one_by_one(store: Any, world: int) -> float:
     """Put all reports, and get them as rank 0 did once; returns the seconds of the latter."""
-    keys, view = [f"{rank}" for rank in range(world)], own_view(store, "before")
+    keys, view = [f"{rank}" for rank in range(world)], clone_store(store, "before")
     for rank, key in enumerate(keys):
         put_bytes(view, key, json.dumps(report(rank)).encode())
     begin = time.perf_counter()
@@ -162,7 +162,7 @@ def of_processes(world: int, steps: int) -> Facts:
 def played(world: int, steps: int) -> Facts:
     with server() as served:
         store = served.client()
-        ranks, others = Ranks(store, 0, world, 60, name=_NAME), own_view(store, f"shardckpt-{_NAME}")
+        ranks, others = Ranks(store, 0, world, 60, name=_NAME), clone_store(store, f"shardckpt-{_NAME}")
         before = one_by_one(store, world)
         found = []
         for number in range(1, 1 + steps):

@@ -27,10 +27,10 @@ from lightning_shardckpt.checkpoint.save_agreement import Agreement
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.assemble import assemble
-from lightning_shardckpt.sources.open_source import opened
+from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.module_io import ForCode
+from lightning_shardckpt.state.module_io import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage
@@ -172,14 +172,14 @@ class LoadResult:
         extra_state: non-tensor state of modules, by name.
         notes: sentences for the user about differences and conversions.
         skipped: sentences for the user about state that was skipped on request.
-        for_code: state, tensors included, that the modules' own code loads.
+        hooked: the state that load hooks need, tensors included.
     """
 
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
     skipped: list[str]
-    for_code: ForCode
+    hooked: HookedState
 
 
 def load(
@@ -219,7 +219,7 @@ def load(
     """
     name = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
-    opening = opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
+    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
     with gc_paused(), opening as source:
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
         decision = ranks.step(f"comparing {name} with the model", job.compare, job.decide)
@@ -242,7 +242,7 @@ def load(
             ranks.step(f"verifying {name}", read, _nothing)
         with filling():
             ranks.step(f"reading {name}", apply, _nothing)
-        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.for_code)
+        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.hooked)
 
 
 def load_full(
@@ -267,11 +267,11 @@ def load_full(
         CorruptionError: naming file, tensor and rank.
     """
     ranks = Ranks.alone()
-    with opened(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
+    with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
 
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]
-            shape = source.backed(component, key)
+            shape = source.checked_shape(component, key)
             target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
             source.read([target])()
             return target.tensor

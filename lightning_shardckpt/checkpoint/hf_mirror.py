@@ -25,7 +25,7 @@ from lightning_shardckpt.format.safetensors_files import (
     plan_file,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.hf_directory import Model, pick
+from lightning_shardckpt.state.hf_directory import Model, pick_model
 from lightning_shardckpt.storage.protocol import Draft
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.transfer.writer import StagePiece
@@ -57,7 +57,7 @@ def single_model(document: Mapping[str, Any] | None) -> Model:
         StateError: if there is none, or more than one.
     """
     try:
-        model = pick(document, "")
+        model = pick_model(document, "")
     except ValueError as error:
         raise StateError(f"only one model can be saved for Hugging Face, too: {error}") from None
     if model is None:

@@ -21,7 +21,7 @@ from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.state_dicts import lightnings_of
+from lightning_shardckpt.state.state_dicts import to_lightning_dict
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -88,7 +88,7 @@ class LightningSave:
         """
         module, names, checkpoint = self._attached.module, self._attached.names, self._checkpoint
         if module is None:
-            checkpoint = lightnings_of(checkpoint, of_fabric=self._is_fabric)
+            checkpoint = to_lightning_dict(checkpoint, of_fabric=self._is_fabric)
         described = snapshot(
             {key: value for key, value in checkpoint.items() if key != RANK_STATE},
             module,

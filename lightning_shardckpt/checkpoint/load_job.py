@@ -20,10 +20,10 @@ from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.module_io import ForCode
+from lightning_shardckpt.state.module_io import HookedState
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, sharded_like
+from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
@@ -82,7 +82,7 @@ class LoadJob:
         self._skips = Skips(live.skip)
         self.notes: list[str] = []
         self.skipped: list[str] = []
-        self.for_code = ForCode()
+        self.hooked = HookedState()
         self._model: ModelMatch
 
     def compare(self) -> RankComparison:
@@ -176,7 +176,7 @@ class LoadJob:
         live = {shape_of(param) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
-                self.source.backed("optimizer", key)  # checks that the stored bytes have the claimed shape
+                self.source.checked_shape("optimizer", key)  # checks that the stored bytes have the claimed shape
         self._take_numbers(decision["joined"])
         shared = overlapping(self._live_tensors())
         tensors = self._live.model.tensors
@@ -188,7 +188,7 @@ class LoadJob:
             live_tensors += [("optimizer", key, tensor) for key, tensor in existing]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
-        self.for_code, aside = self._model.aside.allocate()
+        self.hooked, unfilled = self._model.hooked.allocate()
         if "model" in self._live.parts:
             names = (name for name in extra if name in self._live.extra_state and not self._skips(name))
             self.extra_state = {name: decode_small(extra[name]) for name in names}
@@ -196,7 +196,7 @@ class LoadJob:
             (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
         of_optimizers = [item for item in new if item[0] == "optimizer"]
         of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON
-        _refuse_meta(self.source.path, [*live_tensors, *of_trainer, *self._model.aside.live(), *of_optimizers])
+        _refuse_meta(self.source.path, [*live_tensors, *of_trainer, *self._model.hooked.live(), *of_optimizers])
         targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in live_tensors]
         for target in targets:
             if is_expanded(target.local):
@@ -204,7 +204,7 @@ class LoadJob:
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor share memory (shape "
                     f"{tuple(target.local.shape)}, strides {target.local.stride()}); load into a clone of it"
                 )
-        return targets + aside + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
+        return targets + unfilled + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""
@@ -271,12 +271,12 @@ class LoadJob:
                 tensors[key] = given
                 continue
             # a pinned tensor is a plain tensor of one rank, and stays one
-            like = None if spec.pinned else self._live.like.get(key, sharded_like(key, spec.shape, live))
+            like = None if spec.pinned else self._live.like.get(key, find_counterpart(key, spec.shape, live))
             device = "meta" if self._is_elsewhere(key) else None
             if like is not None and tuple(like.shape) == spec.shape:
                 tensors[key] = new_like(like, dtype)
                 continue
-            shape = spec.shape if device == "meta" else self.source.backed("trainer", key)
+            shape = spec.shape if device == "meta" else self.source.checked_shape("trainer", key)
             tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         self.trainer = self.source.trainer(tensors.__getitem__)
         if self._elsewhere:

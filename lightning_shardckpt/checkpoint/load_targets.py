@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import NO_CODE, LoadCode
+from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.system.text import count_text
 
@@ -139,7 +139,7 @@ class LoadTargets:
         cast: read floating tensors into those of another floating dtype.
         parts: a subset of ``PARTS``; only the first three have an effect here.
         skip: patterns of names that are skipped, see ``Skips``.
-        code: the code that runs when the model's state dict is loaded.
+        hooks: the load hooks of the model's modules.
     """
 
     model: Leaves
@@ -156,4 +156,4 @@ class LoadTargets:
     cast: bool = True
     parts: frozenset[str] = frozenset(PARTS)
     skip: tuple[str, ...] = ()
-    code: LoadCode = NO_CODE
+    hooks: LoadHooks = NO_HOOKS

@@ -1,6 +1,6 @@
 """The match table of a load: the stored tensor for each live tensor of the model, or the reason for none.
 
-It is built once; ties, adapters, code of modules, dtypes and skips are filters over it. Changes no live object.
+It is built once; ties, adapters, load hooks, dtypes and skips are filters over it. Changes no live object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets, Skips
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.set_aside import SetAside
+from lightning_shardckpt.sources.hooked_entries import HookedEntries
 from lightning_shardckpt.sources.source import Source, are_equal
 from lightning_shardckpt.sources.source_view import converts
 from lightning_shardckpt.state.compound_tensors import MARK, describe_record
 from lightning_shardckpt.state.model import names_of
-from lightning_shardckpt.state.module_io import NO_CODE, Scopes
+from lightning_shardckpt.state.module_io import NO_HOOKS, Prefixes
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 
@@ -61,7 +61,7 @@ class ModelMatch:
         stored: the stored model.
         kept: keys of adapters that the checkpoint does not have.
         rows: of the tensors that are filled in place.
-        aside: the entries that the modules' own code loads.
+        hooked: the entries that load hooks see.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class ModelMatch:
         self._left_out: Mapping[str, Any] = source.document("frozen") or {}
         self._live, self.kept = self._without_adapters()
         self._names = names_of(self._live, targets.whole.ties)
-        code = targets.code if self.is_loaded else NO_CODE
-        self.aside = SetAside(code, source, self._live, targets.extra_state, self._names, elsewhere)
-        rest = self.aside.rest_of(self._live)
+        hooks = targets.hooks if self.is_loaded else NO_HOOKS
+        self.hooked = HookedEntries(hooks, source, self._live, targets.extra_state, self._names, elsewhere)
+        rest = self.hooked.filled_in_place(self._live)
         self.rows = [self._row(key, tensor) for key, tensor in rest.tensors.items()]
         self._others = self._compare_others(rest)  # names and problems
         if strict:
-            self._drop_hooked(Scopes(code.after))
+            self._drop_hooked(Prefixes(hooks.after))
         if targets.skip:
             self._drop_skipped()
-        self._matched = self.keys | self.aside.matched()
+        self._matched = self.keys | self.hooked.matched()
 
     @property
     def is_loaded(self) -> bool:
@@ -203,12 +203,12 @@ class ModelMatch:
         """Return the differences in non-tensor values, and the stored entries without a live one."""
         document, bases = self._source.document("model") or {}, {key.partition(MARK)[0] for key in self._left_out}
         records = {k: v for k, v in self._targets.model.records.items() if k.partition(MARK)[0] not in bases}
-        stored, live = self.aside.outside(document), self.aside.outside({*self._targets.extra_state, *records})
+        stored, live = self.hooked.unhooked(document), self.hooked.unhooked({*self._targets.extra_state, *records})
         self._values = stored | live
-        elsewhere, names = self._elsewhere | self.aside.names, {n for names in self._names.values() for n in names}
+        elsewhere, names = self._elsewhere | self.hooked.names, {n for names in self._names.values() for n in names}
         unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - elsewhere
         in_checkpoint = sorted(unexpected - {base_fqn(name) for name in elsewhere} if unexpected else ())
-        self.aside.note_absent(rest, self.keys, self._left_out, in_checkpoint)
+        self.hooked.note_unmatched(rest, self.keys, self._left_out, in_checkpoint)
         changed = [
             (name, f"{describe_record(document[name])} in checkpoint, {describe_record(record)} in model")
             for name, record in records.items()
@@ -218,10 +218,10 @@ class ModelMatch:
             *((name, _IN_CHECKPOINT) for name in in_checkpoint),
             *((name, _IN_MODEL) for name in sorted(live - stored)),
             *changed,
-            *(self.aside.differing_dtypes() if not self._targets.cast else ()),
+            *(self.hooked.dtype_differences() if not self._targets.cast else ()),
         ]
 
-    def _drop_hooked(self, after: Scopes) -> None:
+    def _drop_hooked(self, after: Prefixes) -> None:
         """Drop missing and unexpected names in modules whose hooks after the load may accept them."""
         for row in self.rows if after else ():
             if after(row.key):
@@ -233,7 +233,7 @@ class ModelMatch:
 
     def _drop_skipped(self) -> None:
         """Drop matches and differences of skipped names."""
-        self.aside.skip(self._skips)
+        self.hooked.skip(self._skips)
         names = {*self._known, *self._values, *self._left_out}.union(*self._names.values())
         skipped = {name for name in sorted(names) if self._skips(name)}
         for row in self.rows:

@@ -20,12 +20,18 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import model_names, parameters_of, renamed
-from lightning_shardckpt.sources.state_dict_views import as_objects, as_values, dicts_for, places_of, trainer_of
+from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
+from lightning_shardckpt.sources.state_dict_views import (
+    as_objects,
+    as_values,
+    blank_trainer,
+    find_state_dicts,
+    places_of,
+)
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import LoadCode, entries_loaded, load_rest, not_live
+from lightning_shardckpt.state.module_io import LoadHooks, find_copies, load_remaining, loaded_state_dict
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,
@@ -55,7 +61,7 @@ class NestedLoad:
         whole: names of the model over all pipeline stages.
         cast: see ``LoadTargets``.
         skip: patterns of names that are skipped, see ``Skips``.
-        keep_parameters: see ``load_rest``.
+        keep_parameters: see ``load_remaining``.
 
     Attributes:
         missing: keys of the state that the checkpoint does not have, once the load has begun.
@@ -106,7 +112,7 @@ class NestedLoad:
             cast=self._cast,
             parts=frozenset(PARTS if self._objects.modules else PARTS[1:]),
             skip=self._skip,
-            code=LoadCode.of(self._objects.named),
+            hooks=LoadHooks.of(self._objects.named),
         )
 
     def fit_source(self, source: Source) -> tuple[Source, list[str]]:
@@ -125,7 +131,7 @@ class NestedLoad:
         places = places_of(source, keys, self._state, requested, alone=not self._objects.modules)
         if places.modules or places.optimizers:
             source = as_values(source, places)
-            trainer = trainer_of(source)
+            trainer = blank_trainer(source)
         problems = self._compare_rest(trainer)
         problems += [f"{key}  in the state only" for key in self.missing]
         if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
@@ -135,7 +141,7 @@ class NestedLoad:
             parameters = parameters_of(source.document("optimizer"), numbers)
             stored_prefixes = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
         names, others = self._names(stored_prefixes, source, problems)
-        live_named = renamed(source, names, others, numbers)
+        live_named = rename_source(source, names, others, numbers)
         if not prefixes:
             return live_named, problems
         fitted, more = fit_to(live_named, module=self._root, live=self._leaves, whole=self._whole)
@@ -143,17 +149,17 @@ class NestedLoad:
 
     def _convert_state_dicts(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
         """Return the source with state dicts in the form of requested objects, its trainer state and object keys."""
-        trainer = trainer_of(source)
+        trainer = blank_trainer(source)
         keys = check_keys(trainer.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
         self.present = [*objects, *(key for key in trainer if key != KEYS)]
         if keys is None:
             return source, trainer, keys
-        modules, optimizers = dicts_for(trainer, keys, [*self._objects.modules], [*self._objects.optimizers])
+        modules, optimizers = find_state_dicts(trainer, keys, [*self._objects.modules], [*self._objects.optimizers])
         if not modules and not optimizers:
             return source, trainer, keys
         source = as_objects(source, keys, modules, optimizers)
-        trainer = trainer_of(source)
+        trainer = blank_trainer(source)
         return source, trainer, trainer[KEYS]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
@@ -229,11 +235,11 @@ class NestedLoad:
         """
         live_prefixes = {stored: live for live, stored in stored_prefixes.items()}
         known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
-        if wrong := self._key_mapping.misunderstood(known):
+        if wrong := self._key_mapping.suggest(known):
             raise MismatchError(f"cannot load {source.path!r}: key_mapping: " + "\n  ".join(wrong))
         unused = self._key_mapping.unused(known)
         problems += [f"key_mapping: {old!r}  matches no name in the checkpoint" for old in unused]
-        stored_names = self._key_mapping.renamed(known)
+        stored_names = self._key_mapping.apply(known)
 
         def live_name(name: str) -> str | None:
             new = self._key_mapping(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else ()
@@ -293,10 +299,10 @@ class NestedLoad:
     def _finish_modules(self, result: LoadResult, *, strict: bool) -> list[str]:
         """Load entries that can't be filled in place; return the differences that the modules' own code reports."""
         modules, live = self._objects.named, self._state_dict
-        entries = entries_loaded(modules, live, result.extra_state, result.for_code)
-        copies = not_live(self._root, live)
-        code, keep = result.for_code, self._keep_parameters
-        return load_rest(modules, live, entries, copies, code, self._whole, strict=strict, keep_parameters=keep)
+        entries = loaded_state_dict(modules, live, result.extra_state, result.hooked)
+        copies = find_copies(self._root, live)
+        hooked, keep = result.hooked, self._keep_parameters
+        return load_remaining(modules, live, entries, copies, hooked, self._whole, strict=strict, keep_parameters=keep)
 
     @torch.no_grad()
     def _finish_others(self, trainer: dict[str, Any]) -> None:

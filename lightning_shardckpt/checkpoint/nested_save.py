@@ -21,7 +21,7 @@ from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_document import HuggingFace
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, names_for, objects_in
+from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import StorageRouter, is_url
@@ -179,9 +179,9 @@ def check_state(state: dict[str, Any]) -> NestedObjects:
 
     Raises:
         TypeError: if it is not a dict with strings as keys.
-        StateError: see ``objects_in``.
+        StateError: see ``collect_objects``.
     """
     if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-        return objects_in(state)
+        return collect_objects(state)
     given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
     raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')

@@ -16,7 +16,7 @@ from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, find_unheld_shards, join_holders
 from lightning_shardckpt.state.dtensor_layout import local_tensor
-from lightning_shardckpt.state.json_values import references, union
+from lightning_shardckpt.state.json_values import merge_encoded, stored_keys
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import entry_of
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
@@ -52,10 +52,10 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
             if is_shared and key not in leaves.pinned:
                 replicas.append((f"{group} {part}", f"{component}/{key}", local_tensor(tensor)))
     digests = _digests(replicas)
-    if snapshot.given:
-        given = zip(snapshot.given.items(), digest_values(map(bit_digest, snapshot.given.values())), strict=True)
-        digests[_label("given", snapshot.given)] = {
-            name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in given
+    if tensors := snapshot.replicated:
+        values = zip(tensors.items(), digest_values(map(bit_digest, tensors.values())), strict=True)
+        digests[_label("replicated", tensors)] = {
+            name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in values
         }
     settings = dict(_settings(snapshot.documents))
     digests[_label("settings", settings)] = {**settings}
@@ -254,8 +254,8 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     """
     roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
     tables = [root.components for root in roots]
-    trainer = reduce(union, [group["trainer"] for group in groups])
-    referred = set(references(trainer))
+    trainer = reduce(merge_encoded, [group["trainer"] for group in groups])
+    referred = set(stored_keys(trainer))
     _check_trainer(tables, referred)
     joined = _join_tables(tables)
     _check_held(joined, world)

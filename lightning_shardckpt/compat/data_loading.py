@@ -1,4 +1,4 @@
-"""Give a DataLoader's iterators another source of indices, and ask samplers for the order of all ranks together.
+"""Private names of torch's DataLoader and Lightning's samplers: the source of indices, the order of all ranks.
 
 Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6."""
 
@@ -23,20 +23,20 @@ from torch.utils.data import (
 
 
 class IndexSource(Protocol):
-    """The source from which the iterators of a DataLoader draw: indices, or lists of them where it makes batches."""
+    """The source of a DataLoader's iterators: yields indices, or lists of indices if the loader makes batches."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
 
     def __len__(self) -> int:
-        """Return how many indices or lists there are."""
+        """Return the number of indices or lists."""
 
 
 class IndexedLoader(DataLoader[Any]):
-    """A DataLoader whose subclass may replace what its iterators draw indices from.
+    """A DataLoader whose subclass may replace the source of indices.
 
-    Relies on ``DataLoader._index_sampler``: each iterator reads it when it is made, iterates over that at its first
-    index, and an iterator of persistent workers again for every epoch. ``len(loader)`` is that of what it gives.
+    Relies on ``DataLoader._index_sampler``: each iterator reads it when it is made, and iterates over it at its first
+    index; an iterator of persistent workers does so again in every epoch. ``len(loader)`` is its length.
     """
 
     @property
@@ -44,16 +44,15 @@ class IndexedLoader(DataLoader[Any]):
         return self.index_source(super()._index_sampler)
 
     def index_source(self, sampler: Any) -> IndexSource:
-        """Return what to draw from, given a DataLoader's sampler or batch sampler; by default that itself."""
+        """Return the source of indices; by default the DataLoader's sampler or batch sampler itself."""
         source: IndexSource = sampler
         return source
 
 
 def is_strided(sampler: object) -> bool:
-    """Return whether a sampler gives rank r of R every R-th index of an order, from the r-th on.
+    """Return whether rank r of R gets every R-th index of an order, from the r-th on.
 
-    So do torch's DistributedSampler, and the one that Lightning puts around a sampler of the user's. Subclasses may do
-    otherwise.
+    True for torch's DistributedSampler and Lightning's DistributedSamplerWrapper, but not for their subclasses.
     """
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
 
@@ -101,20 +100,20 @@ def show_samplers(loader: object) -> None:
 
 
 def makes_plain_batches(batch_sampler: object) -> bool:
-    """Return whether batches are consecutive indices: of a loader without batches, or with torch's BatchSampler."""
+    """Return whether batches are consecutive indices: without a batch sampler, or with torch's BatchSampler."""
     return batch_sampler is None or type(batch_sampler) in (BatchSampler, GivenBatchSampler)
 
 
 def wrapped_sampler(sampler: object) -> Any | None:
-    """Return the sampler of the user's that Lightning has put its own around, if it has.
+    """Return the user's sampler within a DistributedSamplerWrapper; None for other samplers.
 
     Relies on ``DistributedSamplerWrapper.dataset._sampler``.
     """
     return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
 
 
-def drawn_order(sampler: object) -> list[Any] | None:
-    """Return the order that the sampler of the user's gave when Lightning's around it last began; None without that.
+def last_order(sampler: object) -> list[Any] | None:
+    """Return the order that the sampler within a DistributedSamplerWrapper drew last; None for other samplers.
 
     Relies on ``DistributedSamplerWrapper.dataset._sampler_list``.
     """
@@ -122,10 +121,10 @@ def drawn_order(sampler: object) -> list[Any] | None:
 
 
 def draw_orders_within(sampler: object, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let the sampler of the user's that Lightning put its own around draw each order inside of a context from now on.
+    """Make the sampler within a DistributedSamplerWrapper draw each order inside the context ``around``.
 
-    Replaces what an earlier call has set; does nothing for other samplers. Relies on
-    ``DistributedSamplerWrapper.dataset.reset``, with which it begins.
+    Replaces the context of an earlier call; does nothing for other samplers. Relies on
+    ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls first.
     """
     if type(sampler) is not DistributedSamplerWrapper:
         return
@@ -139,10 +138,10 @@ def draw_orders_within(sampler: object, around: Callable[[], AbstractContextMana
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
-    """Return the indices of the present epoch in the order of all ranks together, none repeated or left out.
+    """Return the indices of the current epoch in the order of all ranks together, none repeated or left out.
 
-    Relies on the fields that a DistributedSampler derives from the number of ranks (``num_samples``, ``total_size``),
-    and reads when it is iterated over: that of a single rank neither pads nor drops.
+    Relies on ``num_samples`` and ``total_size``, which a DistributedSampler derives from the number of ranks and reads
+    when it is iterated over: with a single rank it neither pads nor drops.
     """
     alone = copy(sampler)
     alone.num_replicas, alone.rank = 1, 0
@@ -151,6 +150,6 @@ def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:
 
 
 def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the generator that the sampler of the user's draws from, if it has one of its own."""
+    """Return the ``generator`` of the user's sampler within a DistributedSamplerWrapper, if it has one."""
     generator = getattr(wrapped_sampler(sampler), "generator", None)
     return generator if isinstance(generator, torch.Generator) else None

@@ -1,7 +1,7 @@
-"""DTensors, their meshes, and state dicts of modules that have them.
+"""Private names of DTensors, their meshes, and state dicts of modules that have them.
 
-Checked with torch 2.12 to 2.15. ``DTensor.to_local`` and ``DTensor.from_local`` record history and check shapes over
-all ranks; what is here does neither."""
+Checked with torch 2.12 to 2.15. Unlike ``DTensor.to_local`` and ``DTensor.from_local``, functions here record no
+history and check no shapes over all ranks."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shardckpt.compat.torch_tensors import memory_id
 
 StridedShard = _StridedShard
-"""The shard of a dim that inner axes split into ``split_factor`` parts before: FSDP over tensor parallelism."""
+"""The placement of a dim that inner axes have split into ``split_factor`` parts: FSDP over tensor parallelism."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: a DTensor's local tensor itself, without history; a plain one as it is."""
+    """Return a DTensor's local tensor itself, or a plain tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The mesh, the placements and the global shape, strides and dtype of a DTensor, in one hashable value.
 
-No ``def``: optimizers ask thousands of times in a step.
+Not a ``def``, since optimizers call it thousands of times in a step.
 """
 
 
 def shape_of(tensor: Tensor) -> Size:
-    """Return a tensor's shape; a DTensor would make another one of the same numbers, which takes longer."""
+    """Return a tensor's shape, faster than ``DTensor.shape``, which builds another Size."""
     meta = tensor._spec.tensor_meta if isinstance(tensor, DTensor) else None
     return tensor.shape if meta is None else meta.shape
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over the memory of ``local``, without history. No communication, no checks.
+    """Return a DTensor over the memory of ``local``, without history, communication or checks.
 
-    Leaves out ``DTensor.__init__``, which does nothing, in a wrapper for compilers that takes longer than all the rest.
+    Skips ``DTensor.__init__``, which does nothing but is slow, because of its wrapper for compilers.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def look_for_anomalies_in_rows() -> Callable[[], None]:
-    """Let ``torch.autograd.detect_anomaly`` look at this rank's part of a DTensor, for which torch has no strategy.
+def detect_local_anomalies() -> Callable[[], None]:
+    """Make ``torch.autograd.detect_anomaly`` check the local tensor of a DTensor, for which torch has no strategy.
 
-    Relies on the handlers of DTensor's dispatcher. A rank that finds NaN raises alone, as autograd does.
+    Relies on the handlers of DTensor's dispatcher. Only a rank that finds NaN raises, as in autograd.
 
     Returns:
-        A function that ends it.
+        The undo function.
     """
 
     def handler(op: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -64,34 +64,33 @@ def look_for_anomalies_in_rows() -> Callable[[], None]:
 
     handlers: dict[object, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]  # typed later
     operation = torch.ops.aten._is_any_true.default
-    if operation in handlers:  # torch's own, some day
+    if operation in handlers:  # a later version of torch may have its own
         return lambda: None
     handlers[operation] = handler
     return lambda: handlers.pop(operation, None) and None
 
 
 def replace_local(tensor: DTensor, other: DTensor) -> None:
-    """Make a DTensor have the local tensor and the spec of another one; its own tensor fields stay as they are."""
+    """Give a DTensor the local tensor and the spec of another; other fields stay unchanged."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 
 
 # ── meshes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh with the axes of all ``meshes``, slices of one root mesh, in that order, and their process groups.
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh with the axes of all ``meshes``, in that order, and their process groups.
 
-    Checked with torch 2.12 to 2.15. The public way, slicing the root, is not possible for meshes of different roots
-    (torch 2.13).
+    Slicing the root, the public way, does not work for meshes of different roots (torch 2.13).
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def sibling_ranks(mesh: DeviceMesh) -> Tensor:
-    """The ranks of a mesh and of all its siblings, the same on every rank: of shape ``(how many, *mesh.shape)``.
+    """Return the ranks of a mesh and of all its siblings, equal on every rank, in shape ``(siblings, *mesh.shape)``.
 
-    Relies on ``DeviceMesh._layout`` and ``_rank_map`` of torch 2.13: which ranks the root has, and how this mesh's axes
-    run through them. ``mesh.mesh`` has the ranks of this one alone.
+    Relies on ``DeviceMesh._layout`` and ``_rank_map`` of torch 2.13: the ranks of the root, and the strides of this
+    mesh's axes in them. ``mesh.mesh`` has only the ranks of this mesh.
     """
     return mesh._layout.remap_to_tensor(mesh._rank_map)
 
@@ -100,36 +99,30 @@ def sibling_ranks(mesh: DeviceMesh) -> Tensor:
 
 
 def live_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return what ``module.state_dict()`` does, without the long way on which torch detaches each DTensor.
+    """Return ``module.state_dict()``, without torch's slow detach of each DTensor.
 
-    A DTensor in it has the memory of the module's, but a version of its own: whoever compares versions must call
-    ``state_dict``. That is called here, too, for a module that has its own, or hooks that change what is in it.
+    Its DTensors share the module's memory but have their own version counters: to compare versions, call
+    ``state_dict``. A module with its own ``state_dict`` or with hooks that change the result gets that.
 
-    Relies on ``Module._state_dict_hooks``, and on ``keep_vars`` making no other difference than that.
+    Relies on ``Module._state_dict_hooks``, and on ``keep_vars`` having no other effect.
     """
     has_own = type(module).state_dict is not nn.Module.state_dict
     if has_own or any(part._state_dict_hooks for part in module.modules()):
         return module.state_dict()
-    found: dict[str, Any] = module.state_dict(keep_vars=True)
-    for name, value in found.items():
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    for name, value in state.items():
         if isinstance(value, DTensor):
-            found[name] = _detached(value)
+            state[name] = new_dtensor(local_tensor(value).detach(), spec_of(value))
+            state[name].__class__ = type(value)
         elif isinstance(value, Tensor):
-            found[name] = value.detach()
-    return found
+            state[name] = value.detach()
+    return state
 
 
-def _detached(tensor: DTensor) -> DTensor:
-    found = new_dtensor(local_tensor(tensor).detach(), spec_of(tensor))
-    found.__class__ = type(tensor)  # one that acts as a whole tensor, or torch's own
-    return found
+def copy_state_dict(live: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict whose tensors have memory of their own, shared if those of ``live`` share theirs.
 
-
-def copied_state_dict(live: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with tensors in memory of their own, which they share where those of ``live`` share it.
-
-    A DTensor's copy has this rank's rows. Of other subclasses of Tensor, and of what is no strided tensor with memory,
-    the entries are those of ``live``.
+    A DTensor's copy has this rank's rows. Other subclasses of Tensor, sparse tensors and meta tensors are not copied.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -148,7 +141,7 @@ def copied_state_dict(live: dict[str, Any]) -> dict[str, Any]:
         shards.__class__ = type(value)
         return shards
 
-    found = shallow_copy(live)  # with what torch keeps in an attribute of it
+    state = shallow_copy(live)  # keeps the attribute _metadata
     with torch.no_grad():
-        found.update({name: copy(value) for name, value in live.items()})
-    return found
+        state.update({name: copy(value) for name, value in live.items()})
+    return state

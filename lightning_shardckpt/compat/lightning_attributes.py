@@ -15,11 +15,11 @@ SET_LATER = frozenset(
         *("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"),
     }
 )
-"""Attributes that Lightning gives its modules, datamodules and callbacks after they are constructed."""
+"""Attributes that Lightning sets on its modules, datamodules and callbacks after their construction."""
 
 
 def attached_trainer(module: object) -> Any:
-    """Return the Trainer of a LightningModule, or None; ``LightningModule.trainer`` raises where there is none.
+    """Return the Trainer of a LightningModule, or None without one, for which ``LightningModule.trainer`` raises.
 
     Relies on the attribute ``_trainer``.
     """
@@ -27,15 +27,15 @@ def attached_trainer(module: object) -> Any:
 
 
 def fabric_original(module: nn.Module) -> nn.Module | None:
-    """Return the module that Fabric's ``setup`` was given, from what it returned; None for other modules.
+    """Return the user's module in a module from Fabric's ``setup``; None for other modules.
 
-    Relies on ``_FabricModule`` having it as a child named ``_original_module``.
+    Relies on the child ``_original_module`` of ``_FabricModule``.
     """
     return module._modules.get("_original_module")
 
 
 def loader_of_fabric(value: object) -> object:
-    """Return the loader that Fabric's ``setup_dataloaders`` was given, from what it returned, and else the object.
+    """Return the user's loader in a loader from Fabric's ``setup_dataloaders``; other objects unchanged.
 
     Relies on the name of ``_FabricDataLoader``, and on its attribute ``_dataloader``.
     """
@@ -43,10 +43,9 @@ def loader_of_fabric(value: object) -> object:
 
 
 def fabric_forward(module: nn.Module | None) -> nn.Module | None:
-    """Return the module whose forward a module from Fabric's ``setup`` calls: what the strategy's ``setup_module``
-    returned. Other modules are returned as they are.
+    """Return the result of ``Strategy.setup_module`` in a module from Fabric's ``setup``; other modules unchanged.
 
     Relies on the attribute ``_forward_module``.
     """
-    found: nn.Module | None = getattr(module, "_forward_module", module)
-    return found
+    forward: nn.Module | None = getattr(module, "_forward_module", module)
+    return forward

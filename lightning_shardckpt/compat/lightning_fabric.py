@@ -1,4 +1,4 @@
-"""Lightning Fabric: how it starts processes, makes their group, reduces, and guards the backward.
+"""Private names of Lightning Fabric: launchers, process groups, reductions, and the guard of the backward.
 
 Checked with Lightning 2.5.6 and 2.6.6.
 """
@@ -27,23 +27,22 @@ from torch.optim import Optimizer
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
-    """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
+    """The launcher that starts the same script once for each local process."""
 
 
 def init_process_group(
     environment: ClusterEnvironment, device: torch.device, *, backend: str | None, timeout_s: float
 ) -> str:
-    """Make the default process group, where there is none yet, and return its backend. Collective over the world.
+    """Create the default process group, unless it exists, and return its backend. Collective over the world.
 
-    Relies on ``_init_dist_connection``, which leaves ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment, and on
-    ``_destroy_dist_connection``, which destroys NCCL's group when the process ends. One process alone takes the names
-    out again: a program that it starts would take the port for that of its own ranks, while this process still listens
-    there.
+    Relies on ``_init_dist_connection``, which sets ``MASTER_ADDR`` and ``MASTER_PORT``, and on
+    ``_destroy_dist_connection``, which destroys NCCL's group at exit. A single process unsets both variables again,
+    since the ranks of a program that it starts would use the port, on which this process still listens.
 
     Args:
-        environment: knows address, rank and world size.
+        environment: has address, rank and world size.
         device: of this process.
-        backend: of torch.distributed; by default Lightning's for the device, and gloo for tensors of the CPU.
+        backend: of torch.distributed; by default Lightning's for the device, and gloo for CPU tensors.
         timeout_s: of collectives.
     """
     chosen: str = backend or dist.get_default_backend_for_device(device)
@@ -62,13 +61,13 @@ def init_process_group(
     return chosen
 
 
-def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
-    """Return a tensor reduced over a group, in place, as Lightning spells operations.
+def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
+    """Reduce a tensor over a group, in place, and return it. Collective: every rank of ``group`` must call it.
 
-    A mean of integers is not rounded down, as Lightning's own is: it divides epochs' sums by mean numbers of samples.
-    Gradients of the tensor stay those of this rank's value, so that a loss which is reduced for a log trains as it did.
+    Unlike Lightning's own, a mean of integers is not rounded down: Lightning divides sums of epochs by mean numbers of
+    samples. Gradients remain those of this rank's value, so that a loss that is reduced for a log trains unchanged.
 
-    Relies on ``_sync_ddp_if_available``. Collective: every rank of ``group`` must call it.
+    Relies on ``_sync_ddp_if_available``.
     """
     if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
         total = _sync_ddp_if_available(tensor.to(torch.int64, copy=True), group, reduce_op="sum")
@@ -79,7 +78,7 @@ def reduced(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp |
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to a device, but for what optimizers keep on the CPU.
+    """Move the state of an optimizer to a device, except state that optimizers keep on the CPU.
 
     Relies on ``_optimizer_to_device``.
     """
@@ -87,10 +86,10 @@ def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
 
 
 @contextmanager
-def backward_allowed() -> Generator[None, None, None]:
-    """Allow backward passes in this context, which Fabric refuses outside ``fabric.backward``.
+def disable_backward_guard() -> Generator[None, None, None]:
+    """Inside, allow backward passes, which Fabric refuses outside of ``fabric.backward``.
 
-    Relies on the flag ``_in_fabric_backward`` of ``lightning.fabric.wrappers``, which its backward hooks look at.
+    Relies on the flag ``_in_fabric_backward`` of ``lightning.fabric.wrappers``, which its backward hooks check.
     """
     before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
     try:

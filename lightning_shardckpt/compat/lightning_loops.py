@@ -1,4 +1,4 @@
-"""Private names of Lightning's fit loop: its loaders, when it stops and validates, and how it restarts.
+"""Private names of Lightning's fit loop: loaders, progress, validation, and restarts.
 
 Checked with Lightning 2.5.6 and 2.6.6.
 """
@@ -16,7 +16,7 @@ EndBatch = Callable[[], None]
 
 
 class LoggedMeta(Protocol):
-    """The arguments that ``self.log`` got for a metric."""
+    """The arguments of ``self.log`` for a metric."""
 
     name: str
     on_epoch: bool
@@ -26,7 +26,7 @@ class LoggedMeta(Protocol):
 
 
 def train_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders that training draws from; none before Lightning has asked for them.
+    """Return the loaders of training; none before Lightning has set them up.
 
     Relies on ``_FitLoop._combined_loader``.
     """
@@ -35,13 +35,12 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def is_stateful(loader: object) -> bool:
-    """Return whether Lightning takes a loader for one with a state of its own."""
+    """Return whether Lightning saves the state of a loader."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def cycles_loaders(trainer: pl.Trainer) -> bool:
-    """Return whether a shorter loader begins again while a longer one goes on
-    (``CombinedLoader(mode="max_size_cycle")``).
+    """Return whether a shorter loader begins again at its end (``CombinedLoader(mode="max_size_cycle")``).
 
     Relies on ``CombinedLoader._mode``.
     """
@@ -50,19 +49,19 @@ def cycles_loaders(trainer: pl.Trainer) -> bool:
 
 
 def begin_loaders(trainer: pl.Trainer) -> None:
-    """Let the loaders of training begin now, if Lightning has set them up.
+    """Begin iterating over the loaders of training now, if Lightning has set them up.
 
-    Relies on ``_FitLoop._data_fetcher``, whose ``iter`` is what draws first.
+    Relies on ``_FitLoop._data_fetcher``, whose ``iter`` begins the loaders.
     """
     if trainer.fit_loop._data_fetcher is not None:
         iter(trainer.fit_loop._data_fetcher)
 
 
 def batches_drawn(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return the number of the present epoch, from 1, and how many of its batches were drawn from the loaders.
+    """Return the number of the current epoch, from 1, and of its drawn batches, including those before a resume.
 
-    Those before the run resumed are counted, too. Relies on ``_DataFetcher.fetched``, to which an epoch that goes on
-    adds them when it begins, and on ``_Progress.current.started``, which counts the epoch when its hooks have run.
+    Relies on ``_DataFetcher.fetched``, to which a resumed epoch adds the earlier batches when it begins, and on
+    ``_Progress.current.started``, which counts the epoch after its hooks.
     """
     loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
     fetched, before = 0 if fetcher is None else fetcher.fetched, loop.epoch_loop.batch_progress.current.ready
@@ -74,13 +73,13 @@ def batches_drawn(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Return whether the present batch is the last one of its epoch."""
+    """Return whether the current batch is the last of its epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.current.ready == trainer.num_training_batches or progress.is_last_batch
 
 
 def ends_within_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the run ends after the present batch, although the epoch has more of them."""
+    """Return whether the run ends after the current batch, before the end of the epoch."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if is_last_batch(trainer):
         return False
@@ -91,13 +90,13 @@ def ends_within_epoch(trainer: pl.Trainer) -> bool:
 
 
 def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
-    """Return whether a validation would follow the present batch if the run did not end.
+    """Return whether a validation would follow the current batch if the run did not end.
 
-    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which says yes for every run that stops.
+    Relies on ``_TrainingEpochLoop._should_check_val_fx``, which returns True for every run that stops.
 
     Args:
         trainer: in ``on_advance_end`` of a batch.
-        fetcher: what the loop draws batches from.
+        fetcher: the loop's data fetcher.
     """
     stops, trainer.should_stop = trainer.should_stop, False
     try:
@@ -107,13 +106,13 @@ def would_validate(trainer: pl.Trainer, fetcher: Any) -> bool:
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Return whether optimizers do not step for the present batch."""
+    """Return whether optimizers do not step for the current batch."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return ready % trainer.accumulate_grad_batches != 0 and not is_last_batch(trainer)
 
 
 def is_batch_begun(fit_loop: Mapping[str, Any]) -> bool:
-    """Return whether the state of a fit loop says that its last batch is not done.
+    """Return whether the last batch in the state of a fit loop is not finished.
 
     Relies on the key ``epoch_loop.batch_progress``.
     """
@@ -122,7 +121,7 @@ def is_batch_begun(fit_loop: Mapping[str, Any]) -> bool:
 
 
 def take_back_step(fit_loop: dict[str, Any]) -> None:
-    """Change the state of a fit loop so that the last batch has made no step of the optimizers yet.
+    """Take back the optimizers' step of the last batch in the state of a fit loop.
 
     Relies on the key ``_batches_that_stepped`` of the epoch loop's state.
     """
@@ -130,7 +129,7 @@ def take_back_step(fit_loop: dict[str, Any]) -> None:
 
 
 def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
-    """Return what training steps of this epoch have logged.
+    """Return the logged metrics of training steps of this epoch.
 
     Relies on ``_TrainingEpochLoop._results``.
     """
@@ -139,9 +138,9 @@ def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
 
 @dataclass(frozen=True, slots=True)
 class LoggedValue:
-    """What ``self.log`` has of a metric: the value of this batch, and the parts of its mean or sum over the epoch.
+    """A logged metric: the value of this batch, and the parts of its mean or sum over the epoch.
 
-    ``synced``: that the value of the batch is the same on all ranks.
+    ``synced`` tells whether the value of the batch is equal on all ranks.
     """
 
     name: str
@@ -151,29 +150,29 @@ class LoggedValue:
 
 
 def logged_values(trainer: pl.Trainer) -> list[LoggedValue]:
-    """Return what training steps of this epoch have logged, without computing or synchronizing anything.
+    """Return the logged values of training steps of this epoch, without computing or synchronizing metrics.
 
     Relies on ``_TrainingEpochLoop._results``, whose metrics have ``_forward_cache``, ``value`` and
     ``cumulated_batch_size``.
     """
-    found = []
+    values = []
     for metric in trainer.fit_loop.epoch_loop._results.values():
         parts = {"value": metric.value} if metric.is_tensor else {}
         if metric.meta.is_mean_reduction and metric.is_tensor:
             parts["weight"] = metric.cumulated_batch_size
         of_epoch = parts if metric.meta.on_epoch else {}
-        found.append(LoggedValue(metric.meta.name, metric._forward_cache, of_epoch, metric.meta.sync.should))
-    return found
+        values.append(LoggedValue(metric.meta.name, metric._forward_cache, of_epoch, metric.meta.sync.should))
+    return values
 
 
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
-    """Replace what the training loop does after a batch's last callback: validate, log and count. Returns the undo.
+    """Wrap the end of a batch after its last callback, where the loop validates, logs and counts; return the undo.
 
     Lightning has no hook there. Relies on ``_TrainingEpochLoop.on_advance_end``, called with the data fetcher.
 
     Args:
-        trainer: whose loop it is.
-        around: gets the fetcher and what calls the original.
+        trainer: of the loop.
+        around: called with the fetcher and a function that calls the original.
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_advance_end
@@ -190,10 +189,10 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
 
 
 def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
-    """Leave out the collective before every batch in which Lightning asks rank 0 whether it heard a SIGTERM.
+    """Skip the collective before every batch by which Lightning broadcasts whether rank 0 got a SIGTERM; return the
+    undo.
 
-    For a strategy whose ranks agree on that by themselves. Returns the undo. Relies on
-    ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
+    For a strategy whose ranks agree on that themselves. Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
     loop = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # of one loop
@@ -208,23 +207,23 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def step_plateaus_now(trainer: pl.Trainer, epoch: int) -> None:
-    """Step the schedulers that wait for a metric at the end of an epoch.
+    """Step the schedulers that monitor a metric, as at the end of an epoch.
 
-    Relies on ``update_lr_schedulers``, which goes by ``epoch_progress.current.completed`` for their frequency.
+    Relies on ``update_lr_schedulers``, which reads ``epoch_progress.current.completed`` for their frequency.
 
     Args:
-        trainer: whose metrics for callbacks they read.
-        epoch: the number of the epoch that is over.
+        trainer: with the metrics for callbacks.
+        epoch: the number of the finished epoch.
     """
     trainer.fit_loop.epoch_progress.current.completed = epoch
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
 
 def let_plateaus_step(trainer: pl.Trainer) -> None:
-    """Let the epoch that a restarted run finishes step the schedulers that wait for a metric, which Lightning omits.
+    """Step the schedulers that monitor a metric at the end of a resumed epoch, where Lightning omits it.
 
     Relies on ``_LoggerConnector.on_epoch_end``, called after the hooks of the epoch's end, and on
-    ``_FitLoop._restarting``, of this loop alone, which it asks after that.
+    ``_FitLoop._restarting``, of this loop only, which Lightning reads after that.
     """
     connector = trainer._logger_connector
     original = connector.on_epoch_end
@@ -239,17 +238,17 @@ def let_plateaus_step(trainer: pl.Trainer) -> None:
 
 
 def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
-    """Return whether the state of a fit loop says that an exception has ended a validation.
+    """Return whether an exception ended a validation, from the state of a fit loop.
 
-    Relies on the key ``epoch_loop.val_loop.batch_progress``, as ``_EvaluationLoop.update_restart_stage`` does.
+    Relies on the key ``epoch_loop.val_loop.batch_progress``, like ``_EvaluationLoop.update_restart_stage``.
     """
     total = fit_loop["epoch_loop.val_loop.batch_progress"]["total"]
     begun = total["started"] == total["ready"] == total["processed"] + 1
     return bool(begun and total["completed"] == total["processed"])
 
 
-def go_on_with_validation(trainer: pl.Trainer) -> None:
-    """Let a restarted run begin with the rest of a validation, wherever in its epoch it is by the present data.
+def resume_validation(trainer: pl.Trainer) -> None:
+    """Make a resumed run begin with the rest of a validation, at any position in its epoch.
 
     Relies on ``_TrainingEpochLoop._should_check_val_fx`` and ``_EvaluationLoop.restarted_mid_evaluation``.
     """
@@ -263,7 +262,7 @@ def go_on_with_validation(trainer: pl.Trainer) -> None:
 
 
 def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
-    """Change the state of a fit loop in which the last batch of an epoch is not done: it is not drawn yet.
+    """Change the state of a fit loop so that an unfinished last batch of an epoch is drawn again.
 
     Relies on the key ``epoch_loop.batch_progress``.
     """
@@ -271,7 +270,7 @@ def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
-    """Say whether the loaders have begun for the next epoch; else Lightning begins them when it begins the epoch.
+    """Set whether the loaders have begun the next epoch; if not, Lightning begins them with the epoch.
 
     Relies on ``_FitLoop._resuming_from_checkpoint``.
     """
@@ -279,9 +278,9 @@ def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
 
 
 def move_in_epoch(trainer: pl.Trainer, batches: int) -> None:
-    """Count so many batches more of the present epoch as done, or fewer; totals stay, as does what the epoch has.
+    """Add ``batches``, which may be negative, to the finished batches of the current epoch, but not to the totals.
 
-    Relies on ``BatchProgress.current``, which says where an epoch goes on, once training starts.
+    Relies on ``BatchProgress.current``, at which an epoch continues once training starts.
     """
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     current.ready += batches
@@ -291,15 +290,15 @@ def move_in_epoch(trainer: pl.Trainer, batches: int) -> None:
 
 
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
-    """Make Lightning begin an epoch as a run does that has just finished one.
+    """Make Lightning begin a new epoch, as after a finished epoch.
 
-    By itself, where there is a ``max_steps``, it takes up the epoch that is over, for one more batch or none. Relies on
+    With ``max_steps``, it would resume the finished epoch for one more batch or none. Relies on
     ``_batches_that_stepped`` and the setter of ``_Loop.restarting``, beside public progress counters.
 
     Args:
-        trainer: whose loops have loaded their state.
-        epochs: so many were begun.
-        ended: whether the last one was over for Lightning, too, when it was saved.
+        trainer: with loops that have loaded their state.
+        epochs: the number of epochs that have begun.
+        ended: whether Lightning's state at the save was after the last epoch's end.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     for progress, before in ((fit.epoch_progress.current, epochs), (fit.epoch_progress.total, None)):
@@ -307,6 +306,6 @@ def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
         progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
     if not ended:
         loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted after its hooks
-    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter says True if there is a max_steps
+    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter sets True with a max_steps
     for each in (fit, loop, loop.val_loop):
         each.reset_restart_stage()

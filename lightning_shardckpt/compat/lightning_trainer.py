@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer: how it begins, restores, hears signals, and knows metrics and directories.
+"""Private names of Lightning's Trainer: fit, restoring, signals, metrics and directories.
 
 Checked with Lightning 2.5.6 and 2.6.6, and torchmetrics 1.x.
 """
@@ -33,26 +33,26 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_shardckpt.compat.data_loading import show_samplers
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 
-_HOOKS = ("[LightningModule]", "[Callback]")  # what names of hooks and callbacks start with
-_LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # others upload as they see fit
+_HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
+_LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # other loggers upload in their own way
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """The launcher that starts the same script once for each local process; its methods are those of ``_Launcher``."""
+    """The launcher that starts the same script once for each local process."""
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def keep_order_of_training(trainer: pl.Trainer) -> None:
-    """Let Lightning shuffle the batches of training only where the loader does, as it does for those of validation.
+    """Make Lightning shuffle training batches only if the loader does, as it does in validation.
 
-    Around the sampler of a training loader Lightning puts a DistributedSampler that always shuffles, so that one
-    without ``shuffle=True``, or with a sampler of the user's, would have another order than on one process.
+    Lightning puts a DistributedSampler that always shuffles around the sampler of a training loader, so that a loader
+    without ``shuffle=True``, or with a user's sampler, would have another order than on one process.
 
-    Where one rank has all data, a training loader with a state of its own keeps its sampler, which is a part of that.
-    Samplers and batch samplers that a loader was given give what they do on one process.
+    If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state.
+    Samplers and batch samplers that a loader was given yield the same as on one process.
 
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
     ``_is_dataloader_shuffled``.
@@ -60,7 +60,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     connector = trainer._data_connector
     prepare = type(connector)._prepare_dataloader
 
-    def prepared(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def prepare_in_order(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode != RunningStage.PREDICTING:
             show_samplers(dataloader)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
@@ -68,48 +68,49 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
             return dataloader
         return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
 
-    connector._prepare_dataloader = prepared  # type: ignore[method-assign]  # of this Trainer alone
+    connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]  # of this Trainer only
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def constructed(
+def construct_module(
     cls: type[Loadable], checkpoint: dict[str, Any], *, strict: bool | None, **hyper_parameters: Any
 ) -> Loadable:
-    """Return a module with the hyper-parameters, weights and hooks of a checkpoint dict.
+    """Construct a module from the hyper-parameters of a checkpoint dict, and load its state with all hooks.
 
     Relies on ``_load_state``, the second half of ``load_from_checkpoint``.
 
     Args:
         cls: the class to construct.
-        checkpoint: Lightning's dict, whose tensors are on the device for the module.
-        strict: whether all names must match; None is the module's ``strict_loading``.
+        checkpoint: Lightning's dict, with tensors on the module's device.
+        strict: whether all names must match; None for the module's ``strict_loading``.
         hyper_parameters: that replace the stored ones.
     """
     options = {"strict": strict} if issubclass(cls, pl.LightningModule) else {}
     load: Any = _load_state  # typed for one kind of class at a time
-    found: Loadable = load(cls, checkpoint, **options, **hyper_parameters)
-    return found
+    module: Loadable = load(cls, checkpoint, **options, **hyper_parameters)
+    return module
 
 
 def assigned_path(trainer: pl.Trainer) -> str | os.PathLike[str] | None:
-    """Return ``trainer.ckpt_path`` where the user has assigned it; None where Lightning or a call's argument did.
+    """Return ``trainer.ckpt_path`` if the user assigned it; None if Lightning or an argument of a call set it.
 
     Relies on ``_CheckpointConnector._user_managed``, which the setter of ``Trainer.ckpt_path`` sets.
     """
     return trainer.ckpt_path if trainer._checkpoint_connector._user_managed else None
 
 
-def is_word_of_lightning(path: object) -> bool:
-    """Return whether Lightning takes a path for ``"hpc"``, or for a model of its registry (``"registry:…"``)."""
+def is_lightning_keyword(path: object) -> bool:
+    """Return whether Lightning resolves a path itself: ``"hpc"``, or a model of its registry (``"registry:…"``)."""
     return path == "hpc" or (isinstance(path, str) and re.match("registry(:|$)", path, re.IGNORECASE) is not None)
 
 
-def path_of_word(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
-    """Return the path that Lightning takes a word for: the newest ``hpc_ckpt_*``, the file of a downloaded model.
+def resolve_keyword(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | None:
+    """Resolve a keyword of Lightning to a path: the newest ``hpc_ckpt_*``, or the file of a downloaded model.
 
-    Relies on ``_CheckpointConnector._parse_ckpt_path``, which gives words of the registry back without ``litmodels``.
+    Relies on ``_CheckpointConnector._parse_ckpt_path``, which without ``litmodels`` returns registry keywords
+    unchanged.
 
     Raises:
         ValueError: by Lightning, if there is none.
@@ -121,7 +122,7 @@ def path_of_word(trainer: pl.Trainer, word: str) -> str | os.PathLike[str] | Non
 
 
 def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None:
-    """Load a checkpoint and restore the datamodule, the model and callbacks from it, as Lightning does before a fit.
+    """Load a checkpoint and restore the datamodule, the model and the callbacks, as Lightning does before a fit.
 
     Relies on ``_CheckpointConnector._restore_modules_and_callbacks``, which loads by ``Strategy.load_checkpoint``.
     """
@@ -129,7 +130,7 @@ def restore_modules_and_callbacks(trainer: pl.Trainer, path: str | None) -> None
 
 
 def keep_loaded_groups(callback: BaseFinetuning) -> None:
-    """Keep BaseFinetuning from making param groups anew at ``on_fit_start``, which undoes loaded hyper-parameters.
+    """Keep BaseFinetuning from creating param groups again at ``on_fit_start``, which loses loaded hyper-parameters.
 
     Relies on its flag ``_restarting``.
     """
@@ -137,15 +138,15 @@ def keep_loaded_groups(callback: BaseFinetuning) -> None:
 
 
 def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:
-    """Change the directory in which a Trainer without other instructions writes.
+    """Set the default directory of a Trainer's files.
 
-    Relies on ``_default_root_dir``, of which ``Trainer.default_root_dir`` is made.
+    Relies on ``_default_root_dir``, which ``Trainer.default_root_dir`` reads.
     """
     trainer._default_root_dir = path  # type: ignore[attr-defined]  # set later
 
 
 def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Return the directory, or URL, where a ModelCheckpoint is going to save; it may not exist yet.
+    """Return the directory or URL where a ModelCheckpoint will save; it may not exist yet.
 
     Relies on ``ModelCheckpoint.__resolve_ckpt_dir``; ``dirpath`` is None until the callback is set up.
     """
@@ -153,10 +154,10 @@ def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
 
 
 def upload_note(trainer: pl.Trainer) -> str | None:
-    """Return what to say of loggers that are to upload checkpoints, which they do with single files alone; or None.
+    """Return a warning about loggers that should upload checkpoints, but upload only single files; None without any.
 
-    Relies on ``_log_model``, where they keep ``log_model``, and on ``_scan_checkpoints``, with which those of Lightning
-    find the files.
+    Relies on ``_log_model``, where loggers keep ``log_model``, and on ``_scan_checkpoints``, by which Lightning's
+    loggers find files.
     """
     kinds = [
         type(logger).__name__
@@ -167,9 +168,9 @@ def upload_note(trainer: pl.Trainer) -> str | None:
     if not kinds:
         return None
     return (
-        f"{', '.join(kinds)}(log_model=…) uploads checkpoints that are a single file, and those of ShardCkptIO are "
-        "directories: it uploads none of them. Upload the directories after fit (wandb.Artifact.add_dir, "
-        "MlflowClient.log_artifacts), or what `python -m lightning_shardckpt.consolidate` makes of them; or leave out "
+        f"{', '.join(kinds)}(log_model=…) uploads single files only, and checkpoints of ShardCkptIO are directories: "
+        "it uploads none of them. Upload the directories after fit (wandb.Artifact.add_dir, "
+        "MlflowClient.log_artifacts), or the files of `python -m lightning_shardckpt.consolidate`; or leave out "
         "log_model."
     )
 
@@ -178,16 +179,16 @@ def upload_note(trainer: pl.Trainer) -> str | None:
 
 
 def sigterm_handler_before(trainer: pl.Trainer) -> Callable[[int, Any], object] | None:
-    """Return what handled SIGTERM before the Trainer's handler, which it calls, too; None if that is no function.
+    """Return the handler of SIGTERM before the Trainer's, which also calls it; None if it is not a function.
 
     Relies on ``_SignalConnector._original_handlers``.
     """
-    found: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-    return found if callable(found) else None
+    handler: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+    return handler if callable(handler) else None
 
 
 def receive_sigterm(trainer: pl.Trainer) -> None:
-    """Make the Trainer raise SIGTERMException after the present batch, as if its own handler had heard a SIGTERM.
+    """Make the Trainer raise SIGTERMException after the current batch, as if its own handler had got a SIGTERM.
 
     Relies on ``_SignalConnector.received_sigterm``, which ``Trainer.received_sigterm`` returns.
     """
@@ -198,7 +199,7 @@ def receive_sigterm(trainer: pl.Trainer) -> None:
 
 
 def set_device(module: torch.nn.Module, device: torch.device) -> None:
-    """Make a LightningModule and the Metrics in it say that they are on a device, without moving anything.
+    """Set the ``device`` of a LightningModule and its Metrics, without moving tensors.
 
     Relies on ``_update_properties``, which ``LightningModule.to`` calls.
     """
@@ -222,30 +223,30 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 
 
 def validated_metrics(trainer: pl.Trainer) -> Mapping[str, Any]:
-    """Return the metrics for callbacks that the validation that is ending has logged, without those of training.
+    """Return the metrics for callbacks of the ending validation, without metrics of training.
 
-    Relies on ``_LoggerConnector.metrics``; ``Trainer.callback_metrics`` adds those of the epoch before.
+    Relies on ``_LoggerConnector.metrics``; ``Trainer.callback_metrics`` includes metrics of the previous epoch.
     """
     return trainer._logger_connector.metrics["callback"]
 
 
 def put_callback_metrics(trainer: pl.Trainer, metrics: Mapping[str, Any]) -> None:
-    """Make schedulers that step by a metric find it, as if it had been logged.
+    """Add metrics for schedulers that monitor them, as if they had been logged.
 
-    Relies on ``Trainer.callback_metrics`` being the very dict in which Lightning looks for them.
+    Relies on ``Trainer.callback_metrics`` being the dict in which Lightning looks them up.
     """
     trainer.callback_metrics.update(metrics)
 
 
 def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run every action of a Trainer inside a context; returns what undoes it.
+    """Run every action of a Trainer inside a context; return the undo.
 
     Lightning runs hooks and callbacks under ``profiler.profile``, by names such as
-    ``[LightningModule]TinyLM.on_fit_start``, and by other names some of its own methods, such as those of a strategy.
+    ``[LightningModule]TinyLM.on_fit_start``, and by other names some of its own methods, such as a strategy's.
 
     Args:
         profiler: the Trainer's, whose method is replaced.
-        around: makes the context, told whether the action is a hook or a callback.
+        around: returns the context, given whether the action is a hook or a callback.
     """
     original = profiler.profile
 
@@ -269,12 +270,12 @@ BeforeFit = Callable[[pl.Trainer, dict[str, Any]], None]
 
 
 def intercept_fit(before: BeforeFit) -> Callable[[], None]:
-    """Call a function before each fit of any Trainer. Returns the undo.
+    """Call a function before each fit of any Trainer; return the undo.
 
-    Replaces the public method ``Trainer.fit``: Lightning has no hook that may still choose ``ckpt_path``.
+    Replaces the public method ``Trainer.fit``, since Lightning has no hook that can choose ``ckpt_path``.
 
     Args:
-        before: gets the Trainer and the arguments of the call by name, which it may change.
+        before: called with the Trainer and the arguments of the call by name, which it may change.
     """
     original = pl.Trainer.fit
 
@@ -293,9 +294,9 @@ def intercept_fit(before: BeforeFit) -> Callable[[], None]:
 
 
 def is_tuning(trainer: pl.Trainer) -> bool:
-    """Return whether a fit that begins is one of ``Tuner``, which looks for a learning rate or batch size and ends.
+    """Return whether a fit is run by ``Tuner``, which searches for a learning rate or batch size and exits.
 
-    Relies on the flag ``_early_exit`` of the callback that it adds.
+    Relies on the flag ``_early_exit`` of the callback that ``Tuner`` adds.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
     return any(c._early_exit for c in callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder))
@@ -305,7 +306,7 @@ def is_tuning(trainer: pl.Trainer) -> bool:
 
 
 class _GatherOver:
-    """torchmetrics' gather over one group; metrics are deep-copied, a process group cannot be."""
+    """torchmetrics' gather over one group, which is shared by deep copies of metrics, since it can't be copied."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -318,9 +319,9 @@ class _GatherOver:
 
 
 def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable[[], None]:
-    """Make metrics gather over a group, unless the user said how they do. Returns the undo.
+    """Make metrics gather over a group, unless they have a ``dist_sync_fn``; return the undo.
 
-    They sync over the whole world by default, so the ranks of a tensor group would count several times. Those in
+    They sync over the whole world by default, so that the ranks of a tensor group would count several times. Metrics in
     ``module`` keep the group; it is the default of others, in callbacks and lists, until the undo. Relies on
     ``torchmetrics.metric.gather_all_tensors``, which ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
     """

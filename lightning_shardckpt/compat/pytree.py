@@ -1,8 +1,8 @@
-"""Flatten nested structures as torch does: lists, tuples, dicts, named tuples, and what is registered as a node.
+"""torch's pytrees: nested lists, tuples, dicts, named tuples, and registered classes.
 
-Checked with torch 2.12 to 2.15. Relies on ``torch.utils._pytree``, which has no public name. An object that is no such
-container is a leaf, ``None`` included; models of transformers register their outputs and caches. A dataclass of users
-that holds tensors is registered when it is flattened; other functions leave it as it is until then.
+Checked with torch 2.12 to 2.15. Relies on ``torch.utils._pytree``, which has no public name. Any other object is a
+leaf, ``None`` included; transformers registers its outputs and caches. A user's dataclass with tensors is registered
+when it is first flattened, and is a leaf of other functions until then.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _LEAF_CLASSES = (int, float, str, bool, type(None))
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of nested containers, and how they are nested; of a tensor, itself."""
+    """Return the leaves of nested containers, and their structure; a tensor is a leaf."""
     return ([tree], _LEAF) if isinstance(tree, torch.Tensor) else _with_dataclasses(tree)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of nested containers; of a tensor, itself."""
+    """Return the leaves of nested containers; a tensor is a leaf."""
     return [tree] if isinstance(tree, torch.Tensor) else _pytree.tree_leaves(tree)
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a copy of nested containers in which every leaf is replaced by what ``change`` returns."""
+    """Return a copy of nested containers with every leaf replaced by the result of ``change``."""
     return change(tree) if isinstance(tree, torch.Tensor) else _pytree.tree_map(change, tree)
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, as of ``tree_flatten((args, kwargs))``, and a key for how they are nested."""
+    """Return the leaves of a call's arguments, as of ``tree_flatten((args, kwargs))``, and a key of their structure."""
     leaves = [*args, *kwargs.values()]
     if all(isinstance(leaf, torch.Tensor) or type(leaf) in _LEAF_CLASSES for leaf in leaves):
         return leaves, (len(args), *kwargs)
@@ -61,7 +61,7 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def _register(kind: type) -> None:
-    if kind in _registered:  # while one that holds others was looked at
+    if kind in _registered:  # by the check of a dataclass that contains it
         return
     _registered.add(kind)
     names = [field.name for field in dataclasses.fields(kind)]
@@ -70,21 +70,22 @@ def _register(kind: type) -> None:
         return [getattr(value, name) for name in names], None
 
     def unflatten(values: Any, context: None) -> Any:
-        made: Any = object.__new__(kind)
+        new: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)  # it may be frozen
-        return made
+            object.__setattr__(new, name, value)  # it may be frozen
+        return new
 
     _pytree.register_pytree_node(kind, flatten, unflatten)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: _T) -> _T:
-    """Return ``tree`` with every tensor in its containers replaced by what ``change`` returns; itself if none is."""
+    """Return ``tree`` with every tensor in its containers replaced by the result of ``change``; itself if none changed.
+    """
     if isinstance(tree, torch.Tensor):
         return change(tree)  # type: ignore[return-value]  # a tensor, too
     leaves, spec = _pytree.tree_flatten(tree)
-    found = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if all(new is old for new, old in zip(found, leaves, strict=True)):
+    changed = [change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if all(new is old for new, old in zip(changed, leaves, strict=True)):
         return tree
-    mapped: _T = tree_unflatten(found, spec)
+    mapped: _T = tree_unflatten(changed, spec)
     return mapped

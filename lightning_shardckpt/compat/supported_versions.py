@@ -1,8 +1,8 @@
-"""The versions of torch and Lightning that this package runs with, and the refusal of others.
+"""The supported versions of torch and Lightning, and the refusal of others.
 
-Private names may mean something else in another version, or be gone. So an import of what needs torch or Lightning ends
-here, before the first such name is used. Metadata tell what is installed, without an import of it. Tools that run
-without torch don't come here.
+Private names may differ or be missing in another version. So an import of modules that need torch or Lightning fails
+here, before the first such name is used. Installed versions are read from metadata, without importing the packages.
+Tools that run without torch don't import this.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = {"torch": ((2, 12), (2, 15)), "lightning": ((2, 5), (2, 6))}
-"""The first and the last minor version of each that the tests have run with, as ``pyproject.toml`` has them."""
+"""The first and the last tested minor version of each, as in ``pyproject.toml``."""
 
 ALLOW_UNTESTED = "LIGHTNING_SHARDCKPT_ALLOW_UNTESTED"
-"""The environment variable that lets other versions in, at the user's own risk, if it is 1."""
+"""The environment variable that allows other versions, at the user's own risk, if it is 1."""
 
 
 def require_supported_versions() -> None:
-    """Refuse versions of torch and Lightning that have not been tested, or warn if the user allows them.
+    """Refuse untested versions of torch and Lightning, or warn if the user allows them.
 
-    A nightly or a development build counts as the version that it leads to: 2.16.0.dev20261120 is 2.16. A package that
-    is not installed, or whose version has no number, is left to the import that needs it.
+    A nightly or development build counts as the version that it precedes: 2.16.0.dev20261120 is 2.16. A package that is
+    not installed, or whose version has no number, is left to the import that needs it.
 
     Raises:
-        ImportError: says what is installed, what is supported and what to do.
+        ImportError: naming the installed and the supported versions, and remedies.
     """
     problems = [text for name in SUPPORTED if (text := _problem(name))]
     if not problems:
@@ -48,7 +48,7 @@ def require_supported_versions() -> None:
 
 
 def _problem(name: str) -> str | None:
-    """Return what is installed against what is supported; None if it is supported, or nothing can be said."""
+    """Return a text of the installed and the supported versions; None if supported, or unknown."""
     try:
         installed = version(name)
     except PackageNotFoundError:
@@ -61,7 +61,7 @@ def _problem(name: str) -> str | None:
 
 
 def _requirement(name: str) -> str:
-    """Return the bounds as pip writes them, such as ``>=2.12,<2.16``."""
+    """Return the bounds in pip's syntax, such as ``>=2.12,<2.16``."""
     first, (major, minor) = SUPPORTED[name]
     return f">={_text(first)},<{major}.{minor + 1}"
 

@@ -1,8 +1,8 @@
-"""Names of torch.distributed below its public API: collectives, groups, the store, and orders of pipelines.
+"""Private names of torch.distributed: collectives, groups, the store, and orders of pipeline schedules.
 
-Checked with torch 2.12 to 2.15. ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are called
-``all_gather_single`` and ``reduce_scatter_single`` since torch 2.13, which warns of the old names; torch 2.12 has these
-alone. They are looked up at each call, so that `watched_collectives` sees it."""
+Checked with torch 2.12 to 2.15. Torch 2.13 renamed ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` to
+``all_gather_single`` and ``reduce_scatter_single``, and warns of the old names; torch 2.12 has only these. They are
+looked up at each call, so that `watch_collectives` sees the call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
         output: contiguous, with as many elements as all ranks have.
         own: contiguous, of the same shape on every rank.
         group: None for the world.
-        async_op: return at once.
+        async_op: return before the end.
 
     Returns:
         The work to wait for, with ``async_op``; else None.
@@ -44,24 +44,24 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
 def reduce_scatter_single(
     output: Tensor, all_parts: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> Any:
-    """Fill ``output`` with the ranks' sum of this rank's part. Collective: every rank of ``group`` must call it.
+    """Fill ``output`` with the sum over ranks of this rank's part. Collective: every rank of ``group`` must call it.
 
     Args:
         output: contiguous, of the shape of a part.
         all_parts: contiguous, the parts of all ranks in turn.
         group: None for the world.
-        async_op: return at once.
+        async_op: return before the end.
 
     Returns:
         The work to wait for, with ``async_op``; else None.
     """
-    if output.is_complex():  # which NCCL lacks
+    if output.is_complex():  # not supported by NCCL
         output, all_parts = torch.view_as_real(output), torch.view_as_real(all_parts)
     return getattr(dist, _REDUCE_SCATTER)(output, all_parts, group=group, async_op=async_op)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor as it travels: NCCL lacks complex and short dtypes, gloo others."""
+    """Return the bytes of a tensor, since NCCL and gloo do not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -83,11 +83,11 @@ _GROUP_POSITION = {
 
 
 @contextmanager
-def watched_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
+def watch_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
     """Inside, call ``watch`` before every collective of this thread, with its name and its ``group`` argument.
 
-    Replaces the functions of ``torch.distributed``. What looked them up before, such as ``from torch.distributed import
-    all_reduce`` in a module imported earlier, is not seen; nor is what is below them, as FSDP's own communication.
+    Replaces the functions of ``torch.distributed``. Functions looked up before are not seen, such as by ``from
+    torch.distributed import all_reduce`` in a module imported earlier; nor is communication below them, such as FSDP's.
     """
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
     thread = threading.get_ident()
@@ -98,7 +98,7 @@ def watched_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
         vars(dist).update(originals)
 
 
-@lru_cache(maxsize=128)  # this happens several times in a step
+@lru_cache(maxsize=128)  # called several times in a step
 def _watched(
     name: str, original: Callable[..., Any], watch: Callable[[str, Any], None], thread: int
 ) -> Callable[..., Any]:
@@ -112,14 +112,14 @@ def _watched(
     return call
 
 
-def pickled(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The bytes of an object, and how many, as ``broadcast_object_list`` sends them: tensors of uint8 and int64."""
-    found: tuple[Tensor, Tensor] = _object_to_tensor(value, device, group)  # type: ignore[no-untyped-call]
-    return found
+def pickle_to_tensors(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pickle an object into tensors of its bytes (uint8) and their number (int64), like ``broadcast_object_list``."""
+    content, count = _object_to_tensor(value, device, group)  # type: ignore[no-untyped-call]
+    return content, count
 
 
-def unpickled(content: Tensor, count: Tensor, group: dist.ProcessGroup) -> Any:
-    """The object of `pickled`."""
+def unpickle_tensors(content: Tensor, count: Tensor, group: dist.ProcessGroup) -> Any:
+    """Return the object of tensors from `pickle_to_tensors`."""
     return _tensor_to_object(content, count, group)  # type: ignore[no-untyped-call]
 
 
@@ -127,7 +127,7 @@ def unpickled(content: Tensor, count: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """The process group whose ``group_name`` this is: a name can be pickled and compared, a group cannot.
+    """Return the process group of a ``group_name``, which can be pickled and compared, unlike a group.
 
     Relies on ``torch.distributed.distributed_c10d._resolve_process_group``, which takes a str.
     """
@@ -135,9 +135,9 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that a group has for tensors of a device, such as ``gloo`` or ``nccl``; None without one.
+    """Return the name of a group's backend for a device, such as ``gloo`` or ``nccl``; None without one.
 
-    Relies on ``ProcessGroup._get_backend``, which raises RuntimeError for a device that the group does not serve.
+    Relies on ``ProcessGroup._get_backend``, which raises RuntimeError for a device that the group does not support.
     """
     try:
         return str(group._get_backend(device).name())
@@ -146,11 +146,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def abort_accelerators() -> None:
-    """Abort the communicators of all process groups for the accelerator: what waits in them goes on, or fails.
+    """Abort the communicators of all process groups for the accelerator; waiting threads continue, or fail.
 
-    May run off the main thread, which waits in one of them. All at once, in the order of torch's own
-    ``_abort_process_group``: NCCL's communicators could wait for each other. That also forgets the groups, so that the
-    main thread would take itself for the only rank.
+    May run off the main thread, which may wait in one of them. Aborts all in one group, in the order of torch's
+    ``_abort_process_group``, since NCCL's communicators could wait for each other. torch's function also removes the
+    groups, so that the main thread would consider itself the only rank.
 
     Relies on ``torch.distributed.distributed_c10d._world.pg_names``, a dict of groups, on ``_device_types`` and
     ``_get_backend`` of a group, and on ``abort``, ``_group_start`` and ``_group_end`` of NCCL's backend.
@@ -172,74 +172,74 @@ def abort_accelerators() -> None:
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-__all__ = ["Store", "default_store", "get_if_there", "own_view", "put_bytes"]
+__all__ = ["Store", "default_store", "get_if_set", "clone_store", "put_bytes"]
 
 _NO_VALUE = "?"
 
 
 def default_store() -> Store:
-    """The store through which the ranks of the default process group found each other; every rank reaches it.
+    """Return the store of the default process group's rendezvous, which every rank can reach.
 
     Relies on ``torch.distributed.distributed_c10d._get_default_store``, which raises ValueError without a group.
     """
     return dist.distributed_c10d._get_default_store()
 
 
-def own_view(store: Store, prefix: str) -> Store:
-    """Return the same store through a connection of its own, with a prefix before every key.
+def clone_store(store: Store, prefix: str) -> Store:
+    """Return the same store through another connection, with a prefix before every key.
 
-    While one thread waits with a client of a TCPStore, no other thread can use that client. Relies on ``Store.clone``,
-    which torch's stub lacks.
+    While a thread waits in a client of a TCPStore, no other thread can use the client. Relies on ``Store.clone``, which
+    torch's stub lacks.
     """
     return PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
 
 def put_bytes(store: Store, key: str, value: bytes) -> None:
-    """Set a key to bytes, which are stored as they are; torch's stub says str."""
+    """Set a key to bytes, which the store accepts although torch's stub has str."""
     store.set(key, value)  # type: ignore[arg-type]
 
 
-def get_if_there(store: Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if there is no such key, in one request; ``check`` and ``get`` take three.
+def get_if_set(store: Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if it is not set, in one request; ``check`` and ``get`` take three.
 
-    Relies on ``Store.compare_set``, which changes nothing and returns what it was told to expect where there is no such
-    key, and the value where that is another one. No value may be ``?``.
+    Relies on ``Store.compare_set``, which returns the expected value if the key is not set, without setting it, and
+    else the key's value. No value may be ``?``.
     """
-    found: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
-    return None if found == _NO_VALUE.encode() else found
+    value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)
+    return None if value == _NO_VALUE.encode() else value
 
 
 # ── orders of operations of pipelines ─────────────────────────────────────────────────────────────────────────────────
 
 
 def torch_schedule(name: str) -> type:
-    """Return the class of torch's schedule with this name, such as ``ZBVZeroBubble``; ValueError if there is none."""
-    from torch.distributed.pipelining.schedules import get_schedule_class  # half a second, for pipelines alone
+    """Return the class of a schedule of torch by name, such as ``ZBVZeroBubble``; raises ValueError for others."""
+    from torch.distributed.pipelining.schedules import get_schedule_class  # takes half a second
 
-    found: type = get_schedule_class(name)
-    return found
+    schedule: type = get_schedule_class(name)
+    return schedule
 
 
 def has_order(schedule: type) -> bool:
-    """Return whether a class is a schedule that tells its order: torch's with one stage per rank do not."""
+    """Return whether a schedule class has a ``pipeline_order``; torch's with one stage per rank do not."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     return issubclass(schedule, PipelineScheduleMulti)
 
 
 def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
-    """Return each rank's actions as torch writes them into a CSV file, such as ``0F1``.
+    """Return each rank's actions in the notation of torch's CSV files, such as ``0F1``.
 
-    Relies on ``pipeline_order``, and on what the constructor reads of stages: no module and no process group.
+    Relies on ``pipeline_order``, and on the attributes of stages that the constructor reads.
 
     Args:
         schedule: a class with an order.
         ranks: of the pipeline.
-        stages_per_rank: how many parts each of them has.
-        microbatches: how many a step has.
+        stages_per_rank: the number of stages on each rank.
+        microbatches: the number of microbatches of a step.
 
     Raises:
-        ValueError: if the schedule is not defined for so many.
+        ValueError: if the schedule is not defined for these numbers.
     """
     stage = SimpleNamespace(
         num_stages=ranks * stages_per_rank,

@@ -1,4 +1,4 @@
-"""Change what live modules do, read what is registered in them, and see through torch.compile.
+"""Private names of modules: calls, hooks, registered tensors, load hooks, copies, and torch.compile.
 
 Checked with torch 2.12 to 2.15 and Python 3.11 to 3.14."""
 
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Put ``mixin`` in front of the class of one module, as FSDP does; its name and its module stay.
+    """Put ``mixin`` before the class of one module, as FSDP does, under the same class name and ``__module__``.
 
     Relies on ``__class__`` being assignable for classes of the same memory layout.
     """
@@ -37,12 +37,12 @@ def mix_out(module: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let a call of one module be ``call(original, *args, **kwargs)``, with hooks inside. Its class stays.
+    """Replace the call of one module by ``call(original, *args, **kwargs)``, with hooks inside of ``original``.
 
-    Copies of the module are without it.
+    The module's class stays unchanged. Copies of the module are not intercepted.
 
-    Relies on ``nn.Module.__call__`` asking the instance for ``_compiled_call_impl``, which ``module.compile`` sets; a
-    class with a ``__call__`` of its own gets another class in its place.
+    Relies on ``nn.Module.__call__`` reading ``_compiled_call_impl`` of the instance, which ``module.compile`` sets. A
+    module whose class overrides ``__call__`` gets another class.
     """
     if type(module).__call__ is nn.Module.__call__:
         original = module._compiled_call_impl or _OwnCall(module)
@@ -53,7 +53,7 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What a call of the module runs in place of its own, as ``module.compile`` and `intercept_calls` put it; or None.
+    """Return the replacement of the module's call by ``module.compile`` or `intercept_calls`; None without one.
 
     Relies on ``_compiled_call_impl``.
     """
@@ -72,14 +72,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class _OwnCall:
-    """What a module does when it is called; does not keep it alive, as the module keeps this."""
+    """A module's own call, with a weak reference, since the module holds this object."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        assert module is not None  # somebody calls it
+        assert module is not None  # alive, since it is being called
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -89,12 +89,13 @@ class _Intercepted(nn.Module):
 
 
 def withhold_state(module: nn.Module, asked: Callable[[], None] = lambda: None) -> None:
-    """Let a module neither give nor take any state, and stay on its device.
+    """Make a module neither save nor load state, and stay on its device.
 
-    Relies on ``state_dict``, ``load_state_dict`` and ``to`` asking the instances inside for these methods.
+    Relies on ``state_dict``, ``load_state_dict`` and ``to`` looking up these methods in the instances.
 
     Args:
-        asked: is called when somebody asks for the state of this module alone, not of one that it is in.
+        module: the module.
+        asked: called on ``state_dict`` of this module itself, but not of a module that contains it.
     """
 
     def save(destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -107,9 +108,9 @@ def withhold_state(module: nn.Module, asked: Callable[[], None] = lambda: None) 
 
 
 def is_loading() -> bool:
-    """Return whether this is called by ``load_state_dict``, as it gives a module its values.
+    """Return whether the caller runs inside of ``load_state_dict``, which is loading a module.
 
-    Relies on ``_load_from_state_dict`` doing so, which classes extend.
+    Relies on ``_load_from_state_dict``, which subclasses extend, being on the stack.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not nn.Module._load_from_state_dict.__code__:
@@ -126,7 +127,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Itself:
-    """Returns its module, in a copy of it the copy."""
+    """A method that returns its module; in a deep copy of the module, the copy."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
@@ -141,12 +142,12 @@ class _Itself:
 
 
 def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own children by name, in order of registration, to be read and assigned."""
+    """Return the mutable dict of a module's own children."""
     return module._modules
 
 
 def unregister_tensors(module: nn.Module) -> None:
-    """Make parameters and buffers of a module ordinary attributes."""
+    """Turn parameters and buffers of a module into ordinary attributes."""
     for registered in (module._parameters, module._buffers):
         for name, value in list(registered.items()):
             if value is not None:
@@ -156,7 +157,7 @@ def unregister_tensors(module: nn.Module) -> None:
 
 
 def convert_tensors(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by what ``convert`` makes of it, as ``to`` does. Ties are broken."""
+    """Replace every parameter and buffer by the result of ``convert``, like ``to``. Ties are broken."""
     root._apply(convert)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -171,24 +172,24 @@ def other_hooks(module: nn.Module) -> list[Any]:
 
 
 def result_hooks(module: nn.Module) -> frozenset[int]:
-    """The ids of the handles of a module's hooks that see results or gradients: forward, backward, backward-pre."""
+    """Return the handle ids of a module's hooks that get results or gradients: forward, backward, backward-pre."""
     return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
 
 
 def argument_hooks(module: nn.Module) -> frozenset[int]:
-    """The ids of the handles of a module's hooks that see its arguments: those before its forward."""
+    """Return the handle ids of a module's forward-pre hooks, which get its arguments."""
     return frozenset(module._forward_pre_hooks)
 
 
 def change_hooks(module: nn.Module, numbers: Container[int], change: Callable[[Any], Any]) -> None:
-    """Change those hooks before and after a module's own forward whose handles have these ids."""
+    """Replace the forward and forward-pre hooks with these handle ids by the result of ``change``."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for number in [number for number in hooks if number in numbers]:
             hooks[number] = change(hooks[number])
 
 
 def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
-    """Remove all hooks of a module but those whose handles have these ids.
+    """Remove all hooks of a module except those with these handle ids.
 
     Relies on the dicts of hooks being attributes with ``_hooks`` in their names.
     """
@@ -199,19 +200,19 @@ def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
 
 
 def any_global_hook() -> bool:
-    """Return whether there is a hook of all modules, as ``register_module_forward_hook`` makes."""
+    """Return whether there are global hooks, such as of ``register_module_forward_hook``."""
     return any(_global_hooks())
 
 
 def _global_hooks() -> list[dict[int, Any]]:
-    """Return the dicts of ``torch.nn.modules.module`` that have the hooks of all modules."""
+    """Return the dicts of global hooks in ``torch.nn.modules.module``."""
     kinds = ("forward_pre", "forward", "backward_pre", "backward")
     return [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds]
 
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Inside, hooks of all modules don't run."""
+    """Inside, disable global hooks."""
     hooks = _global_hooks()
     before = [dict(of) for of in hooks]
     for of in hooks:
@@ -224,15 +225,15 @@ def without_global_hooks() -> Iterator[None]:
 
 
 def clear_hooks(module: nn.Module) -> None:
-    """Remove all hooks of a module: of forward, backward and state dicts."""
+    """Remove all hooks of a module: forward, backward and state dict hooks."""
     keep_hooks(module, ())
 
 
 @contextmanager
-def parameters_made_of(replace: Callable[[Any], Any]) -> Iterator[None]:
+def replace_parameter_data(replace: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, ``nn.Parameter(data)`` in this thread becomes ``nn.Parameter(replace(data))``.
 
-    Replaces ``nn.Parameter.__new__`` for all threads, and passes the others on.
+    Replaces ``nn.Parameter.__new__`` for all threads; calls of other threads are unchanged.
     """
     own, original, thread = vars(nn.Parameter)["__new__"], nn.Parameter.__new__, threading.get_ident()
 
@@ -248,9 +249,9 @@ def parameters_made_of(replace: Callable[[Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, ``call`` gets each module that this thread makes by copy.deepcopy or unpickling, which register nothing.
+    """Inside, call ``call`` with each module that this thread creates by deepcopy or unpickling, without registration.
 
-    Replaces ``nn.Module.__setstate__`` for all threads, and passes the others on.
+    Replaces ``nn.Module.__setstate__`` for all threads; calls of other threads are unchanged.
     """
     original, thread = nn.Module.__setstate__, threading.get_ident()
 
@@ -266,38 +267,38 @@ def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
         nn.Module.__setstate__ = original  # type: ignore[method-assign]
 
 
-# ── what is registered ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── registered tensors ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 BatchNorm = _BatchNorm
-"""What every batch norm derives from, synchronized and lazy ones included."""
+"""The base class of batch norms, including synchronized and lazy ones."""
 
 NormWithStatistics = _NormBase
-"""What every norm with running statistics derives from: batch and instance norms."""
+"""The base class of norms with running statistics: batch and instance norms."""
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name, in order of registration, to be read and assigned."""
+    """Return the mutable dict of a module's own parameters."""
     return module._parameters
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name, in order of registration, to be read and assigned."""
+    """Return the mutable dict of a module's own buffers."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
-    """The names of the module's own buffers that are not in its state dict."""
+    """Return the names of a module's own buffers that are not in its state dict."""
     return frozenset(module._non_persistent_buffers_set)
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> list[tuple[nn.RNNBase, list[Tensor | None]]]:
-    """Let recurrent modules have no parameters but those of their slots: they keep them in a list besides.
+    """Update the list of weights that recurrent modules keep beside their registered parameters.
 
-    Their forward makes the list anew when it finds others in the slots, and keeps them alive with it.
+    Their forward updates it only if the parameters differ, and until then the list keeps the old ones alive.
 
     Returns:
-        The recurrent ones among ``modules``, each with its list of before, for `restore_flat_weights`.
+        The recurrent modules among ``modules`` with their previous lists, for `restore_flat_weights`.
     """
     before = [(m, m.__dict__["_flat_weights"]) for m in modules if isinstance(m, nn.RNNBase)]
     for module, _ in before:
@@ -311,31 +312,30 @@ def restore_flat_weights(before: Iterable[tuple[nn.RNNBase, list[Tensor | None]]
         module.__dict__["_flat_weights"] = weights
 
 
-# ── code that runs when a state dict is loaded ────────────────────────────────────────────────────────────────────────
+# ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 _LIBRARIES = ("torch.", "transformers.", "peft.")
 
 
-def code_before(module: nn.Module) -> set[str]:
-    """Return where the functions come from that get the state dict before it is in the module, or load it themselves.
+def pre_load_origins(module: nn.Module) -> set[str]:
+    """Return the origins, "user" or "library", of load pre-hooks and an overridden ``_load_from_state_dict``.
 
-    Each is "user" or "library"; functions of torch.distributed, which only put its own shards in order, are left out.
-    Those of torch, transformers (5.x) and PEFT (0.21) do something only where other names or shapes are stored than the
-    module has: they make files of earlier versions fit.
+    Functions of torch.distributed, which only order its own shards, are left out. Functions of torch, transformers
+    (5.x) and PEFT (0.21) act only if stored names or shapes differ from the module's, to load older files.
     """
-    found = [vars(hook).get("hook") for hook in module._load_state_dict_pre_hooks.values()]
+    hooks = [vars(hook).get("hook") for hook in module._load_state_dict_pre_hooks.values()]
     load = module.__dict__.get("_load_from_state_dict", type(module)._load_from_state_dict)
-    return set(_origins([*found, *([] if load is nn.Module._load_from_state_dict else [load])]))
+    return set(_origins([*hooks, *([] if load is nn.Module._load_from_state_dict else [load])]))
 
 
-def has_code_after(module: nn.Module) -> bool:
-    """Return whether hooks run when the module is loaded, other than those of torch.distributed."""
+def has_post_load_hooks(module: nn.Module) -> bool:
+    """Return whether a module has load post-hooks, except those of torch.distributed."""
     return any(_origins(module._load_state_dict_post_hooks.values()))
 
 
 def has_own_load(module: nn.Module) -> bool:
-    """Return whether its class has a ``load_state_dict`` of its own, which runs where it is the root."""
+    """Return whether the user's class overrides ``load_state_dict``, which runs for a root module."""
     return "user" in _origins([type(module).load_state_dict])
 
 
@@ -351,53 +351,50 @@ def _origins(functions: Any) -> Iterator[str]:
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Told = Callable[[nn.Parameter, nn.Parameter], None]
-_told: list[Told] = []
+CopyCallback = Callable[[nn.Parameter, nn.Parameter], None]
+_copy_callbacks: list[CopyCallback] = []
 
 
-def on_deepcopy(told: Told) -> Callable[[], None]:
-    """Call a function with each parameter of the class ``nn.Parameter`` that is deep-copied from now on, and its copy.
+def on_deepcopy(callback: CopyCallback) -> Callable[[], None]:
+    """Call a function with each ``nn.Parameter`` that is deep-copied, and its copy; return the undo.
 
-    Relies on ``copy._deepcopy_dispatch``, in which a class is looked up before its ``__deepcopy__``.
-
-    Returns:
-        A function that ends it.
+    Relies on ``copy._deepcopy_dispatch``, which is looked up before a class's ``__deepcopy__``.
     """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]  # private
 
-    def end() -> None:
-        _told.remove(told)
-        if not _told:
+    def undo() -> None:
+        _copy_callbacks.remove(callback)
+        if not _copy_callbacks:
             del dispatch[nn.Parameter]
 
-    _told.append(told)
-    dispatch[nn.Parameter] = _copied
-    return end
+    _copy_callbacks.append(callback)
+    dispatch[nn.Parameter] = _copy_parameter
+    return undo
 
 
-def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    found: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
-    for told in _told:
-        told(parameter, found)
-    return found
+def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
+    for callback in _copy_callbacks:
+        callback(parameter, copied)
+    return copied
 
 
 # ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 set_frame_callback: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
-"""Set what looks at the frames of Python in this thread, None for nothing; returns what did before.
+"""Set this thread's callback for frames of Python, or None; returns the previous callback.
 
-While a compiled function runs, that is what compiles the functions that it calls. Relies on the callback being a state
-of the thread, and on its return value being accepted as an argument later.
+While a compiled function runs, the callback compiles the functions that it calls. Relies on the callback being a state
+of the thread, and on the return value being accepted as an argument later.
 """
 
 
 def skip_folders(folders: Iterable[str]) -> None:
-    """Let torch.compile run functions of these folders as they are; it compiles what they call.
+    """Make torch.compile run functions of these folders uncompiled; functions that they call are compiled.
 
-    Does nothing while ``torch._dynamo`` is not imported, which takes long, and without which nothing is compiled.
-    Relies on ``trace_rules.SKIP_DIRS``, and on the regular expression that is made of it.
+    Does nothing while ``torch._dynamo`` is not imported, which is slow, and without which nothing is compiled. Relies
+    on ``trace_rules.SKIP_DIRS``, and on the regular expression that is made from it.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -409,8 +406,8 @@ def skip_folders(folders: Iterable[str]) -> None:
         dynamo.trace_rules._recompile_re()
 
 
-def not_compiled() -> AbstractContextManager[Any]:
-    """A context in which compiled functions run as they were, and nothing is compiled."""
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled functions run eagerly, and nothing is compiled."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -425,12 +422,12 @@ def has_compiled(root: nn.Module) -> bool:
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile(module)`` wrapped to make this one; None if it made none of it.
+    """Return the module inside a wrapper of ``torch.compile(module)``; None for other modules.
 
-    Relies on the class name, so that ``torch._dynamo`` need not be imported to ask.
+    Relies on the class name, so that ``torch._dynamo`` need not be imported.
     """
     if type(module).__name__ != "OptimizedModule":
         return None
-    found = module._orig_mod
-    assert isinstance(found, nn.Module)
-    return found
+    original = module._orig_mod
+    assert isinstance(original, nn.Module)
+    return original

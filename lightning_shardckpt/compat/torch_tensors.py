@@ -1,6 +1,6 @@
-"""Names below the public API for tensor subclasses: dispatch, parameters, hooks, versions, schemas, memory and files.
+"""Private names of tensors: dispatch, parameters, hooks, versions, schemas, memory and files.
 
-Checked with torch 2.12 to 2.15. DTensor, which takes long to import, has a module of its own."""
+Checked with torch 2.12 to 2.15. DTensor, whose import is slow, has its own module."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 L = TypeVar("L", bound=Tensor)
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""A context in which ``__torch_function__`` of subclasses is not called in this thread: they act as Tensors."""
+"""A context that disables ``__torch_function__`` of subclasses in this thread, so that they act as Tensors."""
 
 with_torch_function = torch._C._EnableTorchFunction
-"""A context inside of `without_torch_function` in which ``__torch_function__`` is called again."""
+"""A context that enables ``__torch_function__`` again inside of `without_torch_function`."""
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` of a class: functions act as on Tensors, and return those."""
+"""The ``__torch_function__`` of a class whose functions act as on Tensors, and return Tensors."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local tensor, and any other tensor itself; without importing DTensor, which takes long."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    """Return a DTensor's local tensor, or any other tensor itself, without the slow import of DTensor."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def mark_as_parameter(tensor: Tensor) -> None:
@@ -50,31 +50,31 @@ def is_marked_as_parameter(tensor: Tensor) -> bool:
 
 
 def gradient_hooks(leaf: Tensor) -> dict[int, Any] | None:
-    """The hooks of ``register_hook``, by id of their handle, in the dict that the handles remove them from; or None."""
+    """Return the hooks of ``register_hook`` by id of their handle, in the dict that the handles use; or None."""
     return leaf._backward_hooks
 
 
 def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
     """Return the hooks of ``register_post_accumulate_grad_hook``, like `gradient_hooks`."""
-    found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
-    return found
+    hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
+    return hooks
 
 
 def with_hooks(leaves: Iterable[L]) -> list[L]:
-    """Return the leaves that have hooks of either kind. Fast, as it is asked several times in a step."""
+    """Return the leaves that have hooks of either kind. Fast, since it is called several times in a step."""
     with without_torch_function():
         return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 @contextmanager
-def watched_hooks(
+def watch_hooks(
     hooked: Callable[..., None], retained: Callable[[Tensor], None], packed: Callable[[saved_tensors_hooks], None]
 ) -> Iterator[None]:
-    """Inside, what this thread is going to do with hooks of tensors is told before.
+    """Inside, call a function before this thread registers hooks of tensors.
 
     ``hooked`` gets the arguments of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook``, ``retained``
-    the tensors of which ``retain_grad`` is called, and ``packed`` the contexts of ``saved_tensors_hooks`` that are
-    entered. Replaces these methods for all threads, and passes the others on.
+    the tensor of a ``retain_grad``, ``packed`` a context of ``saved_tensors_hooks`` that is entered. Replaces these
+    methods for all threads; calls of other threads are unchanged.
     """
     thread = threading.get_ident()
 
@@ -99,24 +99,24 @@ def watched_hooks(
         yield
     finally:
         for owner, name, method in before:
-            if method is None:  # torch's own is that of a base
+            if method is None:  # inherited from a base class
                 delattr(owner, name)
             else:
                 setattr(owner, name, method)
 
 
 def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
-    """Let a leaf have these hooks of gradients; handles of another tensor's remove them from here, too."""
+    """Set the gradient hooks of a leaf to a dict that another tensor's handles may share."""
     leaf._backward_hooks = hooks
 
 
 def set_accumulation_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:
-    """Let a leaf have these hooks that run after a gradient was accumulated, like `set_gradient_hooks`."""
+    """Set the post-accumulate-grad hooks of a leaf, like `set_gradient_hooks`."""
     leaf._post_accumulate_grad_hooks = hooks
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the memory of a tensor was changed in place, by it or by a view; ``data`` counts apart."""
+    """Return the version counter of a tensor: its in-place changes, also by views, but not by ``data``."""
     if type(tensor) is Tensor:
         return tensor._version
     with without_torch_function():
@@ -124,12 +124,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
-    """A context whose changes of ``tensor`` do not count: autograd does not see that a saved tensor was changed."""
+    """Return a context in which changes of ``tensor`` do not increase its version, which autograd checks."""
     return _unsafe_preserve_version_counter(tensor)
 
 
 def in_functional_transform() -> bool:
-    """Return whether ``torch.func.vmap``, ``grad`` or another of its transforms runs here, which hides subclasses.
+    """Return whether a transform of ``torch.func``, such as ``vmap``, is active, which hides subclasses.
 
     Relies on ``torch._C._functorch.peek_interpreter_stack``.
     """
@@ -137,23 +137,20 @@ def in_functional_transform() -> bool:
 
 
 def memory_id(tensor: Tensor) -> int:
-    """A number of the storage of a plain strided tensor, equal for all tensors over it, also on the meta device.
-
-    It may be used again once the storage is freed.
-    """
+    """Return an id of a plain strided tensor's storage, also on the meta device; unique while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Return whether other tensors have its memory: views, also those of inference mode, ``data`` and ``detach()``."""
-    storage = tensor.untyped_storage()  # the tensor and this object make 2
+    """Return whether other tensors share its memory: views, also of inference mode, ``data`` and ``detach()``."""
+    storage = tensor.untyped_storage()  # the tensor and this object count as 2
     return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """Return how many tensors there are over the memory of a plain strided tensor, and objects of its storage.
+    """Return the number of tensors over the storage of a plain strided tensor, and of storage objects.
 
-    Relies on ``torch._C._storage_Use_Count``. Equal numbers, asked for in the same way, mean that nothing was added.
+    Relies on ``torch._C._storage_Use_Count``. Compare only numbers from the same kind of call.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
@@ -162,11 +159,11 @@ def storage_uses(tensor: Tensor) -> int:
 
 
 Overload: TypeAlias = torch._ops.OpOverload[..., Any]
-"""One operator as a dispatch mode gets it, such as ``torch.ops.aten.add.Tensor``."""
+"""An operator in a dispatch mode, such as ``torch.ops.aten.add.Tensor``."""
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that gets every operation of this thread in ``__torch_dispatch__``, without importing torch.compile."""
+    """A dispatch mode that does not import torch.compile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,21 +175,21 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def below_modes() -> Iterator[None]:
-    """Inside, operations reach no mode and no subclass, and record no history."""
+    """Inside, operations reach no mode and no subclass, and record no autograd history."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
         yield
 
 
 def dispatches(kind: type[Any]) -> bool:
-    """Return whether tensors of this class handle operations themselves, as a DTensor does and a Parameter doesn't."""
+    """Return whether a tensor class has a ``__torch_dispatch__``, like DTensor and unlike Parameter."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to, by its schema; None for those that are not given."""
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    """Return the arguments that an operator writes to, from its schema; None for omitted arguments."""
+    passed: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     return [
-        given.get(argument.name, given.get(position))
+        passed.get(argument.name, passed.get(position))
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
@@ -204,23 +201,23 @@ def is_in_place(func: Overload) -> bool:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that all tensors over a storage share, also on the meta device; unique while weakly held."""
+    """Return an id of a storage, also on the meta device; unique while the storage is weakly referenced."""
     return int(storage._cdata)
 
 
 def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if something still holds it."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-    return found
+    """Return the storage of a weak reference, or None if it was freed."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return storage
 
 
 # ── files of torch.save ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def byte_order(path: str | os.PathLike[str]) -> str | None:
-    """Return the byte order that an archive of ``torch.save`` names, "little" or "big"; None if it names none.
+    """Return the byte order in an archive of ``torch.save``, "little" or "big"; None if it has none.
 
-    Relies on ``torch._C.PyTorchFileReader``, by which ``torch.load`` reads archives, odd ones included.
+    Relies on ``torch._C.PyTorchFileReader``, which ``torch.load`` uses.
     """
     archive: Any = torch._C.PyTorchFileReader(os.fspath(path))  # its stub lacks half of it
     return archive.get_record("byteorder").decode() if archive.has_record("byteorder") else None
@@ -229,16 +226,15 @@ def byte_order(path: str | os.PathLike[str]) -> str | None:
 def rebuilding(
     storage: object, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype | None
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function and the arguments by which a pickle of ``torch.save`` makes a tensor of a storage.
+    """Return the function and the arguments by which a pickle of ``torch.save`` rebuilds a tensor from a storage.
 
-    The function is that of ``Tensor.__reduce_ex__``, by whose name every file has it; that of dtypes which came later
-    takes an untyped storage.
+    The function is from ``Tensor.__reduce_ex__``; for newer dtypes it takes an untyped storage.
 
     Args:
-        storage: stands for the storage.
+        storage: a placeholder for the storage.
         shape: of the tensor.
-        stride: of the tensor, which begins with the storage.
-        dtype: of an untyped storage; None for a typed one.
+        stride: of the tensor, which starts at the beginning of the storage.
+        dtype: with an untyped storage; None with a typed storage.
     """
     function: Any = torch.empty(0, dtype=dtype or torch.float32).__reduce_ex__(2)[0]  # type: ignore[no-untyped-call]
     return function, (storage, 0, shape, stride, False, OrderedDict(), *(() if dtype is None else (dtype,)))

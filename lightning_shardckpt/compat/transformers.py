@@ -1,7 +1,7 @@
-"""Private names of transformers' models: names that files don't have, and how files differ from state dicts.
+"""Private names of transformers: names that files lack, and conversions between files and state dicts.
 
-transformers is not imported: its functions are called where the program has imported it. Checked with transformers
-5.23; versions before 5 have no conversions, since their files are as the models are.
+transformers is not imported; its functions are called only if the program has imported it. Checked with transformers
+5.23; versions before 5 have no conversions, since files and models have the same tensors.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 
 class Renaming(Protocol):
-    """A step from the names in files to those of a model."""
+    """A step from the names in files to the names of a model."""
 
     def rename_source_key(self, source_key: str, /) -> tuple[str, str | None]:
-        """The new name of a tensor in a file, and the pattern that it had if any did."""
+        """Return the new name of a tensor in a file, and the pattern that matched, if any."""
 
 
 @runtime_checkable
 class Conversion(Renaming, Protocol):
-    """A step that makes tensors of a model of those in files, whose names match ``source_patterns``."""
+    """A step that converts tensors in files, whose names match ``source_patterns``, to tensors of a model."""
 
     source_patterns: Sequence[str]
     target_patterns: Sequence[str]
@@ -31,66 +31,66 @@ class Conversion(Renaming, Protocol):
 
 
 def conversions_of(model: nn.Module) -> list[Renaming]:
-    """Return what ``from_pretrained`` does to the names and tensors of a model's files, in order.
+    """Return the steps by which ``from_pretrained`` converts the names and tensors of a model's files, in order.
 
-    Those that change tensors, too, are each a ``Conversion``. Empty without transformers. Relies on
+    Steps that also convert tensors are a ``Conversion``. Empty without transformers. Relies on
     ``get_model_conversion_mapping``.
     """
     if "transformers" not in sys.modules:
         return []
     try:
-        found: Any = import_module("transformers.conversion_mapping")
+        module: Any = import_module("transformers.conversion_mapping")
     except ImportError:  # transformers before 5
         return []
-    return list(found.get_model_conversion_mapping(model))
+    return list(module.get_model_conversion_mapping(model))
 
 
 def revert_function() -> Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None:
-    """Return the function that makes a ``save_pretrained`` state dict from a model and its own; None if there is none.
+    """Return the function that makes ``save_pretrained``'s state dict from a model and its state dict, or None.
 
     Relies on ``transformers.core_model_loading.revert_weight_conversion``.
     """
     module = sys.modules.get("transformers.core_model_loading")
-    found: Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None
-    found = getattr(module, "revert_weight_conversion", None)
-    return found
+    revert: Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]] | None
+    revert = getattr(module, "revert_weight_conversion", None)
+    return revert
 
 
 def names_not_saved(model: nn.Module) -> frozenset[str]:
-    """The names that ``save_pretrained`` leaves out."""
+    """Return the names that ``save_pretrained`` leaves out."""
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def patterns_that_may_be_missing(model: nn.Module) -> frozenset[str]:
-    """Regular expressions of names that ``from_pretrained`` does not miss in files."""
+    """Return regular expressions of names that ``from_pretrained`` accepts as missing in files."""
     return frozenset(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
 
 def patterns_that_may_be_unexpected(model: nn.Module) -> frozenset[str]:
-    """Regular expressions of names in files that ``from_pretrained`` does not mind though the model has none such.
+    """Return regular expressions of names in files that ``from_pretrained`` accepts as unexpected.
 
-    As in ``PreTrainedModel._adjust_missing_and_unexpected_keys``, these include buffers that older models had.
+    As in ``PreTrainedModel._adjust_missing_and_unexpected_keys``, they include buffers of older models.
     """
-    found = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     for ending, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         if any(name.endswith(ending) for name in buffers):
-            found.add(pattern)
-    return frozenset(found)
+            patterns.add(pattern)
+    return frozenset(patterns)
 
 
 def own_tied_patterns(module: nn.Module) -> tuple[str, ...]:
-    """Regular expressions of names below a module that are tied to others; a list before version 5, now a dict."""
+    """Return regular expressions of tied names below a module, from a list before version 5, else from a dict."""
     return tuple(getattr(module, "_tied_weights_keys", None) or ())
 
 
 def own_tensor_parallel_plan(module: nn.Module) -> dict[str, Any]:
-    """Module pattern → style, from the module itself; empty if it is no model of transformers or has no plan.
+    """Return the styles by module pattern of a module itself; empty for other modules, and without a plan.
 
-    Not by ``getattr``: a PeftModel passes on what it is asked for to the model that it wraps.
+    Not by ``getattr``, which a PeftModel forwards to the model that it wraps.
     """
-    found = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))
-    return found if isinstance(found, dict) else {}
+    plan = vars(module).get("_tp_plan", getattr(type(module), "_tp_plan", None))
+    return plan if isinstance(plan, dict) else {}
 
 
 def is_model(module: nn.Module) -> bool:
@@ -105,13 +105,13 @@ def mark_initialized(tensor: Tensor) -> None:
 
 
 def initialize(model: nn.Module, modules: Collection[nn.Module]) -> None:
-    """Fill the tensors of some modules of a model, as ``from_pretrained`` does those that are not in its files.
+    """Initialize the tensors of some modules, as ``from_pretrained`` does for tensors missing in files.
 
-    Relies on ``initialize_weights``, which leaves modules with ``_is_hf_initialized`` alone, and gives it to others.
+    Relies on ``initialize_weights``, which skips modules with ``_is_hf_initialized``, and sets it on others.
 
     Args:
         model: of transformers.
-        modules: those to fill, with all that contain them.
+        modules: to initialize, with all modules that contain them.
     """
     for module in model.modules():
         module.__dict__["_is_hf_initialized"] = module not in modules
@@ -119,7 +119,7 @@ def initialize(model: nn.Module, modules: Collection[nn.Module]) -> None:
 
 
 def has_own_code(kind: type) -> bool:
-    """Return whether a class of a model is one of ``register_for_auto_class``, whose code lies beside the weights.
+    """Return whether a model's class was passed to ``register_for_auto_class``, so that its code is beside the weights.
 
     Relies on ``_auto_class``.
     """

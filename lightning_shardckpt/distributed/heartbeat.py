@@ -30,9 +30,9 @@ import torch.distributed as dist
 from lightning_shardckpt.compat.torch_distributed import (
     Store,
     abort_accelerators,
+    clone_store,
     default_store,
-    get_if_there,
-    own_view,
+    get_if_set,
     put_bytes,
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
@@ -128,7 +128,7 @@ class Heartbeat:
         self.lost: str | None = None
         self._report: str | None = None  # of a lost rank, until it has been there for _report_wait_s
         self._server = store  # keeps a server in this process alive while other ranks use it
-        self._store, self._rank, self._size, self._tuning = own_view(store, name), rank, world, tuning
+        self._store, self._rank, self._size, self._tuning = clone_store(store, name), rank, world, tuning
         self._silent_rounds = max(int(tuning.silent_s / tuning.heartbeat_s), 2)
         self._watched, self._last_beat, self._missed = (rank + 1) % world, b"", 0
         self.beats, self._report_rounds, self._is_over = 0, 0, False  # _is_over: rank 0 has left
@@ -208,11 +208,11 @@ class Heartbeat:
         self.beats += 1
         put_bytes(self._store, f"{self._rank}", str(self.beats).encode())
         for rank, process in self._host_ranks.gone().items():
-            if get_if_there(self._store, f"{rank}") != _LEFT:
+            if get_if_set(self._store, f"{rank}") != _LEFT:
                 self._report_lost(rank, f"is lost: its process, pid {process.pid}, is gone")
         self._check_next_rank()
-        self._is_over = get_if_there(self._store, "0") == _LEFT
-        report = get_if_there(self._store, "lost")
+        self._is_over = get_if_set(self._store, "0") == _LEFT
+        report = get_if_set(self._store, "lost")
         if report is None:
             return
         rank, text = json.loads(report)
@@ -224,7 +224,7 @@ class Heartbeat:
                 self.lost = self._report
 
     def _check_next_rank(self) -> None:
-        beat = get_if_there(self._store, f"{self._watched}")
+        beat = get_if_set(self._store, f"{self._watched}")
         if beat == _LEFT and (self._watched + 1) % self._size != self._rank:
             self._watched, self._last_beat, self._missed = (self._watched + 1) % self._size, b"", 0
         elif beat is None or beat != self._last_beat or beat == _LEFT:

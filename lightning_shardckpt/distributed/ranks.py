@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_distributed import Store, default_store, get_if_there, own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, clone_store, default_store, get_if_set, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.heartbeat import heartbeat, raise_if_lost
 from lightning_shardckpt.distributed.host_ranks import Arrivals, HostRanks, absent_keys
@@ -70,7 +70,7 @@ class Ranks:
         self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
         self._answered_at, self._store_is_silent = 0.0, False  # time of the store's last answer
         if store is not None:
-            self._store = own_view(store, f"shardckpt-{next(_instances) if name is None else name}")
+            self._store = clone_store(store, f"shardckpt-{next(_instances) if name is None else name}")
             self._host_ranks = HostRanks(self._store, rank)
 
     @classmethod
@@ -251,7 +251,7 @@ class Ranks:
             where = self._host_ranks.machines_text(absent)
             ranks = absent and f"{_ranks_text(absent)} of {self.world}{where}"
             put_bytes(store, "left/absent", _json({"ranks": ranks}))
-        text = self._wait(store, partial(get_if_there, store, "left/absent"), self._tuning.roll_call_s)
+        text = self._wait(store, partial(get_if_set, store, "left/absent"), self._tuning.roll_call_s)
         return (text is not None and json.loads(text)["ranks"]) or ""
 
     def _exchange(
@@ -327,7 +327,7 @@ class Ranks:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            look = partial(_look_unless_lost, partial(get_if_there, store, key))
+            look = partial(_look_unless_lost, partial(get_if_set, store, key))
             if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"

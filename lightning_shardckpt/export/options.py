@@ -83,7 +83,7 @@ class Naming:
         if unused:
             near = difflib.get_close_matches(unused[0].strip("'"), [*names, *stripped], n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            advice = "".join(f"\n  key_mapping: {line}" for line in self.mapping.misunderstood(stripped))
+            advice = "".join(f"\n  key_mapping: {line}" for line in self.mapping.suggest(stripped))
             raise ValueError(f"no tensor has a name for {', '.join(unused)}{hint}{advice}")
 
 

@@ -53,9 +53,11 @@ class ShardedCheckpoint(StoredCheckpoint):
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
         """Return the trainer's state, with records of a file for ``torch.load`` in place of tensors."""
-        from lightning_shardckpt.export.torch_archive import of_torch  # imports torch, which other exports don't need
+        from lightning_shardckpt.export.torch_archive import (
+            archive_decoders,  # imports torch, which other exports don't need
+        )
 
-        state: dict[str, Any] = decode_with(of_torch(stored), self.document("trainer") or {})
+        state: dict[str, Any] = decode_with(archive_decoders(stored), self.document("trainer") or {})
         return state
 
 
@@ -100,7 +102,7 @@ def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tu
     if other_state:
         export.notes.append(f"state of the model that is not tensors is not in the output: {_list_some(other_state)}")
     if options.format == "huggingface":
-        model = hf_directory.pick(stored.document("huggingface"), naming.strip_prefix)
+        model = hf_directory.pick_model(stored.document("huggingface"), naming.strip_prefix)
         if model is not None:
             replace(naming, mapping=KeyMapping()).check(names)
             return _hugging_face_tensors(selected, component, model, options, export), {}
@@ -138,7 +140,7 @@ def _hugging_face_tensors(
     tensors, renamed = [], list[tuple[str, str, object]]()
     for key, names in names_by_key.items():
         spec = component.tensors[key]
-        for name in model.kept(names):
+        for name in model.output_names(names):
             whole = OutputTensor(name, options.output_dtype(spec.dtype), spec.shape, ("model", key))
             for part in model.parts(whole):
                 tensor = OutputTensor(naming.rename(part.name), part.dtype, part.shape, part.source, part.box)

@@ -28,7 +28,7 @@ from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.state.json_tree import tensor_from_bytes
-from lightning_shardckpt.state.json_values import Dropped, OfTorch, Pickled
+from lightning_shardckpt.state.json_values import Dropped, Pickled, TorchDecoders
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.transfer.file_filler import Region
 
@@ -63,9 +63,9 @@ def archive_stored(dtype: str, shape: Shape, content: tuple[str, str]) -> Archiv
     return ArchivedTensor(TORCH_NAMES.get(dtype, dtype), shape, bytes_in(shape, dtype), content)
 
 
-def of_torch(stored: Callable[[str], ArchivedTensor]) -> OfTorch:
+def archive_decoders(stored: Callable[[str], ArchivedTensor]) -> TorchDecoders:
     """Return the decoder of values for a file; ``stored`` returns the archived tensor of a stored one."""
-    return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
+    return TorchDecoders(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
 
 
 # ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────────

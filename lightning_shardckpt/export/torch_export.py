@@ -19,15 +19,15 @@ from lightning_shardckpt.export.torch_archive import (
     ArchivedTensor,
     Simplifier,
     TorchFileLayout,
+    archive_decoders,
     archive_stored,
-    of_torch,
 )
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_values import decode_with, no_tensor
-from lightning_shardckpt.state.module_versions import METADATA, rename_versions, with_versions
-from lightning_shardckpt.state.state_dicts import KEYS, is_told_apart, states_of_checkpoint
+from lightning_shardckpt.state.json_values import decode_with, refuse_tensor
+from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
+from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
 from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -74,7 +74,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
         return archive_stored(dtype, spec.shape, (component, key))
 
     def decode(value: Any) -> Any:
-        return decode_with(of_torch(no_tensor), value)
+        return decode_with(archive_decoders(refuse_tensor), value)
 
     simplifier = Simplifier()
     checkpoint = assemble(source, record, decode, optimizers=options.has_optimizer)
@@ -120,7 +120,7 @@ def _convert_region(source: ExportSource, options: Options, region: Region) -> R
 
 def _restore_keys(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
     """Return the state under the keys of the save, if the names still determine the module of each tensor."""
-    if not is_told_apart(checkpoint):
+    if not has_places(checkpoint):
         return {key: value for key, value in checkpoint.items() if key != KEYS}
     if naming.changes_something:  # modules without a selected tensor are left out
         names, keys = tuple(checkpoint.get("state_dict", ())), checkpoint[KEYS]
@@ -140,7 +140,7 @@ def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
         (name, naming.rename(name), id(value)) for name, value in state.items() if naming.selects(name)
     )
     versions = rename_versions(getattr(state, METADATA, None), names)
-    checkpoint["state_dict"] = with_versions({new: state[old] for new, old in names.items()}, versions)
+    checkpoint["state_dict"] = add_versions({new: state[old] for new, old in names.items()}, versions)
     if "optimizer_states" in checkpoint:
         states = checkpoint["optimizer_states"]
         checkpoint["optimizer_states"] = [_rename_optimizer(state, naming) for state in states]

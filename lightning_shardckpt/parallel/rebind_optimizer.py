@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.torch_autograd import changed_parameters
+from lightning_shardckpt.compat.torch_autograd import change_parameters
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -55,7 +55,7 @@ def allow_empty_optimizers() -> Iterator[None]:
     def add_dummy(params: Any) -> Any:
         return params if isinstance(params, Tensor | dict) else list(params) or [_dummy()]
 
-    with changed_parameters(add_dummy):
+    with change_parameters(add_dummy):
         yield
 
 

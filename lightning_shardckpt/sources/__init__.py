@@ -1,4 +1,4 @@
 """Sources of stored state: checkpoints of this package, DCP, Lightning, Hugging Face, torch files.
 
-In come paths; out come boxes of bytes by name. Nothing here runs code that it reads, or knows the Trainer.
+Turns paths into boxes of bytes by name. Nothing here runs code from a checkpoint, or knows the Trainer.
 """

@@ -1,8 +1,7 @@
-"""The ``.metadata`` of torch's distributed checkpoint: a pickle that is read as data and never run.
+"""The ``.metadata`` of torch's distributed checkpoint: a pickle that is parsed as data and never executed.
 
 Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13;
-``olmo_core/distributed/checkpoint/filesystem.py``, OLMo-core 1.9 to 3.0, whose own class for where an entry is has the
-same fields.
+``olmo_core/distributed/checkpoint/filesystem.py``, OLMo-core 1.9 to 3.0, whose ``_StorageInfo`` has the same fields.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DCPTensor:
-    """A tensor: its dtype, named as in safetensors, its shape, and its chunks, each once, without empty ones."""
+    """A tensor: its dtype, named as in safetensors, its shape, and its distinct non-empty chunks."""
 
     dtype: str
     shape: Shape
@@ -72,7 +71,7 @@ class DCPTensor:
 
 @dataclass(frozen=True, slots=True)
 class DCPMetadata:
-    """Everything that is stored, by flat key; ``paths`` tells where each key was in the state dict."""
+    """The stored entries by flat key, and the path of each in the state dict."""
 
     tensors: dict[str, DCPTensor]
     values: dict[str, FilePart]
@@ -80,14 +79,14 @@ class DCPMetadata:
 
 
 def parse(content: bytes, where: str) -> DCPMetadata:
-    """The metadata in the bytes of the file; ``where`` names it in messages.
+    """Parse the content of the file; ``where`` names it in messages.
 
     Raises:
-        FormatError: if it is malformed, or has what torch does not write.
+        FormatError: if it is malformed, or has content that torch does not write.
     """
-    found = unpickle(content, _KNOWN, where)
+    unpickled = unpickle(content, _KNOWN, where)
     try:
-        state = _state(found, "metadata")
+        state = _state(unpickled, "metadata")
         places = _places(state["storage_data"])
         tensors, values = dict[str, DCPTensor](), dict[str, FilePart]()
         for key, stored in _items(state["state_dict_metadata"]):
@@ -95,8 +94,8 @@ def parse(content: bytes, where: str) -> DCPMetadata:
                 values[key] = _place(places, key, None)
             else:
                 tensors[key] = _tensor(key, _state(stored, "tensor"), places)
-        known = state.get("planner_data")
-        paths = {key: _path(key, known.get(key) if isinstance(known, dict) else None) for key in (*tensors, *values)}
+        nested = state.get("planner_data")
+        paths = {key: _path(key, nested.get(key) if isinstance(nested, dict) else None) for key in (*tensors, *values)}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{where}: {shown(str(error))}") from None
     return DCPMetadata(tensors, values, paths)
@@ -118,30 +117,30 @@ def _items(value: Any) -> list[tuple[str, Record]]:
 
 
 def _places(value: dict[Record, Record]) -> _Places:
-    found: dict[tuple[str, Shape | None], FilePart] = {}
+    places: dict[tuple[str, Shape | None], FilePart] = {}
     for index, place in value.items():
         key, at = _state(index, "index"), _state(place, "place")
         if at.get("transform_descriptors"):
             raise FormatError(f"{shown(key['fqn'])} is stored through {shown(at['transform_descriptors'])}")
         file, begin, nbytes = check_file_name(at["relative_path"]), check_size(at["offset"]), check_size(at["length"])
         offset = key.get("offset")
-        found[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = FilePart(file, begin, nbytes)
-    return found
+        places[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = FilePart(file, begin, nbytes)
+    return places
 
 
 def _place(places: _Places, key: str, offset: Shape | None) -> FilePart:
-    found = places.get((key, offset))
-    if found is None:
-        raise FormatError(f"{shown(key)}: it is not said where the chunk at {offset} is")
-    return found
+    place = places.get((key, offset))
+    if place is None:
+        raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
+    return place
 
 
 def _tensor(key: str, state: dict[str, Any], places: _Places) -> DCPTensor:
     properties = state["properties"]
     if not isinstance(properties, Record) or properties.kind != "properties":
         raise FormatError(f"{shown(key)}: {shown(properties)} where its properties are expected")
-    held = properties.state  # a tuple; a dict is what a class without __getstate__ would leave
-    dtype = held["dtype"] if isinstance(held, dict) else held[0]
+    fields = properties.state  # a tuple, or without __getstate__ a dict
+    dtype = fields["dtype"] if isinstance(fields, dict) else fields[0]
     if dtype not in KNOWN_DTYPES.values():
         raise FormatError(f"{shown(key)}: dtype {shown(dtype)} is not supported")
     shape = check_shape(state["size"])
@@ -157,7 +156,7 @@ def _tensor(key: str, state: dict[str, Any], places: _Places) -> DCPTensor:
 
 
 def _path(key: str, path: Any) -> Path:
-    """Return where a key was in the state dict; the key alone if it was not nested, or another planner saved it."""
+    """Return the path of a key in the state dict; the key alone if it was not nested, or another planner saved it."""
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
         return (key,)
     return path

@@ -1,6 +1,6 @@
-"""Detect the format of a checkpoint that this package did not write: a row for each that can be read. No torch.
+"""Detection of checkpoint formats of other programs, by file names and first bytes. No torch.
 
-It is told by names of files and their first bytes; what reads them is imported when something is opened.
+The table has a row for each readable format; its reader is imported when a checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
-from lightning_shardckpt.sources.paths import dcp_place, indexes, is_hub_directory, is_index, is_safetensors
+from lightning_shardckpt.sources.paths import find_dcp_directory, indexes, is_hub_directory, is_index, is_safetensors
 from lightning_shardckpt.storage.other_programs import RANK_FILES, has_rank_files
 
 if TYPE_CHECKING:
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of checkpoint that other programs write: its name with an article, whether a path is one, how to open it.
+    """A checkpoint format of other programs.
 
-    ``open`` is given the path, and ``weights_only`` as ``torch.load`` takes it, for what is unpickled.
+    Attributes:
+        name: with an article.
+        matches: returns whether a path has the format.
+        open: opens a path; its second argument is ``weights_only`` of ``torch.load``.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Format:
 
 
 def _is_dcp(path: str) -> bool:
-    return dcp_place(path) is not None
+    return find_dcp_directory(path) is not None
 
 
 def _open_dcp(path: str, weights_only: bool) -> Source:
@@ -81,30 +84,30 @@ FORMATS = (
 )
 
 
-def recognise(path: str) -> Format | None:
-    """The format of what is at ``path``; None for a checkpoint of this package, and for nothing that can be read.
+def detect_format(path: str) -> Format | None:
+    """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
 
-    A checkpoint of this package may hold files for Hugging Face, too. What an unfinished save of it left is nothing.
+    A checkpoint of this package may contain files for Hugging Face, too. The rest of an unfinished save has no format.
 
     Raises:
-        CheckpointNotFoundError: for a single file of a sharded checkpoint: what it holds is not whole.
-        FormatError: naming the candidates, if there are several.
+        CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
+        FormatError: naming the candidates, if several formats match.
     """
     name = os.path.basename(path)
     if (name in _PARTS or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
     if is_unfinished(path):
         return None
-    found = [known.name for known in FORMATS if known.matches(path)]
+    matching = [known for known in FORMATS if known.matches(path)]
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
     if ours:
-        found = [name for name in found if name != "a Hugging Face directory"]
-    names = ["a checkpoint of lightning-shardckpt", *found] if ours else [*found]
-    if found and has_rank_files(path):
+        matching = [known for known in matching if known.name != "a Hugging Face directory"]
+    names = ["a checkpoint of lightning-shardckpt"] * ours + [known.name for known in matching]
+    if matching and has_rank_files(path):
         names.append(RANK_FILES)
     if len(names) > 1:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"
         remedy += ", or give the path of its index file" if indexes(path) else ""
         raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. {remedy}.")
-    return next((known for known in FORMATS if known.name in found), None)
+    return matching[0] if matching else None

@@ -1,4 +1,4 @@
-"""Describe what is at a path that is no checkpoint of ours, and guess which path was meant. For messages; no torch."""
+"""Errors about paths without a checkpoint of this package: their content, and suggestions. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 
 READABLE = (ROOT_NAME, ".metadata")
-"""Files that tell a directory that can be resumed from and consolidated: ours, and torch.distributed.checkpoint's."""
+"""Files that mark a readable checkpoint directory: this package's, and torch.distributed.checkpoint's."""
 
 
 def open_checkpoint(
@@ -29,16 +29,16 @@ def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     marks: tuple[str, ...] = (ROOT_NAME,),
 ) -> Checkpoint:
-    """The checkpoint at ``path``, opened for reading.
+    """Open a checkpoint for reading.
 
     Args:
         path: of a directory, or a URL.
-        storage: where it is; by default the storage of the path.
-        storage_options: for URLs, where no storage is given.
-        marks: files that tell a directory that the caller can read, to suggest one.
+        storage: of the path; by default chosen by the path.
+        storage_options: for URLs, without ``storage``.
+        marks: files that mark a directory that the caller can read, for suggestions.
 
     Raises:
-        CheckpointNotFoundError: saying what is there instead, and which path was probably meant.
+        CheckpointNotFoundError: describing the content of the path, and suggesting others.
     """
     path = os.fspath(path)
     if storage is not None:
@@ -48,24 +48,24 @@ def open_checkpoint(
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        raise CheckpointNotFoundError(explain(path, error, marks)) from None
+        raise CheckpointNotFoundError(explain_missing(path, error, marks)) from None
 
 
-def explain(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
-    """Return the message of an error about a path of the file system, with what is there, and what may be meant."""
-    said = describe(path) or str(error).partition("; did you mean")[0]
-    return said + did_you_mean(path, marks)
+def explain_missing(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
+    """Return the error message about a path of the file system, with its content and suggestions."""
+    message = describe_path(path) or str(error).partition("; did you mean")[0]
+    return message + did_you_mean(path, marks)
 
 
-def describe(path: str | os.PathLike[str]) -> str | None:
-    """Return what a path holds that is no checkpoint of ours, as a sentence; None if it cannot be told."""
+def describe_path(path: str | os.PathLike[str]) -> str | None:
+    """Return a sentence about the content of a path without a checkpoint of this package; None if it is unknown."""
     path = Path(path)
     if not os.path.lexists(path):
         return f"no checkpoint at {str(path)!r}: there is nothing at this path"
     if path.is_file():
         return f"{str(path)!r} is a file{_kind_of_file(path)}; a sharded checkpoint is a directory"
     if is_unfinished(path):
-        return f"{str(path)!r} is what an unfinished save left: it has no {ROOT_NAME}, so nothing of it can be trusted"
+        return f"{str(path)!r} is the rest of an unfinished save: it has no {ROOT_NAME}, so it cannot be trusted"
     if not path.is_dir() or (path / ROOT_NAME).exists():
         return None
     program = describe_other_program(os.listdir(path))
@@ -73,13 +73,13 @@ def describe(path: str | os.PathLike[str]) -> str | None:
 
 
 def is_unfinished(path: str | os.PathLike[str]) -> bool:
-    """Return whether a directory is what an unfinished save of ours left."""
+    """Return whether a directory is the rest of an unfinished save of this package."""
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
     names = os.listdir(path)
-    is_colossalais = any(name.startswith("pytorch_model-meta-dist-") for name in names)  # its shards have such names
-    return path.name.startswith(".tmp-") or (not is_colossalais and any(map(is_part, names)))
+    is_of_colossalai = any(name.startswith("pytorch_model-meta-dist-") for name in names)  # its shards match `is_part`
+    return path.name.startswith(".tmp-") or (not is_of_colossalai and any(map(is_part, names)))
 
 
 def _kind_of_file(path: Path) -> str:
@@ -91,32 +91,28 @@ def _kind_of_file(path: Path) -> str:
 
 
 def did_you_mean(path: str | os.PathLike[str], marks: tuple[str, ...] = (ROOT_NAME,)) -> str:
-    """A question that names checkpoints near ``path``, or nothing; ``marks`` are files that tell one."""
+    """Return a question that names checkpoints near ``path``, if there are any; ``marks`` are files that mark one."""
     path = Path.cwd() / path
-    found = list(_above(path, marks)) or list(_below(path, marks)) or _beside(path, marks)
-    if not found:
+    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent, marks) else []
+    suggestions = above or list(_below(path, marks)) or _beside(path, marks)
+    if not suggestions:
         return ""
-    names = [repr(_shown(name)) for name in found[:_SUGGESTED]]
+    names = [repr(_relative(name)) for name in suggestions[:_SUGGESTED]]
     return f"; did you mean {' or '.join(names)}?"
 
 
-def _shown(path: Path) -> str:
-    """Relative to where the user is, if it is below."""
+def _relative(path: Path) -> str:
+    """Return a path relative to the working directory, if it is below."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def _is_one(path: Path, marks: tuple[str, ...]) -> bool:
+def _is_checkpoint(path: Path, marks: tuple[str, ...]) -> bool:
     return any((path / mark).is_file() for mark in marks)
 
 
-def _above(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
-    if path.parent != path and _is_one(path.parent, marks):
-        yield path.parent
-
-
 def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
-    """Checkpoints under a directory, a few levels deep; bounded however large the tree is."""
+    """Yield checkpoints under a directory, a few levels deep; looks at a bounded number of directories."""
     looked_at, level = 0, [path]
     for _ in range(_DEPTH):
         below: list[Path] = []
@@ -125,7 +121,7 @@ def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
                 looked_at += 1
                 if looked_at > _LOOKED_AT:
                     return
-                if _is_one(child, marks):
+                if _is_checkpoint(child, marks):
                     yield child
                 else:
                     below.append(child)
@@ -133,15 +129,15 @@ def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _beside(path: Path, marks: tuple[str, ...]) -> list[Path]:
-    """Siblings with a similar name."""
-    siblings = {child.name: child for child in _directories(path.parent) if _is_one(child, marks)}
+    """Return siblings with a similar name."""
+    siblings = {child.name: child for child in _directories(path.parent) if _is_checkpoint(child, marks)}
     return [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=_SUGGESTED, cutoff=0.6)]
 
 
 def _directories(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            found = (e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False))
-            return sorted(map(Path, found))
+            paths = (e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False))
+            return sorted(map(Path, paths))
     except OSError:  # it does not exist, is a file, or may not be read
         return []

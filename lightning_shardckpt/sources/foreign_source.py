@@ -1,4 +1,4 @@
-"""Load tensors of another format, which are boxes of bytes in files: each rank reads its slices."""
+"""Sources of other formats, whose tensors are boxes of bytes in files: each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
 # ── tensors in files of other programs ────────────────────────────────────────────────────────────────────────────────
-# Tensors of another format: boxes of bytes in files that tile each of them. No torch.
-#
-# A whole tensor in a file of safetensors is one box; a shard of torch's distributed checkpoint is another; a tensor
-# that is put together from several stored ones has a box for each. Such files have no checksums that could be compared.
-
-
-# ── of safetensors ────────────────────────────────────────────────────────────────────────────────────────────────────
-# Tensors in safetensors files that any program wrote.
+# Boxes of bytes in files tile each tensor. A tensor in a safetensors file is one box, a tensor of torch's distributed
+# checkpoint has a box for each chunk, and a tensor joined from several stored tensors a box for each of these. Such
+# files have no checksums to compare.
 
 
 def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:
-    """The tensors of a file by name, from its header; ``where`` is the path of its directory, for messages.
+    """Return the tensors of a safetensors file by name; ``where`` is the path of its directory, for messages.
 
     Raises:
-        FormatError: if the header is none, or says what cannot be.
-        CorruptionError: if the file is missing, or ends before its header does.
+        FormatError: if the header is malformed.
+        CorruptionError: if the file is missing, or shorter than its header.
     """
-    found = parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False)
-    return {key: ForeignTensor(t.dtype, t.shape, _one_box(t.shape, name, t.begin)) for key, t in found.tensors.items()}
+    header = parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False)
+    return {
+        key: ForeignTensor(t.dtype, t.shape, (ForeignBox(Box.whole(t.shape), name, t.begin),))
+        for key, t in header.tensors.items()
+    }
 
 
 def _header(reader: Reader, name: str, where: str) -> bytes:
@@ -54,24 +52,20 @@ def _header(reader: Reader, name: str, where: str) -> bytes:
     except FileNotFoundError:
         raise CorruptionError(f"{where}: the file is missing") from None
     except EOFError as error:
-        raise CorruptionError(f"{where}: no file of safetensors: {error}") from None
+        raise CorruptionError(f"{where}: not a safetensors file: {error}") from None
     except HeaderLengthError as error:
         if error.length <= MAX_HEADER_BYTES:
             raise CorruptionError(f"{where}: {error}; was it cut off?") from None
         raise FormatError(
-            f"{where}: no file of safetensors: its header would have {error.length} bytes, more than {MAX_HEADER_BYTES}"
+            f"{where}: not a safetensors file: its header would have {error.length} bytes, more than {MAX_HEADER_BYTES}"
         ) from None
 
 
-def _one_box(shape: tuple[int, ...], name: str, begin: int) -> tuple[ForeignBox, ...]:
-    return (ForeignBox(Box.whole(shape), name, begin),)
-
-
-_STEP_BYTES = 1 << 20  # of reading a box that has no checksum blocks
+_STEP_BYTES = 1 << 20  # the block size of boxes without checksums
 
 
 class ForeignBox(NamedTuple):
-    """A region of a tensor and where its bytes begin: row-major, in one piece."""
+    """A region of a tensor, and the offset of its bytes in a file: row-major and contiguous."""
 
     box: Box
     file: str
@@ -88,13 +82,13 @@ class ForeignTensor:
 
 
 class ForeignTensors:
-    """The tensors of a checkpoint of another format: ``StoredTensors``, and what a rank needs of them.
+    """The tensors of a checkpoint of another format: implements ``StoredTensors`` and ``Files``.
 
     Args:
         path: of the checkpoint, for messages.
         reader: of its files.
         tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package.
-        aliases: by component, further names of tensors.
+        aliases: further names of tensors, by component.
 
     Raises:
         FormatError: if the boxes of a tensor do not tile it.
@@ -109,26 +103,26 @@ class ForeignTensors:
         aliases: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.path, self.reader = path, reader
-        self._tensors = {name: dict(found) for name, found in tensors.items()}
+        self._tensors = {name: dict(component) for name, component in tensors.items()}
         sizes: dict[str, int] = {}
-        for found in self._tensors.values():
-            for key, tensor in found.items():
+        self.components: dict[str, Component] = {}
+        for name, component in self._tensors.items():
+            for key, tensor in component.items():
                 self._check(key, tensor, sizes)
-        specs = {name: {k: _spec(t) for k, t in found.items()} for name, found in self._tensors.items()}
-        also = aliases or {}
-        self.components = {name: Component(found, dict(also.get(name, {}))) for name, found in specs.items()}
+            specs = {key: TensorSpec(t.dtype, t.shape, REPLICATED, ((0, 1),)) for key, t in component.items()}
+            self.components[name] = Component(specs, dict((aliases or {}).get(name, {})))
 
     def _check(self, key: str, tensor: ForeignTensor, sizes: dict[str, int]) -> None:
-        wrong = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
-        if wrong is not None:
-            raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {wrong}")
+        problem = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
+        if problem is not None:
+            raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {problem}")
         for box, file, begin in tensor.boxes:
             if file not in sizes:
                 sizes[file] = self._size(file)
             end = begin + bytes_in(box.shape, tensor.dtype)
             if not 0 <= begin <= end <= sizes[file]:
                 where = f"{self.path!r}, file {file}"
-                raise CorruptionError(f"{where}: {key!r} is to be at bytes {begin} to {end} of {sizes[file]}")
+                raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {sizes[file]}")
 
     def _size(self, file: str) -> int:
         try:
@@ -146,23 +140,23 @@ class ForeignTensors:
         return tensor
 
     def tensor(self, component: str, key: str) -> ForeignTensor:
-        """Return the tensor as it was described, to describe others with."""
+        """Return a tensor's boxes in files."""
         return self._tensors[component][key]
 
     def boxes(self, component: str, key: str) -> list[StoredBox]:
-        """Return a tensor's boxes, in the order in which they begin in it."""
-        tensor, found = self._readable(component, key), list[StoredBox]()
+        """Return a tensor's boxes, in the order of their first elements."""
+        tensor, boxes = self._readable(component, key), list[StoredBox]()
         for one in tensor.boxes:
             if one.box.numel:
                 entry = _entry(tensor, one)
                 runs = list(islice(one.box.runs(tensor.shape), 2))
                 begin = runs[0][0] * DTYPE_BYTES[tensor.dtype]
                 overlap = Overlap(0, one.box, one.box, one.box)
-                found.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
-        return sorted(found, key=lambda stored: stored.place.begin)
+                boxes.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
+        return sorted(boxes, key=lambda stored: stored.place.begin)
 
-    def meeting(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
-        """The boxes that meet the wanted parts of a tensor."""
+    def overlaps(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
+        """Yield the overlaps of a tensor's boxes with the wanted parts, and the boxes' entries."""
         tensor = self._readable(component, key)
         for one in tensor.boxes:
             for want in wanted:
@@ -172,10 +166,6 @@ class ForeignTensors:
                     yield Overlap(0, one.box, common, local), _entry(tensor, one)
 
 
-def _spec(tensor: ForeignTensor) -> TensorSpec:
-    return TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
-
-
 def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
     nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
     return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")
@@ -183,7 +173,7 @@ def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
 
 @contextmanager
 def close_on_error(reader: Reader) -> Iterator[Reader]:
-    """Keeps a reader open unless what is done with it fails."""
+    """Close a reader if the block fails."""
     try:
         yield reader
     except BaseException:
@@ -196,7 +186,7 @@ class ForeignSource:
 
     Args:
         tensors: by component and key, as in a checkpoint of this package; optimizer state as ``<n>/<FQN>/<state>``.
-        documents: by role "model" and "optimizer", as ``model_leaves`` and ``optimizer_leaves`` give them.
+        documents: of "model" and "optimizer", from ``model_leaves`` and ``optimizer_leaves``.
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
     """
 
@@ -214,32 +204,32 @@ class ForeignSource:
         self.tensors.reader.close()
 
     def components(self) -> Mapping[str, Component]:
-        """Tensors by component, each whole."""
+        """Return the tensors by component."""
         return self.tensors.components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of "model" or "optimizer"; nothing is known of single ranks."""
+        """Return the JSON of "model" or "optimizer"; None for other roles."""
         return self._documents.get(role)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Everything but model and optimizers."""
+        """Return all state but model and optimizers."""
         return dict(self._rest)
 
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """Return the shape: that files of its size are there was checked when this was made."""
+    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
+        """Return the shape; ``ForeignTensors`` has checked the sizes of the files."""
         spec = self.tensors.spec(component, key)
         check_unpacked(spec.dtype, f"{self.path!r}: {key!r}")
         return spec.shape
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Return what reads into the tensors' memory: such files have no checksums to compare first."""
+        """Return the function that fills the targets; there are no checksums to verify first."""
         return lambda: fetch_into(self.tensors, [(one.local, self._plan(one)) for one in targets], verify=False)
 
     def _plan(self, target: ReadTarget) -> list[Request]:
         local = target.local
         memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
         shape, requests = tuple(local.shape), []
-        for overlap, entry in self.tensors.meeting(target.component, target.key, target.parts(this_rank())):
+        for overlap, entry in self.tensors.overlaps(target.component, target.key, target.parts(this_rank())):
             run = single_run(overlap, shape, DTYPE_BYTES[entry.dtype])
             requests.append(Request(target.key, overlap, entry, shape, run, memory))
         return requests

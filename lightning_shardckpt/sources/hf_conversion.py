@@ -1,8 +1,8 @@
-"""Convert tensors as Hugging Face's transformers does when it reads a model's files.
+"""Conversions of tensors that Hugging Face's transformers makes when it reads a model's files.
 
-Its models may have other names and other tensors than their files: the experts of a mixture are one tensor in memory
-and one for each expert in files. transformers keeps a list of such conversions for each model. Renaming is asked of it;
-stacking, joining and splitting along the first dim are done here on boxes of bytes, without reading one.
+A model may have other names and tensors than its files: the experts of a mixture are one tensor in memory, and one for
+each expert in files. transformers has a list of such conversions for each model. It renames; stacking, concatenating
+and splitting along the first dim are done here on boxes of bytes, without reading one.
 """
 
 from __future__ import annotations
@@ -25,44 +25,46 @@ Pieces = dict[str, list[ForeignTensor]]
 
 
 class UnsupportedError(Exception):
-    """A conversion that is more than stacking, joining and splitting; caught where the tensor's name is known."""
+    """A conversion other than stacking, concatenating and splitting; caught where the tensor's name is known."""
 
 
 def hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
-    """The outermost models of transformers inside a module, by canonical name, told by what their classes have."""
-    found: dict[str, nn.Module] = {}
+    """Return the outermost models of transformers inside a module, by canonical name."""
+    models: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         name = clean_fqn(name)
-        if any(name.startswith(f"{outer}.") or not outer for outer in found):
+        if any(name.startswith(f"{outer}.") or not outer for outer in models):
             continue
         if isinstance(getattr(type(module), "base_model_prefix", None), str) and hasattr(module, "config"):
-            found[name] = module
-    return found
+            models[name] = module
+    return models
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """Stored tensors that become one or more of the model: by the converter's patterns, in order."""
+    """Stored tensors that a converter turns into one or more tensors of the model: in order, by its patterns."""
 
     converter: Conversion
     parts: Mapping[str, Sequence[str]]
 
 
 class Conversions:
-    """The conversion by transformers of the names and tensors of a model's files."""
+    """The conversions of transformers for the files of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._steps = conversions_of(model)
         self.prefix: str = getattr(type(model), "base_model_prefix", "")
 
     def apply(self, stored: Iterable[str], known: Callable[[str], bool]) -> dict[str, str | JoinedSource]:
-        """Name in the model → stored name, or what is joined for it; ``known``: whether the model has a name.
+        """Return the stored name, or the stored tensors to join, by name in the model.
 
-        Names that the model does not have are given as they are stored.
+        Args:
+            stored: stored names. Names without a place in the model are returned unchanged.
+            known: returns whether the model has a name.
         """
         renamings = [step for step in self._steps if not isinstance(step, Conversion)]
         converters = [step for step in self._steps if isinstance(step, Conversion)]
-        found: dict[str, str | JoinedSource] = {}
+        sources: dict[str, str | JoinedSource] = {}
         joined: dict[str, tuple[Conversion, dict[str, list[str]]]] = {}
         for name in sorted(stored, key=_natural):
             new = name
@@ -70,50 +72,55 @@ class Conversions:
                 new, _ = renaming.rename_source_key(new)
             for converter in converters:
                 renamed, pattern = converter.rename_source_key(new)
-                if pattern is not None and (full := self.placed(renamed, known)) is not None:
+                if pattern is not None and (full := self._find_name(renamed, known)) is not None:
                     joined.setdefault(full, (converter, {}))[1].setdefault(pattern, []).append(name)
                     break
             else:
-                full = self.placed(new, known) or self.placed(name, known)
-                found.setdefault(full if full is not None else name, name)
-        return found | {name: JoinedSource(converter, parts) for name, (converter, parts) in joined.items()}
+                full = self._find_name(new, known) or self._find_name(name, known)
+                sources.setdefault(full if full is not None else name, name)
+        return sources | {name: JoinedSource(converter, parts) for name, (converter, parts) in joined.items()}
 
-    def placed(self, name: str, known: Callable[[str], bool]) -> str | None:
-        """The name with or without the prefix of the base model, as the model has it."""
+    def _find_name(self, name: str, known: Callable[[str], bool]) -> str | None:
+        """Return the name with or without the prefix of the base model that the model has; None if it has neither."""
         bare = name.removeprefix(f"{self.prefix}.") if self.prefix else name
         return next((n for n in (name, bare, f"{self.prefix}.{name}") if known(n)), None)
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A key that sorts "layers.10" after "layers.9"."""
+    """Return a key that sorts "layers.10" after "layers.9"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
-def joined(
+def convert(
     converter: Conversion, parts: Mapping[str, Sequence[ForeignTensor]], target: str
 ) -> dict[str, ForeignTensor]:
-    """The tensors of the model that a conversion makes, by name; ``target``: the first of them.
+    """Return the tensors of the model that a conversion makes, by name.
+
+    Args:
+        converter: of transformers.
+        parts: stored tensors by the converter's pattern, in order.
+        target: the name of the first result.
 
     Raises:
-        UnsupportedError: saying what the conversion would have to do.
+        UnsupportedError: naming the unsupported operation.
     """
-    pieces: Pieces = {pattern: list(found) for pattern, found in parts.items()}
+    pieces: Pieces = {pattern: list(tensors) for pattern, tensors in parts.items()}
     targets: list[str] = list(converter.target_patterns)
     for operation in converter.operations:
         kind = type(operation).__name__
         if kind not in _OPERATIONS:
             raise UnsupportedError(f"{kind} of {', '.join(converter.source_patterns)}")
         pieces = _OPERATIONS[kind](pieces, operation, list(converter.source_patterns), targets)
-    made = {name: found[0] for name, found in pieces.items() if len(found) == 1}
-    if len(made) != len(pieces):
+    results = {name: tensors[0] for name, tensors in pieces.items() if len(tensors) == 1}
+    if len(results) != len(pieces):
         raise UnsupportedError(f"{len(pieces)} results of {', '.join(converter.source_patterns)}")
     first = next(name for name in [*targets, ""] if name in target)
-    return {target.replace(first, name, 1): tensor for name, tensor in made.items()}
+    return {target.replace(first, name, 1): tensor for name, tensor in results.items()}
 
 
 def _merge(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
     names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
-    return {names[pattern]: [stack(found, operation.dim)] for pattern, found in pieces.items()}
+    return {names[pattern]: [stack(tensors, operation.dim)] for pattern, tensors in pieces.items()}
 
 
 def _concatenate(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
@@ -121,10 +128,10 @@ def _concatenate(pieces: Pieces, operation: Any, sources: list[str], targets: li
 
 
 def _chunk(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
-    (found,) = pieces.values()
-    if operation.dim != 0 or getattr(operation, "num_shards_attribute", None) is not None or len(found) != 1:
+    (tensors,) = pieces.values()
+    if operation.dim != 0 or getattr(operation, "num_shards_attribute", None) is not None or len(tensors) != 1:
         raise UnsupportedError(f"Chunk along dim {operation.dim} of {', '.join(sources)}")
-    return {target: [piece] for target, piece in zip(targets, chunks(found[0], len(targets)), strict=True)}
+    return {target: [piece] for target, piece in zip(targets, chunks(tensors[0], len(targets)), strict=True)}
 
 
 _OPERATIONS: dict[str, Callable[[Pieces, Any, list[str], list[str]], Pieces]] = {
@@ -138,10 +145,10 @@ def stack(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     """Stack tensors as ``torch.stack`` does.
 
     Raises:
-        UnsupportedError: if the tensors are not alike.
+        UnsupportedError: if dtypes or shapes differ.
     """
     first = tensors[0]
-    _check_alike([(t.dtype, t.shape) for t in tensors])
+    _check_equal([(t.dtype, t.shape) for t in tensors])
     boxes = [
         ForeignBox(Box(_insert(box.start, dim, i), _insert(box.stop, dim, i + 1)), file, begin)
         for i, tensor in enumerate(tensors)
@@ -154,12 +161,12 @@ def concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     """Concatenate tensors as ``torch.cat`` does.
 
     Raises:
-        UnsupportedError: if the tensors do not fit together.
+        UnsupportedError: if dtypes or other dims differ.
     """
     first, at = tensors[0], 0
     if any(len(t.shape) <= dim for t in tensors):
         raise UnsupportedError(f"shapes {[t.shape for t in tensors[:3]]} along dim {dim}")
-    _check_alike([(t.dtype, (*t.shape[:dim], *t.shape[dim + 1 :])) for t in tensors])
+    _check_equal([(t.dtype, (*t.shape[:dim], *t.shape[dim + 1 :])) for t in tensors])
     boxes: list[ForeignBox] = []
     for tensor in tensors:
         by = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
@@ -169,10 +176,10 @@ def concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
 
 
 def chunks(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
-    """Split a tensor that lies in one piece, along the first dim, as ``torch.chunk`` does.
+    """Split a tensor along the first dim as ``torch.chunk`` does.
 
     Raises:
-        UnsupportedError: if it does not, or cannot be split so.
+        UnsupportedError: if the tensor is not a single box, or the chunks would be uneven.
     """
     if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
         raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")
@@ -189,7 +196,7 @@ def _insert(shape: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*shape[:dim], value, *shape[dim:])
 
 
-def _check_alike(kinds: Sequence[Any]) -> None:
-    if any(kind != kinds[0] for kind in kinds):
-        other = next(kind for kind in kinds if kind != kinds[0])
-        raise UnsupportedError(f"tensors that are not alike, {kinds[0]} and {other}")
+def _check_equal(kinds: Sequence[Any]) -> None:
+    other = next((kind for kind in kinds if kind != kinds[0]), None)
+    if other is not None:
+        raise UnsupportedError(f"tensors that differ, {kinds[0]} and {other}")

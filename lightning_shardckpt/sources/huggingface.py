@@ -1,8 +1,7 @@
-"""A directory as Hugging Face's ``save_pretrained`` writes it, or a file of safetensors, as a source of weights.
+"""Directories of Hugging Face's ``save_pretrained``, and single safetensors files, as sources of weights.
 
-They are in ``model.safetensors``, or in the files that ``model.safetensors.index.json`` names; in older directories in
-``pytorch_model.bin`` or the files of its index. Where both kinds are there, safetensors are taken, as transformers
-does.
+The weights are in ``model.safetensors``, or in the files of ``model.safetensors.index.json``; in older directories in
+``pytorch_model.bin`` or the files of its index. If both exist, safetensors files are read, as in transformers.
 """
 
 from __future__ import annotations
@@ -30,25 +29,26 @@ _LISTED = 5
 
 
 def open_file(path: str) -> Source:
-    """A single file of safetensors."""
+    """Open a single safetensors file."""
     folder, name = os.path.split(os.path.abspath(path))
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        return _safe(path, reader, {name: tensors_of(reader, name, folder)}, {})
+        return _safetensors_source(path, reader, {name: tensors_of(reader, name, folder)}, {})
 
 
 def open_directory(path: str, index: str | None = None) -> Source:
-    """A directory with weights; of several variants in one, that of an index.
+    """Open a directory with weights; ``index`` is the name of an index file, if it has several.
 
     Raises:
-        FormatError: if it holds two versions of them, or an index says what cannot be.
-        CorruptionError: if a file that the index names is missing, truncated, or has not what the index says.
+        FormatError: if it has two versions of the weights, or a malformed index.
+        CorruptionError: if a file of the index is missing, truncated, or lacks a tensor.
     """
     single, index = _choose(path) if index is None else (None, index)
     with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)
         names = [single] if single is not None else list(dict.fromkeys(weight_map.values()))
         if index.startswith(SAFE):
-            return _safe(path, reader, {name: tensors_of(reader, name, path) for name in names}, weight_map)
+            files = {name: tensors_of(reader, name, path) for name in names}
+            return _safetensors_source(path, reader, files, weight_map)
     reader.close()
     missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
     if missing:
@@ -57,21 +57,21 @@ def open_directory(path: str, index: str | None = None) -> Source:
 
 
 def _choose(path: str) -> tuple[str | None, str]:
-    """The single file if there is one, and the name of what would be its index."""
-    there = {name for name in HUB_WEIGHTS if os.path.lexists(os.path.join(path, name))}
+    """Return the name of the single file, if it exists, and of its index."""
+    existing = {name for name in HUB_WEIGHTS if os.path.lexists(os.path.join(path, name))}
     for name in (SAFE, BIN):
-        if {name, name + INDEX} <= there:
+        if {name, name + INDEX} <= existing:
             raise FormatError(
                 f"{path!r} holds two versions of the weights: {name}, and those of {name + INDEX}. Remove one, or "
                 "give the path of the file."
             )
-        if there & {name, name + INDEX}:
-            return (name if name in there else None), name + INDEX
+        if existing & {name, name + INDEX}:
+            return (name if name in existing else None), name + INDEX
     return None, only_index(path)
 
 
 def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
-    """Return which file of the directory has which tensor.
+    """Return the file of each tensor, from the index.
 
     Raises:
         FormatError: if the index is malformed or too long.
@@ -79,14 +79,14 @@ def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
     """
     where = f"{path!r}, file {index}"
     try:
-        found = parse_json(read_all(reader, index), where)
+        content = parse_json(read_all(reader, index), where)
     except FileNotFoundError:
         raise CorruptionError(f"{where}: a link to nothing") from None
     except FormatError:
         raise
     except ValueError as error:  # too long
         raise FormatError(f"{where}: {error}") from None
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{where}: it has no weight_map that names files")
     try:
@@ -95,13 +95,13 @@ def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
         raise FormatError(f"{where}: {error}; files must be in the same directory") from None
 
 
-def _safe(
+def _safetensors_source(
     path: str, reader: Reader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
 ) -> ForeignSource:
-    """Return all tensors of the files; of those that are in several, the one that the index means."""
+    """Return all tensors of the files; the index chooses among several of the same name."""
     tensors: dict[str, ForeignTensor] = {}
-    for name, found in files.items():
-        for key, tensor in found.items():
+    for name, in_file in files.items():
+        for key, tensor in in_file.items():
             if weight_map.get(key, name) != name:
                 continue
             if key in tensors:

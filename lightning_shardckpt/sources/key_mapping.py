@@ -1,14 +1,14 @@
-"""Map stored names to new ones: one type, one syntax and one direction for loads, pretrained weights and exports.
+"""Key mappings from stored to new names, with one syntax for loads, pretrained weights and exports. No torch.
 
-A mapping goes from the names in a checkpoint or file to those that the tensors shall have, never the other way round.
-All names are mapped at once, so they can be swapped. An entry ``old: new`` is
+A mapping goes from the names in a checkpoint or file to new names, never in the other direction. All names are mapped
+at once, so they can be swapped. An entry ``old: new`` is
 
-- about one tensor, if ``old`` is its whole name: ``"head.weight": "lm_head.weight"``;
+- the mapping of one tensor, if ``old`` is its whole name: ``"head.weight": "lm_head.weight"``;
 - a regular expression and its replacement, if ``old`` has any of ``^$*+?()[]{}|`` or a backslash, which names don't
-  have: ``"^gpt_neox": "model"``. It may be found anywhere in a name. Expressions replace what they find in one pass
-  from left to right; of several at the same place the first counts. They leave names with an entry of their own alone.
+  have: ``"^gpt_neox": "model"``. It may match anywhere in a name. Expressions are applied in one pass from left to
+  right; of several matches at the same place the first counts. They do not apply to names with an entry of their own.
 
-``new`` None leaves the tensor out, and a list gives it several names. No torch.
+``new`` None leaves the tensor out, and a list gives it several names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KeyMappingLike: TypeAlias = (
     "KeyMapping | Mapping[str, NewNames] | Callable[[str], NewNames] | str | os.PathLike[str] | "
     "Sequence[str | os.PathLike[str]]"
 )
-"""What users give: a dict or a function from stored names to new ones; or texts, which ``KeyMapping.of`` parses."""
+"""A dict or a function from stored names to new names, or strings that ``KeyMapping.of`` parses."""
 
 _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
 _LISTED = 10
@@ -39,10 +39,10 @@ class KeyMapping:
     """New names for stored names.
 
     Attributes:
-        names: stored name → its new names, none to leave it out.
+        names: new names by stored name; an empty tuple leaves it out.
         rules: regular expressions and their replacements, for names that are not in ``names``.
-        function: from a stored name to what a dict would have for it, in place of both.
-        option: what errors call it.
+        function: maps a stored name like a dict, in place of both.
+        option: the name of the option in errors.
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class KeyMapping:
 
     @classmethod
     def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
-        """The mapping that a user means.
+        """Return the mapping of a user's argument.
 
         Args:
-            given: a dict or a function; or one or several texts, each the path of a file of JSON or YAML with a dict,
-                or ``OLD=NEW``, or the import path of a function (``package.module:function``).
-            option: what errors call it.
+            given: a dict or a function; or one or several strings: paths of JSON or YAML files with a dict,
+                ``OLD=NEW``, or the import path of a function (``package.module:function``).
+            option: the name of the option in errors.
 
         Raises:
             ValueError: if it is none of these, or an expression or a replacement is malformed.
@@ -92,10 +92,10 @@ class KeyMapping:
     @classmethod
     def _of_entries(cls, entries: Mapping[str, NewNames], option: str) -> KeyMapping:
         names, rules = dict[str, tuple[str, ...]](), list[tuple[re.Pattern[str], tuple[str, ...]]]()
-        for old, given in entries.items():
-            new = _as_tuple(given)
+        for old, value in entries.items():
+            new = _as_tuple(value)
             if not isinstance(old, str) or not all(isinstance(one, str) for one in new):
-                raise ValueError(f"{option} has {old!r}: {given!r}, which is not from a name to a name, names or None")
+                raise ValueError(f"{option} has {old!r}: {value!r}, which is not from a name to a name, names or None")
             if not _OF_EXPRESSIONS.intersection(old):
                 names[old] = new
                 continue
@@ -104,60 +104,60 @@ class KeyMapping:
                 for one in new:
                     pattern.sub(one, "")
             except (re.error, IndexError) as error:
-                raise ValueError(f"{option}: {old!r} is no regular expression for {given!r}: {error}") from None
+                raise ValueError(f"{option}: {old!r} is no regular expression for {value!r}: {error}") from None
             rules.append((pattern, new))
         return cls(names, tuple(rules), option=option)
 
     def __call__(self, name: str) -> tuple[str, ...]:
-        """The new names of a stored one; none, if it is to be left out.
+        """Return the new names of a stored name; an empty tuple leaves it out.
 
         >>> swap = KeyMapping.of({"^a": "b", "^b": "a", "scale": None, "one": ["first", "second"]})
         >>> swap("a.w"), swap("b.w"), swap("scale"), swap("one")
         (('b.w',), ('a.w',), (), ('first', 'second'))
         """
         if self.function is not None:
-            new = _as_tuple(found := self.function(name))
+            new = _as_tuple(result := self.function(name))
             if not all(isinstance(one, str) for one in new):
-                raise MismatchError(f"{self.option} makes {found!r} of {name!r}; it must be a name, names or None")
+                raise MismatchError(f"{self.option} returns {result!r} for {name!r}; it must be a name, names or None")
             return new
-        return self.names[name] if name in self.names else self._replaced(name)
+        return self.names[name] if name in self.names else self._apply_rules(name)
 
-    def _replaced(self, name: str) -> tuple[str, ...]:
+    def _apply_rules(self, name: str) -> tuple[str, ...]:
         done: tuple[str, ...] = ("",)
         at = 0
         while at <= len(name):
             matches = [(match, new) for pattern, new in self.rules if (match := pattern.search(name, at))]
             if not matches:
                 break
-            match, new = min(matches, key=lambda found: found[0].start())
+            match, new = min(matches, key=lambda pair: pair[0].start())
             before = name[at : match.start()]
             done = tuple(one + before + match.expand(template) for one in done for template in new)
             at = match.end()
-            if match.end() == match.start():  # of no length: after the next character
+            if match.end() == match.start():  # an empty match: continue after the next character
                 done, at = tuple(one + name[at : at + 1] for one in done), at + 1
             if at >= len(name):
                 break
         return tuple(one + name[at:] for one in done)
 
-    def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """New name → stored name, of all that are not left out.
+    def apply(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the stored name by new name, of all that are not left out.
 
         Raises:
-            MismatchError: listing the stored names that would get one name.
+            MismatchError: listing stored names that get the same name.
         """
-        found: dict[str, list[str]] = {}
+        renamed: dict[str, list[str]] = {}
         for name in names:
             for new in self(name):
-                found.setdefault(new, []).append(name)
-        collisions = [f"{new}  of {', '.join(olds)}" for new, olds in found.items() if len(olds) > 1]
+                renamed.setdefault(new, []).append(name)
+        collisions = [f"{new}  of {', '.join(olds)}" for new, olds in renamed.items() if len(olds) > 1]
         if collisions:
             more = [f"… and {len(collisions) - _LISTED} more"] if len(collisions) > _LISTED else []
             listed = "\n  ".join([*collisions[:_LISTED], *more])
             raise MismatchError(f"{self.option} gives {count_text(len(collisions), 'name')} several times\n  {listed}")
-        return {new: olds[0] for new, olds in found.items()}
+        return {new: olds[0] for new, olds in renamed.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The entries that are about none of the stored names; of a function, nobody knows.
+        """Return the entries that match none of the stored names; none for a function.
 
         >>> KeyMapping.of({"a": "b", "c": "d", "^l": "h", "x$": "y"}).unused(["a", "l.x", "z"])
         ['c']
@@ -167,29 +167,29 @@ class KeyMapping:
             pattern.pattern for pattern, _ in self.rules if not any(map(pattern.search, known))
         ]
 
-    def misunderstood(self, names: Iterable[str]) -> list[str]:
-        """Return what to write instead of entries that are about no stored name, where that can be told.
+    def suggest(self, names: Iterable[str]) -> list[str]:
+        """Return suggestions for entries that match no stored name.
 
         >>> mapping = KeyMapping.of({"new.w": "old.w", "gpt_neox": "model"})
-        >>> for line in mapping.misunderstood(["old.w", "gpt_neox.w"]):
+        >>> for line in mapping.suggest(["old.w", "gpt_neox.w"]):
         ...     print(line)
         'new.w': 'old.w' is the other way round: write 'old.w': 'new.w', from stored names to new ones
         'gpt_neox' is the whole name of no tensor: write '^gpt_neox' or another regular expression for a part of names
         """
-        known, found = sorted({*names}), []
+        known, lines = sorted({*names}), []
         for old, new in self.names.items():
             if old in known:
                 continue
             if new and {*new} <= {*known}:
                 turned = f"write {new[0]!r}: {old!r}, from stored names to new ones"
-                found.append(f"{old!r}: {new[0]!r} is the other way round: {turned}")
+                lines.append(f"{old!r}: {new[0]!r} is the other way round: {turned}")
             elif old and (inside := [name for name in known if old in name]):
                 start = "^" if any(name.startswith(old) for name in inside) else "\\b"
-                found.append(
+                lines.append(
                     f"{old!r} is the whole name of no tensor: write '{start}{old}' or another regular expression for a "
                     "part of names"
                 )
-        return found
+        return lines
 
 
 def _as_tuple(new: NewNames) -> tuple[str, ...]:
@@ -203,21 +203,21 @@ def _entries_in(path: str, option: str) -> Mapping[str, NewNames]:
 
     with open(path, encoding="utf-8") as file:
         try:
-            found: Any = yaml.safe_load(file)  # which reads JSON, too
+            entries: Any = yaml.safe_load(file)  # which reads JSON, too
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{option} {path!r} is neither JSON nor YAML: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise ValueError(f"{option} {path!r} has to be an object of names: stored name → new name")
-    return found
+    return entries
 
 
 def _import_function(path: str, option: str) -> Callable[[str], NewNames]:
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found: Callable[[str], NewNames] = getattr(import_module(module), name)
+        function: Callable[[str], NewNames] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{option} {path!r} is neither a file nor OLD=NEW, and no function can be imported from there ({error}); "
             "give a dict of stored names or regular expressions to new names, or a function from one to the other"
         ) from error
-    return found
+    return function

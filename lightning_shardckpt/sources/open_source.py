@@ -1,4 +1,4 @@
-"""Open the source for whatever is at a path, the same on all ranks."""
+"""Opening the source at a path, of any format, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.sources.detect import recognise
-from lightning_shardckpt.sources.did_you_mean import READABLE, explain
+from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
 from lightning_shardckpt.sources.source import ShardedSource, Source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url
@@ -19,7 +19,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 
 
 @contextmanager
-def opened(
+def open_on_ranks(
     path: str,
     *,
     ranks: Ranks,
@@ -28,18 +28,17 @@ def opened(
     weights_only: bool = True,
     tuning: Tuning = TUNING,
 ) -> Iterator[Source]:
-    """Open what is at ``path``, the same on all ranks.
+    """Open the source at ``path``, the same on all ranks.
 
-    Collective: every rank of ``ranks`` must enter it.
-
-    Until they see the same, the ranks look again for as long as the storage may take to show all of them one change.
+    Collective: every rank of ``ranks`` must enter it. While ranks see different checkpoints, they look again, for as
+    long as the storage may take to make a change visible to all.
 
     Args:
         path: of a checkpoint of this package or of another program, or a URL.
-        ranks: who opens it together.
-        storage: what opens checkpoints of this package.
-        verify: whether reads compare checksums, where the format has some.
-        weights_only: for a file of ``torch.save``, as in ``torch.load``; and for pickled objects of a checkpoint.
+        ranks: the ranks that open it together.
+        storage: opens checkpoints of this package.
+        verify: whether reads verify checksums, if the format has them.
+        weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
         tuning: sizes of reads, for a checkpoint of this package.
 
     Yields:
@@ -57,12 +56,12 @@ def opened(
             source.close()
             source = None
         try:
-            source, mark = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
+            source, identity = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
-        return {"id": mark}
+        return {"id": identity}
 
-    def same(views: list[dict[str, str]], look_again: bool) -> bool:
+    def compare(views: list[dict[str, str]], look_again: bool) -> bool:
         if all(view == views[0] for view in views) and "id" in views[0]:
             return True
         missing = [rank for rank, view in enumerate(views) if "missing" in view]
@@ -80,7 +79,7 @@ def opened(
         )
 
     try:
-        ranks.step_until(f"opening checkpoint {path!r}", look, same, storage.visible_within_s)
+        ranks.step_until(f"opening checkpoint {path!r}", look, compare, storage.visible_within_s)
         assert source is not None
         yield source
     finally:
@@ -89,31 +88,24 @@ def opened(
 
 
 def _digest(source: Source) -> str:
-    """Tells apart what other programs wrote, without a save id."""
-    found = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
-    return checksum(json.dumps(found, sort_keys=True).encode())
+    """Return a digest of names, dtypes and shapes, for formats without a save id."""
+    kinds = {n: {k: (t.dtype, t.shape) for k, t in c.tensors.items()} for n, c in source.components().items()}
+    return checksum(json.dumps(kinds, sort_keys=True).encode())
 
 
 def open_source(
     path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True, tuning: Tuning = TUNING
 ) -> tuple[Source, str]:
-    """Return what is at a path, for this process alone, and text that is equal where others see the same.
-
-    Args:
-        path: see ``opened``.
-        storage: see ``opened``.
-        verify: see ``opened``.
-        weights_only: see ``opened``.
-        tuning: see ``opened``.
+    """Open the source at a path in this process alone. The arguments are those of ``open_on_ranks``.
 
     Returns:
-        The source, which the caller closes, and the text.
+        The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.
 
     Raises:
-        CheckpointNotFoundError: if it is nothing that can be read; says which path was probably meant.
-        FormatError: if it is several things at once.
+        CheckpointNotFoundError: if there is no readable checkpoint; suggests other paths.
+        FormatError: if several formats match.
     """
-    other = recognise(path)
+    other = detect_format(path)
     if other is not None:
         source = other.open(path, weights_only)
         return source, f"{other.name}, {_digest(source)}"
@@ -122,5 +114,5 @@ def open_source(
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        raise CheckpointNotFoundError(explain(path, error, READABLE)) from None
+        raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
     return sharded, sharded.checkpoint.root.save_id

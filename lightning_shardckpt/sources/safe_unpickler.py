@@ -1,10 +1,9 @@
-"""Read pickles that torch wrote without running them: data, and names out of an allow-list.
+"""An unpickler for torch's pickles that executes no code: data, and names from an allow-list. No torch.
 
-Python's unpickler in C can be kept from calling anything, but not from allocating what a hostile pickle asks for: one
-opcode of five bytes makes its memo tens of gigabytes. The one in Python, which is used here, keeps a dict. It gets the
-opcodes with which torch writes data, and no others; those that call, set or hash something are replaced. So memory is
-proportional to the pickle, and nothing is imported or called but what ``known`` maps a name to; classes become
-``Record``, whatever they would do. No torch.
+Python's unpickler in C can be kept from calling functions, but not from allocating memory for a hostile pickle: one
+opcode of five bytes makes its memo tens of gigabytes. The unpickler in Python, used here, has a dict as its memo. It
+gets only the opcodes with which torch writes data; those that call, set or hash are replaced. So memory is proportional
+to the pickle, nothing is imported, only functions of the allow-list are called, and objects become a ``Record``.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _KEYS = (str, int, float, bool, bytes, type(None))  # nested tuples could take f
 _AS_IN_PYTHON = b"N]})G(0tae.cQJKMXCBqrhj1" + bytes(
     [0x80, 0x95, 0x88, 0x89, 0x8F, 0x94, 0x85, 0x86, 0x87, 0x93, 0x8A, 0x8B, 0x8C, 0x8D, 0x8E]
 )
-"""The opcodes of ``pickletools`` with which Python writes data: none of them calls, sets or hashes anything."""
+"""The opcodes of ``pickletools`` with which Python writes data, and which neither call, set nor hash."""
 
 
 class Called:
-    """In ``known``: a name that the pickle may call, and what the result is, given the arguments."""
+    """A name in the allow-list that the pickle may call, and the function to call in its place."""
 
     __slots__ = ("function",)
 
@@ -36,7 +35,7 @@ class Called:
 
 
 class Record:
-    """Stands for an object: its class, by the name in ``known``, and the state that it was given."""
+    """A placeholder for an object: the kind of its class, and the state that the pickle set."""
 
     __slots__ = ("kind", "state")
 
@@ -46,42 +45,42 @@ class Record:
 
 
 def make_ordered(items: Any = ()) -> dict[Any, Any]:
-    """A dict of pairs, for ``known``; keys as in any dict of a pickle."""
-    found = {}
+    """Return a dict of pairs, in place of OrderedDict; its keys are checked."""
+    ordered = {}
     for key, value in items:
         if type(key) not in _KEYS:
             raise FormatError(f"a dict has {shown(key)} as a key")
-        found[key] = value
-    return found
+        ordered[key] = value
+    return ordered
 
 
 def text(value: Any = "") -> str:
-    """A text, for ``known``."""
+    """Return the argument, which must be a string."""
     if not isinstance(value, str):
-        raise FormatError(f"{shown(value)} is no text")
+        raise FormatError(f"{shown(value)} is not a string")
     return value
 
 
 def record(kind: str) -> Called:
-    """Return a class for ``known`` whose objects become records of a kind; arguments are ignored."""
+    """Return the allow-list entry of a class whose objects become records of a kind; arguments are ignored."""
     return Called(lambda *_: Record(kind))
 
 
 Known = Mapping[str, Any]
-"""By ``module.name``: a ``Called``, or the value that the name stands for."""
+"""The allow-list: a ``Called``, or a value in place of the name, by ``module.name``."""
 
 
 def unpickle(content: bytes, known: Known, where: str, *, stored: Callable[[Any], Any] | None = None) -> Any:
-    """The value in a pickle.
+    """Return the value of a pickle.
 
     Args:
         content: the pickle, of any protocol.
-        known: what it may name.
-        where: for messages.
-        stored: of what the pickle refers to as kept elsewhere (``persistent_id``).
+        known: the allow-list.
+        where: names the pickle in messages.
+        stored: returns the object of a persistent id.
 
     Raises:
-        FormatError: for a name that is not known, an operation that torch does not use, or a malformed pickle.
+        FormatError: for a name that is not in the allow-list, an opcode that torch does not use, or a malformed pickle.
     """
     if not content:
         raise FormatError(f"{where}: it is empty")
@@ -100,28 +99,28 @@ _MALFORMED = (
 
 
 class _Operations(dict[int, Any]):
-    """What is done for each opcode."""
+    """The methods by opcode."""
 
     def __missing__(self, code: int) -> Any:
         raise FormatError(f"operation {bytes([code])!r} is none that torch writes")
 
 
 class _Machine(_Unpickler):  # type: ignore[misc]  # of Any
-    """Python's stack machine, which a pickle is a program for, with fewer operations."""
+    """Python's stack machine of pickles, with fewer operations."""
 
     def __init__(self, content: bytes, known: Known, stored: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(content))
         self._known, self._stored = known, stored
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for."""
+        """Return the entry of a name in the allow-list."""
         full = f"{module}.{name}"
         if full not in self._known:
             raise FormatError(f"it names {shown(full)}, which is not data that torch writes there, so it is not read")
         return self._known[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what stands for data outside of the pickle."""
+        """Return the object of a persistent id."""
         if self._stored is None:
             raise FormatError("it refers to data outside of it")
         return self._stored(pid)

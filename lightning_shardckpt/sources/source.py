@@ -1,7 +1,7 @@
-"""Sources of stored state, and the one that reads checkpoints of this package.
+"""Sources of stored state, and the source of this package's checkpoints.
 
-A source is a checkpoint of this package, or one of another format. All describe their tensors by the same specs, so
-comparing and planning do not know which one it is; ``open_source`` finds out.
+Every source, of any format, describes its tensors by the same specs, so that comparing and planning do not depend on
+the format; ``open_source`` detects it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import Files, fetch
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, windows
 
-# ── whether stored tensors are equal ──────────────────────────────────────────────────────────────────────────────────
-# Compare stored tensors with each other: names of one tensor may be stored apart.
-
-
 _WINDOW_BYTES = 8 << 20  # of each of two tensors
 
 
@@ -48,13 +44,13 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     """Return whether stored tensors have the same dtype, shape and bytes.
 
     Args:
-        source: where they are stored.
-        component: which they are of.
-        keys: their keys.
-        like: a live tensor; if they have its shape, they are compared where this rank has a slice of it.
+        source: of the tensors.
+        component: of the tensors.
+        keys: of the tensors.
+        like: a live tensor; stored tensors of its shape are compared only within this rank's part of it.
 
     Raises:
-        CorruptionError: naming file, tensor and rank, where the format has checksums.
+        CorruptionError: naming file, tensor and rank, if the format has checksums.
     """
     specs = [source.components()[component].tensors[key] for key in keys]
     if any((spec.dtype, spec.shape) != (specs[0].dtype, specs[0].shape) for spec in specs):
@@ -67,31 +63,34 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
         for key in keys:
             target = ReadTarget(component, key, like, fresh=True, region=window, dtype=dtype)
             source.read([target])()
-            found = bytes_of(target.local)
-            if first is not None and first != found:
+            content = bytes_of(target.local)
+            if first is not None and first != content:
                 return False
-            first = found
+            first = content
     return True
 
 
-_HIGH_LATENCY_HELD_SHARE = 2  # so as to read nothing twice: one in so many bytes of a rank's part of the free memory
-_BATCH_BYTES = 64 << 20  # of host copies, where tensors are elsewhere; one larger tensor is a batch of its own
+_HIGH_LATENCY_HELD_SHARE = 2  # with high latency, hold up to 1/2 of a rank's part of the free memory
+_BATCH_BYTES = 64 << 20  # of host copies of device tensors; one larger tensor is a batch of its own
 
 
-_NOTHING = torch.empty(0, device="cpu")  # whatever the default is
+_NOTHING = torch.empty(0, device="cpu")  # on the CPU for any default device
 _NO_BYTES = memoryview(b"")
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which takes longer than all else: there is one for each tensor
+@dataclass(slots=True, eq=False)  # not frozen, which would dominate the time: there is one for each tensor
 class ReadTarget:
-    """Memory to fill: the local part of ``tensor`` takes its region of the stored tensor ``key``.
+    """Memory to fill: the local part of ``tensor``, with its region of the stored tensor ``key``. Treat as immutable.
 
-    Nobody changes it, and it is equal to itself alone.
-
-    ``fresh``: nobody minds what is in it if the load fails, as it was allocated for this load. ``region``: of the
-    local tensor, if that is to be filled alone; ``local`` is its memory then. ``box``: of the stored tensor, if a plain
-    tensor takes just that. ``dtype``: of the stored tensor, if that is another; ``local`` is memory on the host then
-    that has nothing to do with the tensor's.
+    Attributes:
+        component: of the stored tensor.
+        key: of the stored tensor.
+        tensor: the live tensor.
+        fresh: whether its content does not matter if the load fails, since it was allocated for this load.
+        region: of the local tensor, to fill only that.
+        box: of the stored tensor, to fill a plain tensor with only that.
+        dtype: of the stored tensor, if it differs from the live one's.
+        local: the memory to fill; with ``dtype``, separate host memory.
     """
 
     component: str
@@ -108,21 +107,21 @@ class ReadTarget:
         local = local if self.region is None else view_at(local, self.region)
         self.local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
 
-    def renamed(self, component: str, key: str) -> ReadTarget:
-        """Return the same memory, to be filled with another stored tensor."""
-        found = copy.copy(self)  # dataclasses.replace would allocate ``local`` anew
-        found.component, found.key = component, key
-        return found
+    def with_key(self, component: str, key: str) -> ReadTarget:
+        """Return a target of the same memory, to fill with another stored tensor."""
+        target = copy.copy(self)  # dataclasses.replace would allocate another ``local``
+        target.component, target.key = component, key
+        return target
 
     def parts(self, rank: int) -> tuple[Part, ...]:
-        """The boxes to fill, and where they lie in ``local``; ``rank``: this one's."""
+        """Return the boxes to fill, and their offsets in ``local``; ``rank`` is this process's."""
         if self.box is not None:
             return (Part(self.box, (0,) * len(self.box.start)),)
-        found = parts_of(self.tensor, rank)
-        return found if self.region is None else parts_within(found, self.region)
+        parts = parts_of(self.tensor, rank)
+        return parts if self.region is None else parts_within(parts, self.region)
 
     def copy_from(self, full: torch.Tensor) -> None:
-        """Fill it from the stored tensor, which is in memory as a whole."""
+        """Fill the memory from the whole stored tensor."""
         for part in self.parts(this_rank()):
             view_at(self.local, part.local).copy_(view_at(full, part.box))
 
@@ -131,16 +130,16 @@ class TensorSource(Protocol):
     """Stored tensors, on one rank."""
 
     def components(self) -> Mapping[str, Component]:
-        """Tensors by component."""
+        """Return the tensors by component."""
 
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor, after making sure that its bytes can be there."""
+    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor after checking that files of its size exist."""
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify all bytes that the targets need, and change nothing but the fresh ones.
+        """Verify all bytes that the targets need, and change only fresh targets.
 
         Returns:
-            The function that fills the targets. It reads again what is neither in place nor held in memory.
+            The function that fills the targets. It reads bytes again that are neither in place nor held in memory.
 
         Raises:
             CorruptionError: naming file, tensor and rank.
@@ -154,16 +153,16 @@ class Source(TensorSource, Protocol):
 
     @property
     def tensors(self) -> StoredTensors:
-        """The tensors as bytes in files, for those who copy them as a whole."""
+        """The tensors as bytes in files, for copies of whole tensors."""
 
     def close(self) -> None:
-        """Release the files."""
+        """Close the files."""
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """Return what was stored under a role of ``Snapshot.documents``, as JSON; None if nothing was."""
+        """Return the JSON of a role of ``Snapshot.documents``; None if there is none."""
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """The trainer's state; ``stored`` gives the tensor of a key of the component trainer."""
+        """Return the trainer's state; ``stored`` returns a tensor of the component trainer by key."""
 
 
 class ShardedSource:
@@ -174,7 +173,7 @@ class ShardedSource:
     ) -> None:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
         self._weights_only = weights_only
-        self._planned: dict[str, _ComponentReads] = {}
+        self._reads: dict[str, _ComponentReads] = {}
 
     @property
     def tensors(self) -> StoredTensors:
@@ -182,40 +181,40 @@ class ShardedSource:
         return WholeTensors(self.checkpoint)
 
     def close(self) -> None:
-        """Release the files."""
+        """Close the files."""
         self.checkpoint.close()
 
     def components(self) -> Mapping[str, Component]:
-        """Tensors by component, from the root index."""
+        """Return the tensors by component, from the root index."""
         return self.checkpoint.root.components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """The JSON of a role; of "model", "optimizer" and "frozen" the union of what groups of ranks stored."""
+        """Return the JSON of a role, merged over groups of ranks that each store a part."""
         return document_of(self.checkpoint, role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """The decoded trainer state.
+        """Return the decoded trainer state.
 
         Raises:
-            StateError: for pickled objects that are not to be read, but for hyper-parameters.
+            StateError: with ``weights_only``, for pickled objects outside of hyper-parameters.
         """
-        found: dict[str, Any] = decode(self.document("trainer") or {}, stored, unpickles=not self._weights_only)
-        lost = lost_values({key: value for key, value in found.items() if key not in HYPER_PARAMETERS})
+        state: dict[str, Any] = decode(self.document("trainer") or {}, stored, unpickles=not self._weights_only)
+        lost = lost_values({key: value for key, value in state.items() if key not in HYPER_PARAMETERS})
         pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
         if pickled:
             listed = "\n  ".join(pickled)
             raise StateError(
-                f"checkpoint {self.path!r} has pickled objects, which are not read as they could execute anything:\n"
-                f"  {listed}\nIf you trust whoever wrote it, load it with weights_only=False, which fit, validate, "
-                "test, predict and load take."
+                f"checkpoint {self.path!r} has pickled objects, which are not read as they could execute any code:\n"
+                f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
+                "test, predict and load."
             )
-        return found
+        return state
 
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor; memory for it may be allocated, since files of its size are there.
+    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor after checking that files of its size exist.
 
         Raises:
-            ShardCkptError: if a box of it is not in an index, or a file is not the one that was saved.
+            ShardCkptError: if an index lacks one of its boxes, or a file is not the saved one.
         """
         spec = self.checkpoint.root.components[component].tensors[key]
         whole = Box.whole(spec.shape)
@@ -225,10 +224,10 @@ class ShardedSource:
         return spec.shape
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Read and check every block that the targets touch; sizes, headers and save ids only if told not to.
+        """Read and verify every block that the targets touch; without ``verify``, only sizes, headers and save ids.
 
-        Fresh targets are read once, into their memory. Small live ones are read once, too, into memory that is held
-        until they are filled; with high latency all of them, while there is room. The rest is read again to be filled.
+        Fresh targets are read once, into their memory. Small live targets are read once, too, into memory that is held
+        until they are filled; with high latency all targets, while there is room. Others are read again to fill them.
         """
         held = self._held_memory([target for target in targets if not target.fresh])
         wanted, rest = list[tuple[torch.Tensor, list[Request]]](), list[tuple[torch.Tensor, list[Request]]]()
@@ -236,12 +235,14 @@ class ShardedSource:
             local, memory = target.local, held.get(target)
             is_here = memory is not None or is_host_memory(local)
             place = memory if memory is not None else bytes_of(local) if is_here else _NO_BYTES
-            requests, elsewhere = self._reads(target.component).requests(target, place), _NOTHING if is_here else local
+            if target.component not in self._reads:
+                self._reads[target.component] = _ComponentReads(self.checkpoint, target.component)
+            requests, indirect = self._reads[target.component].requests(target, place), _NOTHING if is_here else local
             if target.fresh or memory is not None:
-                wanted.append((elsewhere, requests))
+                wanted.append((indirect, requests))
             else:
                 wanted.append((_NOTHING, [request.untargeted() for request in requests]))
-                rest.append((elsewhere, requests))
+                rest.append((indirect, requests))
         fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
 
         def fill() -> None:
@@ -252,24 +253,23 @@ class ShardedSource:
         return fill
 
     def _held_memory(self, live: list[ReadTarget]) -> dict[ReadTarget, memoryview]:
-        """Return memory for the live targets that are read once."""
+        """Return memory for live targets that are read once."""
         limit = self._tuning.held_bytes
         if self.checkpoint.reader.high_latency:
             return _spare_memory(live, max(_free_share(), limit)) if live else {}
         small = [t for t in live if t.local.nbytes <= self._tuning.held_tensor_bytes and is_host_memory(t.local)]
         return _spare_memory(small, limit) if small and self._verify else {}
 
-    def _reads(self, component: str) -> _ComponentReads:
-        if component not in self._planned:
-            self._planned[component] = _ComponentReads(self.checkpoint, component)
-        return self._planned[component]
-
 
 class _Need(NamedTuple):
-    """What tensors of one kind need of a stored box: as in ``Request``.
+    """The region of a stored box that equal tensors need.
 
-    ``stored``: box, global shape and dtype of the entry that each of them has in ``of_writer``, the boxes by key.
-    ``checked``: the writer's files that were.
+    Attributes:
+        overlap: see ``Request``.
+        run: see ``Request``.
+        stored: box, global shape and dtype of each tensor's entry in ``of_writer``.
+        of_writer: the writer's entries by key.
+        checked: the writer's files that were checked already.
     """
 
     overlap: Overlap
@@ -280,7 +280,7 @@ class _Need(NamedTuple):
 
 
 class _ComponentReads:
-    """The reads that targets of one component need. What is the same for all tensors of one kind is found once."""
+    """The reads that targets of one component need; computed once for equal tensors."""
 
     def __init__(self, checkpoint: Checkpoint, component: str) -> None:
         self._checkpoint, self._component, self._rank = checkpoint, component, this_rank()
@@ -289,21 +289,21 @@ class _ComponentReads:
         self._checked: dict[int, set[str]] = {}  # files by writer
 
     def requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
-        """The byte ranges that this rank needs for one tensor, whose local part is ``memory``."""
+        """Return the requests of this rank for one tensor, whose local part is ``memory``."""
         key, tensor, size = target.key, target.tensor, target.local.shape
         if isinstance(tensor, DTensor) and target.region is None and target.box is None:
-            laid_out: object = spec_of(tensor)  # by identity: to compare two takes long
+            sharding: object = spec_of(tensor)  # by identity, since comparing specs is slow
         else:
-            laid_out = target.parts(self._rank)
-        kind = id(self._specs[key]), self._replicas[key], id(laid_out), size
-        found = self._kinds.get(kind)
-        if found is None:
+            sharding = target.parts(self._rank)
+        kind = id(self._specs[key]), self._replicas[key], id(sharding), size
+        known = self._kinds.get(kind)
+        if known is None:
             parts, shape = target.parts(self._rank), tuple(size)
             of_parts = *kind[:2], id(parts), size
             needs = self._kinds[of_parts][0] if of_parts in self._kinds else self._needs(key, parts, shape)
-            self._kinds[of_parts] = needs, shape, parts  # while they are here, nothing else has their ids
-            found = self._kinds[kind] = needs, shape, laid_out
-        needs, shape, _ = found
+            self._kinds[of_parts] = needs, shape, parts  # kept alive, so that no other object gets their ids
+            known = self._kinds[kind] = needs, shape, sharding
+        needs, shape, _ = known
         requests = []
         for overlap, run, stored, of_writer, checked in needs:
             entries = of_writer.get(key, ())
@@ -316,38 +316,38 @@ class _ComponentReads:
         return requests
 
     def _needs(self, key: str, parts: tuple[Part, ...], shape: Shape) -> list[_Need]:
-        """Return what a tensor needs of which stored boxes.
+        """Return the regions of stored boxes that a tensor needs.
 
-        Each box is looked up as it is found: of those that a hostile layout claims, most are not there.
+        Each box is looked up at once, since most boxes of a hostile layout do not exist.
         """
-        spec, found = self._specs[key], list[_Need]()
+        spec, needs = self._specs[key], list[_Need]()
         for overlap in plan_load(spec, self._replicas[key], parts):
             stored = self._checkpoint.entry(self._component, key, overlap)[:3]
             run = single_run(overlap, shape, DTYPE_BYTES[spec.dtype])
             of_writer = self._checkpoint.index(self._component, overlap.writer).shards
-            found.append(_Need(overlap, run, stored, of_writer, self._checked.setdefault(overlap.writer, set())))
-        return found
+            needs.append(_Need(overlap, run, stored, of_writer, self._checked.setdefault(overlap.writer, set())))
+        return needs
 
 
 def fetch_into(
     files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool, tuning: Tuning = TUNING
 ) -> None:
-    """Fill local tensors; where the memory is not the host's, through copies, a batch of them at a time.
+    """Fill local tensors; device tensors through host copies, a batch at a time.
 
-    For a GPU these are pinned and copied in the order of the current stream, while the next batch is read; that has
-    not been run by the tests.
+    For a GPU the copies are pinned, and copied on the current stream while the next batch is read.
 
     Args:
-        files: where the requests' boxes are.
-        wanted: local tensors with their requests, whose targets are their memory where that is the host's; requests
-            that have other targets, or none, with an empty tensor.
-        verify: compare every block that is touched with its checksum.
+        files: of the requests' boxes.
+        wanted: requests with the device tensor that they fill through a host copy; with an empty tensor, requests are
+            read into their own targets.
+        verify: whether to verify the checksum of every block that is touched.
         tuning: sizes of reads.
     """
     batch: list[tuple[torch.Tensor, torch.Tensor]] = []
     requests: list[Request] = []
     nbytes = 0  # of the batch
-    for local, found in wanted:
+    for local, own_requests in wanted:
+        new = own_requests
         if local is not _NOTHING and not is_host_memory(local):
             if nbytes + local.nbytes > _BATCH_BYTES:
                 _flush(files, batch, requests, verify, tuning)
@@ -356,8 +356,8 @@ def fetch_into(
             batch.append((local, host))
             nbytes += host.nbytes
             memory = bytes_of(host)
-            found = [request._replace(target=memory) for request in found]
-        requests += found
+            new = [request._replace(target=memory) for request in own_requests]
+        requests += new
     _flush(files, batch, requests, verify, tuning)
 
 
@@ -370,13 +370,13 @@ def _flush(
 ) -> None:
     fetch(files, requests, verify=verify, tuning=tuning)
     for local, host in batch:
-        local.copy_(host, non_blocking=local.is_cuda)  # torch gives pinned memory out again when that is done
+        local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
     batch.clear()
     requests.clear()
 
 
 def _free_share() -> int:
-    """Return this rank's part of the memory that is free now, or can be made free."""
+    """Return this rank's share of the host's available memory."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
     return free // _HIGH_LATENCY_HELD_SHARE // local_rank_count()
@@ -390,7 +390,7 @@ def _put(data: memoryview, local: torch.Tensor) -> None:
 
 
 def _spare_memory(targets: list[ReadTarget], room: int) -> dict[ReadTarget, memoryview]:
-    """Return memory for as many targets as there is room for, the smallest first."""
+    """Return memory for as many targets as fit into ``room`` bytes, the smallest first."""
     ordered = sorted(targets, key=lambda target: target.local.nbytes)
     ends = list(accumulate(target.local.nbytes for target in ordered))
     count = bisect(ends, room)

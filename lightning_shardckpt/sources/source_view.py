@@ -1,4 +1,4 @@
-"""Views of a source: a table of which stored tensor each one is, under names that a load asks for."""
+"""Views of a source under other names, and reads into other dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
 
 
 class Place(NamedTuple):
-    """The source that has a tensor, which is no view, and the tensor's component and key there."""
+    """The place of a stored tensor: a source that is not a view, and the tensor's component and key there."""
 
     source: TensorSource
     component: str
@@ -30,24 +30,27 @@ class Place(NamedTuple):
 
 
 def place_of(source: Source, component: str, key: str) -> Place:
-    """Return where a tensor of a source is stored."""
+    """Return the place of a tensor of a source."""
     return source.table[component][key] if isinstance(source, SourceView) else Place(source, component, key)
 
 
 def root_of(source: Source) -> Source:
-    """Return the source that a view is of; any other source itself."""
+    """Return the source below a view; any other source unchanged."""
     return source.root if isinstance(source, SourceView) else source
 
 
 class SourceView:
-    """Another source, which stays the caller's to close, with other names, documents or state of the trainer.
+    """A source with other names, documents or trainer state than an underlying source, which the caller closes.
 
     Args:
-        source: which source.
-        table: by component and key here, where each tensor is stored; other components are those of the source.
-        aliases: by component of ``table``, further names of its tensors.
+        source: the underlying source.
+        table: places of tensors, by component and key in the view; other components are unchanged.
+        aliases: further names of tensors, by component of ``table``.
         documents: by role, in place of the source's.
         trainer: in place of the source's.
+
+    Attributes:
+        table: places of all tensors, by component and key in the view.
     """
 
     def __init__(
@@ -69,42 +72,41 @@ class SourceView:
             name: table[name] if name in table else {key: place_of(source, name, key) for key in component.tensors}
             for name, component in self._components.items()
         }
-        """By component and key, where each tensor is stored."""
 
     @property
     def tensors(self) -> StoredTensors:
-        """The tensors as they are stored."""
+        """The tensors of the underlying source."""
         return self._source.tensors
 
     def close(self) -> None:
-        """Do nothing: the source is the caller's."""
+        """Do nothing: the caller closes the underlying source."""
 
     def components(self) -> Mapping[str, Component]:
-        """Tensors by component, under the names here."""
+        """Return the tensors by component, under the view's names."""
         return self._components
 
     def document(self, role: str, rank: int = 0) -> Any:
-        """Return what was stored under a role, with the names here."""
+        """Return the JSON of a role, under the view's names."""
         return self._documents[role] if role in self._documents else self._source.document(role, rank)
 
     def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """The trainer's state."""
+        """Return the trainer's state."""
         return self._trainer(stored)
 
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a stored tensor, after making sure that its bytes can be there."""
+    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor after checking that files of its size exist."""
         source, component, key = self.table[component][key]
-        return source.backed(component, key)
+        return source.checked_shape(component, key)
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify what the targets need, each where it is stored; returns the function that fills them."""
+        """Verify the bytes that the targets need, in their sources; return the function that fills the targets."""
         by_source: dict[int, tuple[TensorSource, list[ReadTarget]]] = {}
         for target in targets:
             source, component, key = self.table[target.component][target.key]
             same = (component, key) == (target.component, target.key)
-            renamed = target if same else target.renamed(component, key)
-            by_source.setdefault(id(source), (source, []))[1].append(renamed)
-        fills = [source.read(renamed) for source, renamed in by_source.values()]
+            at_source = target if same else target.with_key(component, key)
+            by_source.setdefault(id(source), (source, []))[1].append(at_source)
+        fills = [source.read(own_targets) for source, own_targets in by_source.values()]
 
         def fill() -> None:
             for one in fills:
@@ -114,16 +116,15 @@ class SourceView:
 
 
 # ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# Read stored tensors in the dtype of the tensors that they are read into, through a bounded amount of memory.
 
 
-_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8: what those mean, other tensors say
+_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8, whose scales are in other tensors
 _COMPLEX = ("C64", "C128")
-_WINDOW_BYTES, _BATCH_BYTES = 8 << 20, 32 << 20  # of stored elements on their way to another dtype
+_WINDOW_BYTES, _BATCH_BYTES = 8 << 20, 32 << 20  # of stored elements to convert
 
 
 def converts(stored: str, live: str | None) -> bool:
-    """Return whether a tensor of one dtype may be loaded into one of another.
+    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another.
 
     >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
     (True, False, False)
@@ -132,17 +133,17 @@ def converts(stored: str, live: str | None) -> bool:
 
 
 def read_converted(source: Source, targets: list[ReadTarget]) -> Callable[[], None]:
-    """Read as ``source.read`` does, where targets may have another dtype than what is stored for them.
+    """Read like ``source.read``, with targets of other dtypes, through a bounded amount of memory.
 
-    The converted ones are verified window by window, and again when they are filled. Those that are fresh are filled at
-    once, so that nothing is left to verify when live tensors change.
+    Tensors to convert are verified window by window, and again when they are filled; fresh targets are filled at once,
+    so that nothing is left to verify when live tensors change.
     """
     specs = {name: component.tensors for name, component in source.components().items()}
     converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
-    if not converted:  # as nearly always
+    if not converted:  # the usual case
         return source.read(targets)
-    apart = {*converted}
-    fill_same = source.read([target for target in targets if target not in apart])
+    others = {*converted}
+    fill_same = source.read([target for target in targets if target not in others])
     live = [target for target in converted if not target.fresh]
     for batch in _batches(source, live):
         source.read(batch)
@@ -164,7 +165,7 @@ def _convert(source: Source, targets: Sequence[ReadTarget]) -> None:
 
 
 def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
-    """Yield windows of the targets, with memory of the stored dtype, not much of it at a time."""
+    """Yield windows of the targets with memory of the stored dtype, in batches of bounded size."""
     batch: list[ReadTarget] = []
     for target in targets:
         dtype = TORCH_DTYPES[source.components()[target.component].tensors[target.key].dtype]
@@ -179,11 +180,10 @@ def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[Rea
 
 
 # ── other names ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# A part of stored state under other names.
 
 
 def model_names(source: Source) -> set[str]:
-    """The stored names of all entries of the model: tensors, names that share one, values, parameters of optimizers."""
+    """Return the stored names of all entries of the model: tensors, aliases, values, parameters of optimizers."""
     model = source.components().get("model", Component({}))
     values, frozen = source.document("model") or {}, source.document("frozen") or {}
     document = source.document("optimizer") or {}
@@ -191,48 +191,48 @@ def model_names(source: Source) -> set[str]:
 
 
 def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) -> Iterator[str]:
-    """Yield the names of the parameters of some stored optimizers, of those that have names."""
+    """Yield the names of the parameters of stored optimizers, if they were saved by name."""
     for one in [document[str(number)] for number in numbers] if document else ():
         if not one["numbered"]:
             yield from chain.from_iterable(group["params"] for group in one["groups"].values())
 
 
-def renamed(
+def rename_source(
     source: Source,
     names: Mapping[str, str | None],
     others: Callable[[str], str | None],
     optimizers: Sequence[int],
 ) -> SourceView:
-    """Return a source whose tensors have the names that a load asks for.
+    """Return a view of a source with the names that a load asks for.
 
     Args:
-        source: what is stored; it stays the caller's to close.
-        names: name here → stored name, of the model's entries that may be there; None if nothing is stored for it. Two
-            may have the same stored name.
-        others: stored name → name here, of any other entry; None leaves it out.
-        optimizers: the numbers of the stored optimizers that are 0, 1, … here.
+        source: the stored state, which the caller closes.
+        names: stored names of the model's entries, by name in the view; None if not stored. Two entries may have the
+            same stored name.
+        others: returns the name in the view of any other stored name; None leaves it out.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … in the view.
     """
     components, known = source.components(), model_names(source)
     model = components.get("model", Component({}))
     stored_names = {name: stored for name, stored in names.items() if stored in known}
-    taken = {*names, *stored_names}
+    used = {*names, *stored_names}
     for stored in known.difference(stored_names.values()):
         name = others(stored)
         if name is not None:
-            stored_names[f"{stored} (of the checkpoint)" if name in taken else name] = stored
+            stored_names[f"{stored} (of the checkpoint)" if name in used else name] = stored
     # owners of ties come first
     stored_names = dict(sorted(stored_names.items(), key=lambda item: item[1] in model.aliases))
-    here: dict[str, str] = {}  # stored key → the name here under which it comes: its own, if it has one
+    owners: dict[str, str] = {}  # name in the view by stored key: of the key itself, if it has one, else of an alias
     for name, stored in stored_names.items():
-        here.setdefault(model.aliases.get(stored, stored), name)
+        owners.setdefault(model.aliases.get(stored, stored), name)
     keys = {name: model.aliases.get(stored, stored) for name, stored in stored_names.items()}
     keys = {name: key for name, key in keys.items() if key in model.tensors}
 
     def name_of(param: str) -> str:
-        return here.get(model.aliases.get(param, param), param)
+        return owners.get(model.aliases.get(param, param), param)
 
-    table = {"model": {name: place_of(source, "model", key) for name, key in keys.items() if here[key] == name}}
-    aliases = {"model": {name: here[key] for name, key in keys.items() if here[key] != name}}
+    table = {"model": {name: place_of(source, "model", key) for name, key in keys.items() if owners[key] == name}}
+    aliases = {"model": {name: owners[key] for name, key in keys.items() if owners[key] != name}}
     numbers, of_optimizers = {str(number): str(place) for place, number in enumerate(optimizers)}, dict[str, Place]()
     for key in components.get("optimizer", Component({})).tensors:
         number, _, rest = key.partition("/")
@@ -245,13 +245,13 @@ def renamed(
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
     document = source.document("optimizer")
     if document is not None or not optimizers:
-        found = (_rename_optimizer(document[str(number)], name_of) for number in optimizers)
-        documents["optimizer"] = {str(place): one for place, one in enumerate(found)}
+        renamed = (_rename_optimizer(document[str(number)], name_of) for number in optimizers)
+        documents["optimizer"] = {str(place): one for place, one in enumerate(renamed)}
     return SourceView(source, table | {"optimizer": of_optimizers}, aliases, documents)
 
 
 def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
-    """Return the document of an optimizer with other names of parameters."""
+    """Return the document of an optimizer with renamed parameters."""
     if one["numbered"]:
         return one
 

@@ -1,7 +1,7 @@
-"""State dicts as objects and as values: views of a source for a load that asks for the other one.
+"""Views of a source that turn stored state dicts into objects, and stored objects into state dicts.
 
-Fabric's own strategies and plain files do not tell the state dict of a module from one that a script kept as a value,
-such as the best weights so far. And a script may have saved what ``state_dict()`` returned, and load it into objects.
+Fabric's own strategies and plain files do not distinguish the state dict of a module from one that a script kept as a
+value, such as the best weights so far. A script may also save the result of ``state_dict()`` and load it into objects.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _NOTHING = torch.empty(0, device="meta")
 # ── state dicts as objects ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def dicts_for(
-    known: Mapping[str, Any], keys: Mapping[str, Any], modules: Sequence[Path], optimizers: Sequence[Path]
+def find_state_dicts(
+    state: Mapping[str, Any], keys: Mapping[str, Any], modules: Sequence[Path], optimizers: Sequence[Path]
 ) -> tuple[list[Path], list[Path]]:
-    """Return the places of state dicts that stand for modules and optimizers, of those that are not stored themselves.
+    """Return the paths of state dicts for the modules and optimizers that are not stored as objects.
 
-    A single module takes the single state dict, whatever its key.
+    A single module gets the single state dict, whatever its key.
 
     Args:
-        known: the trainer's state, with anything for its tensors.
-        keys: where modules and optimizers are stored.
-        modules: places of modules that are asked for.
-        optimizers: places of optimizers that are.
+        state: the trainer's state, with any placeholders for its tensors.
+        keys: the places of stored modules and optimizers.
+        modules: paths of requested modules.
+        optimizers: paths of requested optimizers.
     """
-    found = [path for path in modules if key_of(path) not in keys["modules"] and _is_state_dict(_at(known, path))]
-    if not found and len(modules) == 1 and not keys["modules"]:
-        places: list[Path] = [()] if _is_state_dict(_at(known, ())) else [(key,) for key in known]
-        places = [path for path in places if _is_state_dict(_at(known, path))]
-        found = places if len(places) == 1 else []
+    paths = [path for path in modules if key_of(path) not in keys["modules"] and _is_state_dict(_at(state, path))]
+    if not paths and len(modules) == 1 and not keys["modules"]:
+        candidates: list[Path] = [()] if _is_state_dict(_at(state, ())) else [(key,) for key in state]
+        candidates = [path for path in candidates if _is_state_dict(_at(state, path))]
+        paths = candidates if len(candidates) == 1 else []
     others = (path for path in optimizers if key_of(path) not in keys["optimizers"])
-    return found, [path for path in others if is_optimizer_state(_at(known, path))]
+    return paths, [path for path in others if is_optimizer_state(_at(state, path))]
 
 
-def trainer_of(source: Source) -> dict[str, Any]:
-    """Return the trainer's state with blanks for its tensors."""
+def blank_trainer(source: Source) -> dict[str, Any]:
+    """Return the trainer's state with meta tensors for its tensors."""
     specs = source.components().get("trainer", _EMPTY).tensors
 
     def blank(key: str) -> torch.Tensor:
@@ -63,28 +63,28 @@ def trainer_of(source: Source) -> dict[str, Any]:
     return source.trainer(blank)
 
 
-def with_objects(source: Source) -> Source:
-    """Return a source whose only state dict is the model, with those of optimizers in order, for one module.
+def with_model(source: Source) -> Source:
+    """Return a source whose only state dict is the model, and state dicts of optimizers are optimizers, in order.
 
-    Other sources, and those that have a model, are returned as they are.
+    A source with a model, or with several state dicts, is returned unchanged.
 
     Raises:
-        FormatError: if it says of modules and optimizers what cannot be.
+        FormatError: if the places of modules and optimizers are malformed.
     """
     if "model" in source.components() or source.document("optimizer"):
         return source
-    known = trainer_of(source)
-    keys = check_keys(known.get(KEYS), source.path)
+    state = blank_trainer(source)
+    keys = check_keys(state.get(KEYS), source.path)
     if keys is None:
         return source
-    modules, _ = dicts_for(known, keys, [("model",)], [])
-    optimizers: list[Path] = [(key,) for key, value in known.items() if is_optimizer_state(value)]
+    modules, _ = find_state_dicts(state, keys, [("model",)], [])
+    optimizers: list[Path] = [(key,) for key, value in state.items() if is_optimizer_state(value)]
     return as_objects(source, keys, modules, optimizers) if modules else source
 
 
-def _at(known: Mapping[str, Any], path: Path) -> Any:
+def _at(state: Mapping[str, Any], path: Path) -> Any:
     try:
-        return value_at(known, path) if path else {key: value for key, value in known.items() if key != KEYS}
+        return value_at(state, path) if path else {key: value for key, value in state.items() if key != KEYS}
     except LookupError:
         return None
 
@@ -96,22 +96,22 @@ def _is_state_dict(value: Any) -> bool:
 
 
 class _InMemory:
-    """Tensors that are in memory already: those inside of JSON."""
+    """A source of tensors in memory, which were inline in JSON."""
 
     def __init__(self, leaves: Mapping[str, Leaves]) -> None:
         self._leaves = leaves
-        self._components = {name: Component(specs_of(name, found, ((0, 1),))) for name, found in leaves.items()}
+        self._components = {name: Component(specs_of(name, one, ((0, 1),))) for name, one in leaves.items()}
 
     def components(self) -> Mapping[str, Component]:
-        """Tensors by component."""
+        """Return the tensors by component."""
         return self._components
 
-    def backed(self, component: str, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self._leaves[component].tensors[key].shape)
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Return what copies into the targets."""
+        """Return the function that copies into the targets."""
 
         def fill() -> None:
             for target in targets:
@@ -123,13 +123,13 @@ class _InMemory:
 def as_objects(
     source: Source, keys: Mapping[str, Any], modules: Sequence[Path], optimizers: Sequence[Path]
 ) -> SourceView:
-    """Return a source in which some state dicts among the trainer's state are modules and optimizers.
+    """Return a view in which state dicts of the trainer's state are modules and optimizers.
 
     Args:
-        source: what is stored, which stays the caller's to close.
-        keys: where its modules and optimizers are.
-        modules: places of state dicts of modules.
-        optimizers: places of state dicts of optimizers.
+        source: the stored state, which the caller closes.
+        keys: the places of its modules and optimizers.
+        modules: paths of state dicts of modules.
+        optimizers: paths of state dicts of optimizers.
     """
     stored, blanks = source.components(), dict[str, torch.Tensor]()
 
@@ -137,34 +137,34 @@ def as_objects(
         spec = stored["trainer"].tensors[key]
         return blanks.setdefault(key, torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta"))
 
-    known = source.trainer(blank)
-    is_alone = len(modules) == 1 and "model" not in stored
-    prefixes = {path: "" if is_alone else f"{key_of(path)}/" for path in modules}
-    state = {prefix + name: value for path, prefix in prefixes.items() for name, value in _at(known, path).items()}
+    trainer_state = source.trainer(blank)
+    is_single = len(modules) == 1 and "model" not in stored
+    prefixes = {path: "" if is_single else f"{key_of(path)}/" for path in modules}
+    state = {prefix + n: value for path, prefix in prefixes.items() for n, value in _at(trainer_state, path).items()}
     document = source.document("optimizer") or {}
-    states: list[Any] = [{}] * len(document) + [_at(known, path) for path in optimizers]
+    states: list[Any] = [{}] * len(document) + [_at(trainer_state, path) for path in optimizers]
     leaves, values = model_leaves(state)
     of_optimizers, described = optimizer_leaves(states)
     key_of_blank = {id(tensor): key for key, tensor in blanks.items()}
-    table, in_memory = dict[str, dict[str, Place]](), dict[str, Leaves]()
-    for name, found in (("model", leaves), ("optimizer", of_optimizers)):
-        in_memory[name] = Leaves({key: t for key, t in found.tensors.items() if id(t) not in key_of_blank})
+    components = {"model": leaves, "optimizer": of_optimizers}
+    inline = {n: {k: t for k, t in one.tensors.items() if id(t) not in key_of_blank} for n, one in components.items()}
+    memory, moved = _InMemory({name: Leaves(tensors) for name, tensors in inline.items()}), set[str]()
+    table = dict[str, dict[str, Place]]()
+    for name, component in components.items():
         table[name] = {key: place_of(source, name, key) for key in stored.get(name, _EMPTY).tensors}
-    memory, taken = _InMemory(in_memory), set[str]()
-    for name, found in (("model", leaves), ("optimizer", of_optimizers)):
-        for key, tensor in found.tensors.items():
+        for key, tensor in component.tensors.items():
             of = key_of_blank.get(id(tensor))
             table[name][key] = Place(memory, name, key) if of is None else place_of(source, "trainer", of)
-            taken.update(() if of is None else (of,))
+            moved.update(() if of is None else (of,))
     trainers = stored.get("trainer", _EMPTY).tensors
-    table["trainer"] = {key: place_of(source, "trainer", key) for key in trainers if key not in taken}
+    table["trainer"] = {key: place_of(source, "trainer", key) for key in trainers if key not in moved}
     objects = {
         "modules": {**keys["modules"], **{key_of(path): prefix for path, prefix in prefixes.items()}},
         "optimizers": [*keys["optimizers"][: len(document)], *map(key_of, optimizers)],
     }
 
     def trainer(stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        rest = source.trainer(lambda key: _NOTHING if key in taken else stored(key))
+        rest = source.trainer(lambda key: _NOTHING if key in moved else stored(key))
         for path in (*modules, *optimizers):
             if path:
                 remove_at(rest, path)
@@ -185,11 +185,11 @@ def as_objects(
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where in a state values of modules and optimizers are asked for, as ``key_of`` spells places; "" is all of it.
+    """Keys of a state that request state dicts of stored modules and optimizers; "" is the whole state.
 
     Attributes:
-        modules: place → what stands before the module's stored names.
-        optimizers: place → number of the stored optimizer, and whether parameters have numbers in the state.
+        modules: the prefix of the module's stored names, by key of ``key_of``.
+        optimizers: the number of the stored optimizer, and whether the state numbers parameters, by key.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -199,15 +199,15 @@ class Places:
 def places_of(
     source: Source, keys: Mapping[str, Any] | None, state: Mapping[str, Any], asked: Sequence[Path], *, alone: bool
 ) -> Places:
-    """Return the places of state dicts that are asked for, and stored as modules and optimizers.
+    """Return the places of requested state dicts that are stored as modules and optimizers.
 
-    A single state dict takes the single stored module, whatever its key; optimizers are found by key, or in order.
+    A single state dict gets the single stored module, whatever its key; optimizers are found by key, or in order.
 
     Args:
-        source: what is stored.
-        keys: where its modules and optimizers were, if that is known.
-        state: what is asked for.
-        asked: the places of its tensors and values.
+        source: the stored state.
+        keys: the places of its modules and optimizers, if known.
+        state: the requested state.
+        asked: the paths of its tensors and values.
         alone: whether it has no modules, so that a state dict is most likely the model's.
     """
     within = dict.fromkeys(path[:end] for path in asked for end in range(1, len(path) + 1))
@@ -219,7 +219,7 @@ def places_of(
         names = {*component.tensors, *component.aliases}
         around = dict.fromkeys(key_of(path[:-1]) for path in asked if f"{prefix}{path[-1]}" in names)
         modules = dict.fromkeys(around, prefix) if len(around) == 1 else {}
-    dicts = {key_of(path): found for path in within if is_optimizer_state(found := value_at(state, path))}
+    dicts = {key_of(path): value for path in within if is_optimizer_state(value := value_at(state, path))}
     numbers = dict(zip([*dicts] if keys is None else keys["optimizers"], range(len(document)), strict=False))
     optimizers = {
         key: (numbers[key], _has_numbers(dicts.get(key), document[str(numbers[key])]))
@@ -230,7 +230,7 @@ def places_of(
 
 
 def _has_numbers(asked: Any, stored: Mapping[str, Any]) -> bool:
-    """Return whether parameters have numbers in a state dict of an optimizer, and are those of the stored one."""
+    """Return whether a requested state dict numbers the parameters, in param groups of the stored sizes."""
     if asked is None:
         return False
     sizes = [len(stored["groups"][str(number)]["params"]) for number in range(len(stored["groups"]))]
@@ -239,10 +239,10 @@ def _has_numbers(asked: Any, stored: Mapping[str, Any]) -> bool:
 
 
 def as_values(source: Source, places: Places) -> SourceView:
-    """Return a source whose trainer's state has some of the stored state dicts; they stay what they are, too.
+    """Return a view whose trainer's state has state dicts of stored modules and optimizers, which remain stored.
 
     Args:
-        source: what is stored, which stays the caller's to close.
+        source: the stored state, which the caller closes.
         places: of the state dicts.
     """
     components = source.components()
@@ -254,32 +254,32 @@ def as_values(source: Source, places: Places) -> SourceView:
         place: {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
         for place, prefix in places.modules.items()
     }
-    for place, found in entries.items():
-        table |= {_inside(place, name): place_of(source, "model", key) for name, key in found.items()}
+    for place, keys in entries.items():
+        table |= {_inside(place, name): place_of(source, "model", key) for name, key in keys.items()}
     document = source.document("optimizer") or {}
     optimizers: list[tuple[str, bool, StoredOptimizer, dict[str, str]]] = []
     for place, (number, by_number) in places.optimizers.items():
         one = StoredOptimizer(number, document[str(number)], optimizer, decode_equal)
         numbers = one.numbers if by_number else {}
-        here = {  # stored key → key here
+        new_keys = {  # by stored key
             key: f"{_inside(place, 'state')}/{numbers.get(param, param)}/{name}"
             for param, of_param in one.tensors.items()
             for name, key in of_param.items()
         }
-        table |= {name: place_of(source, "optimizer", key) for key, name in here.items()}
-        optimizers.append((place, by_number, one, here))
+        table |= {name: place_of(source, "optimizer", key) for key, name in new_keys.items()}
+        optimizers.append((place, by_number, one, new_keys))
     values = source.document("model") or {}
 
     def trainer(stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        found = source.trainer(stored)
+        trainer_state = source.trainer(stored)
         for place, prefix in places.modules.items():
             state: dict[str, Any] = OrderedDict((name, stored(_inside(place, name))) for name in entries[place])
             others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
-            _put(found, place, state | others)
-        for place, by_number, one, here in optimizers:
-            tensors = {key: stored(name) for key, name in here.items()}
-            _put(found, place, one.state_dict(tensors, by_number=by_number))
-        return found
+            _put(trainer_state, place, state | others)
+        for place, by_number, one, new_keys in optimizers:
+            tensors = {key: stored(name) for key, name in new_keys.items()}
+            _put(trainer_state, place, one.state_dict(tensors, by_number=by_number))
+        return trainer_state
 
     return SourceView(source, {"trainer": table}, {}, {}, trainer)
 
@@ -288,8 +288,8 @@ def _inside(place: str, name: str) -> str:
     return f"{place}/{name}" if place else name
 
 
-def _put(found: dict[str, Any], place: str, state: Mapping[str, Any]) -> None:
+def _put(trainer_state: dict[str, Any], place: str, state: Mapping[str, Any]) -> None:
     if place:
-        insert(found, place, state)
+        insert(trainer_state, place, state)
     else:
-        found.update(state)
+        trainer_state.update(state)

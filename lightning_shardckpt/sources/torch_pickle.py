@@ -1,7 +1,7 @@
-"""Tensors and values in archives of ``torch.save``, found without unpickling them.
+"""Tensors and values in archives of ``torch.save``, located without executing pickles.
 
-A tensor is described by its pickle, which names a storage: a record of the archive with its bytes. Values are of plain
-types, or else left to ``torch.load(weights_only=True)``.
+A tensor is described by its pickle, which names a storage: a record of the archive with its bytes. Values have plain
+types, or are loaded by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.storage.protocol import Reader
 
 # ── records of an archive ─────────────────────────────────────────────────────────────────────────────────────────────
-# Find the records in a file that ``torch.save`` wrote, a zip archive that is not compressed.
-#
-# An archive may also be a part of a larger file: torch's distributed checkpoint writes one for every tensor, one after
-# the other. Source: ``caffe2/serialize/inline_container.cc``, torch 2.13. No torch.
+# A file of ``torch.save`` is an uncompressed zip archive. torch's distributed checkpoint concatenates many of them in a
+# file, one for every tensor. Source: ``caffe2/serialize/inline_container.cc``, torch 2.13.
 
 
 _LOCAL = struct.Struct("<4s22x2H")  # of a record: signature, lengths of name and extra field
 _TAIL_BYTES = 2 << 10  # more than the directory of an archive with one tensor
 _DIRECTORY_BYTES = 16 << 20
-_WINDOW_BYTES = 16 << 10  # of one read: the end of one small archive, or all of it, and the beginning of the next
+_WINDOW_BYTES = 16 << 10  # of one read, which so covers a small archive and the beginning of the next
 
 
 class CoalescedReads:
-    """Reads short pieces of files that lie near each other by common reads; fastest in the order of the files.
+    """Reads of short pieces of files through a window; fastest in the order of the files.
 
-    What is read next depends on what was read before, and nothing has a checksum: no plan can be made for it.
+    Reads cannot be planned, since each depends on the content of earlier ones.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -48,17 +46,17 @@ class CoalescedReads:
         self._file, self._begin, self._window = "", 0, b""
 
     def size(self, file: str) -> int:
-        """Length of a file."""
+        """Return the length of a file."""
         try:
             return self._reader.size(file)
         except FileNotFoundError:
             raise CorruptionError(f"file {file}: the file is missing") from None
 
     def read(self, file: str, begin: int, nbytes: int) -> bytes:
-        """``nbytes`` from ``begin`` on.
+        """Return ``nbytes`` from ``begin`` on.
 
         Raises:
-            CorruptionError: naming the file, if it is missing or ends before that.
+            CorruptionError: naming the file, if it is missing or too short.
         """
         at = begin - self._begin
         if file != self._file or at < 0 or at + nbytes > len(self._window):
@@ -68,7 +66,7 @@ class CoalescedReads:
             window = bytearray(min(max(nbytes, _WINDOW_BYTES), size - begin))
             try:
                 self._reader.read_into(file, begin, memoryview(window))
-            except EOFError as error:  # it became shorter since
+            except EOFError as error:  # truncated meanwhile
                 raise CorruptionError(f"file {file}: {error}") from None
             self._file, self._begin, self._window, at = file, begin, bytes(window), 0
         return self._window[at : at + nbytes]
@@ -83,8 +81,8 @@ class FilePart:
     nbytes: int
 
 
-class _Piece:
-    """A part of a file as a file of its own, as zipfile reads one."""
+class _PartAsFile:
+    """A part of a file with the interface that zipfile needs."""
 
     def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
         self._windows, self._piece, self._at = windows, piece, 0
@@ -101,22 +99,25 @@ class _Piece:
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > _DIRECTORY_BYTES:
             raise ValueError(f"its directory has {nbytes} bytes")
-        found = self._windows.read(self._piece.file, self._piece.begin + self._at, nbytes) if nbytes else b""
+        content = self._windows.read(self._piece.file, self._piece.begin + self._at, nbytes) if nbytes else b""
         self._at += nbytes
-        return found
+        return content
 
 
 class ZipArchive:
-    """An archive that ``torch.save`` wrote; ``sizes`` are of its records by name, without the folder they are all in.
+    """An archive of ``torch.save``.
+
+    Attributes:
+        sizes: of its records, by name without their common folder.
 
     Raises:
-        FormatError: naming file and byte, if it is none.
+        FormatError: naming file and byte, if it is malformed.
         CorruptionError: if the file is missing or too short.
     """
 
     def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
-        self._windows, self._piece, self._file = windows, piece, _Piece(windows, piece)
-        # from where all of a small one is in the window
+        self._windows, self._piece, self._file = windows, piece, _PartAsFile(windows, piece)
+        # put all of a small archive into the window
         at = piece.nbytes - _TAIL_BYTES if piece.nbytes > _WINDOW_BYTES else 0
         windows.read(piece.file, piece.begin + at, piece.nbytes - at)
         try:
@@ -130,14 +131,14 @@ class ZipArchive:
             raise self.malformed("its records are compressed, or in several folders")
         self.sizes = {name: record.file_size for name, record in self._records.items()}
 
-    def malformed(self, what: str) -> FormatError:
-        """An error that names the place."""
+    def malformed(self, problem: str) -> FormatError:
+        """Return an error that names file and bytes."""
         piece = self._piece
         where = f"file {piece.file}, bytes {piece.begin} to {piece.begin + piece.nbytes}"
-        return FormatError(f"{where}: not what torch.save writes: {what}")
+        return FormatError(f"{where}: not an archive of torch.save: {problem}")
 
     def begin(self, name: str) -> int:
-        """Return where a record's bytes begin in the file: after its local header, which has lengths of its own."""
+        """Return the offset of a record's bytes in the file, after its local header."""
         if name not in self._records:
             raise self.malformed(f"there is no record {name!r}")
         at = self._file.seek(self._records[name].header_offset)
@@ -149,21 +150,21 @@ class ZipArchive:
         return self._piece.begin + begin
 
     def content(self, name: str, limit: int) -> bytes:
-        """The bytes of a record, at most so many."""
+        """Return the bytes of a record; refuse one of more than ``limit`` bytes."""
         begin = self.begin(name)
         if self.sizes[name] > limit:
             raise self.malformed(f"record {name!r} has {self.sizes[name]} bytes, more than {limit}")
         return self._windows.read(self._piece.file, begin, self.sizes[name])
 
 
-_PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # of one tensor
-_VALUE_BYTES = 64 << 20  # of what is not a tensor; Python needs a multiple of it
-_BYTES_STORAGE = "bytes"  # stands for the storage of a tensor whose dtype is said apart
+_PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # the limit of a tensor's pickle
+_VALUE_BYTES = 64 << 20  # the limit of a value, for which Python needs a multiple of it
+_BYTES_STORAGE = "bytes"  # in place of the dtype of an untyped storage
 
 
 @dataclass(frozen=True, slots=True)
-class Pickled:
-    """A tensor as its pickle describes it: the record of its bytes, dtype, shape and strides."""
+class PickledTensor:
+    """The description of a tensor in its pickle; ``record`` has its bytes."""
 
     record: str
     dtype: str
@@ -184,13 +185,13 @@ class Pickled:
         return self.offset == 0
 
 
-def _rebuilt(storage: tuple[str, str], offset: int, shape: Shape, strides: Shape, *rest: Any) -> Pickled:
+def _rebuild(storage: tuple[str, str], offset: int, shape: Shape, strides: Shape, *rest: Any) -> PickledTensor:
     record, dtype = storage
     if dtype == _BYTES_STORAGE:
         dtype = rest[2]
     if any(rest[3 if storage[1] == _BYTES_STORAGE else 2 :]) or dtype not in DTYPE_BYTES:
         raise FormatError("a tensor that is a conjugate or negative view, or of an unknown dtype")
-    return Pickled(record, dtype, check_shape(shape), check_shape(strides), check_size(offset))
+    return PickledTensor(record, dtype, check_shape(shape), check_shape(strides), check_size(offset))
 
 
 KNOWN_DTYPES = {f"torch.{of_torch}": name for name, of_torch in TORCH_NAMES.items()}
@@ -198,8 +199,8 @@ _KNOWN: Known = {
     **KNOWN_DTYPES,
     **{f"torch.{storage}": KNOWN_DTYPES[f"torch.{dtype}"] for dtype, storage in LEGACY_STORAGES.items()},
     "torch.storage.UntypedStorage": _BYTES_STORAGE,
-    "torch._utils._rebuild_tensor_v2": Called(_rebuilt),
-    "torch._utils._rebuild_tensor_v3": Called(_rebuilt),
+    "torch._utils._rebuild_tensor_v2": Called(_rebuild),
+    "torch._utils._rebuild_tensor_v3": Called(_rebuild),
     "torch._utils._rebuild_parameter": Called(lambda tensor, *_: tensor),
     "collections.OrderedDict": Called(make_ordered),
 }
@@ -215,51 +216,52 @@ def _unpickle_tensor(content: bytes) -> Any:
     return unpickle(content, _KNOWN, _PICKLE, stored=_storage)
 
 
-def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[Pickled, int]:
-    """The one tensor of an archive, and where its bytes begin in the file.
+def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[PickledTensor, int]:
+    """Return the only tensor of an archive, and the offset of its bytes in the file.
 
     Raises:
-        FormatError: naming file and byte, if there is something else.
+        FormatError: naming file and byte, if the archive has anything else.
     """
     archive = ZipArchive(windows, piece)
     try:
-        found = _unpickle_tensor(archive.content(_PICKLE, _SHORT_BYTES))
+        tensor = _unpickle_tensor(archive.content(_PICKLE, _SHORT_BYTES))
     except FormatError as error:
         raise archive.malformed(str(error)) from None
-    if not isinstance(found, Pickled):
-        raise archive.malformed(f"a {type(found).__name__}, not a tensor")
-    expected = prod(found.shape) * DTYPE_BYTES[found.dtype]
-    if not found.is_plain:
-        raise archive.malformed(f"a tensor of shape {found.shape} with strides {found.strides}, not in row-major order")
-    if archive.sizes.get(found.record) != expected:
-        held = archive.sizes.get(found.record)
-        raise archive.malformed(f"{held} bytes of a tensor of {found.dtype} {found.shape}, expected {expected}")
+    if not isinstance(tensor, PickledTensor):
+        raise archive.malformed(f"a {type(tensor).__name__}, not a tensor")
+    expected, size = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype], archive.sizes.get(tensor.record)
+    if not tensor.is_plain:
+        raise archive.malformed(
+            f"a tensor of shape {tensor.shape} with strides {tensor.strides}, not in row-major order"
+        )
+    if size != expected:
+        raise archive.malformed(f"{size} bytes of a tensor of {tensor.dtype} {tensor.shape}, expected {expected}")
     if "byteorder" in archive.sizes and archive.content("byteorder", 16) != b"little":
         raise archive.malformed("a tensor in another byte order than little-endian")
-    return found, archive.begin(found.record)
+    return tensor, archive.begin(tensor.record)
 
 
-def _plain(content: bytes) -> tuple[bool, Any]:
-    """Return whether a pickle has nothing but values of plain types, and the value."""
+def _unpickle_plain(content: bytes) -> tuple[bool, Any]:
+    """Return whether a pickle has only values of plain types, and the value."""
     try:
         return True, unpickle(content, {}, _PICKLE)
     except FormatError:
         return False, None
 
 
-_plain_again = lru_cache(maxsize=4096)(_plain)  # hyper-parameters are often the same
+_unpickle_plain_cached = lru_cache(maxsize=4096)(_unpickle_plain)  # equal hyper-parameters have equal pickles
 
 
 def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
-    """The value in an archive, as ``torch.load(weights_only=True)`` gives it. It is not to be changed.
+    """Return the value in an archive, as ``torch.load(weights_only=True)`` does. It must not be changed.
 
     Raises:
         FormatError: naming file and byte, if torch refuses it.
     """
     archive = ZipArchive(windows, piece)
     content = archive.content(_PICKLE, _VALUE_BYTES)
-    if list(filter(_is_data, archive.sizes)) == []:
-        is_plain, value = (_plain_again if len(content) <= _SHORT_BYTES else _plain)(content)
+    if not any(name.startswith("data/") for name in archive.sizes):
+        is_plain, value = (_unpickle_plain_cached if len(content) <= _SHORT_BYTES else _unpickle_plain)(content)
         if is_plain:
             return value
     if piece.nbytes > _VALUE_BYTES:
@@ -269,10 +271,10 @@ def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
 
 
 def load_or_raise(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> Any:
-    """Return what ``torch.load`` returns; whatever it makes of a malformed or refused file is one error.
+    """Return the result of ``load``, a call of ``torch.load``.
 
     Raises:
-        Exception: of ``malformed``, given what torch said.
+        Exception: the result of ``malformed`` with torch's message, for any error of ``load``.
     """
     try:
         return load()
@@ -280,7 +282,3 @@ def load_or_raise(load: Callable[[], Any], malformed: Callable[[str], Exception]
         raise
     except Exception as error:  # torch raises a dozen kinds
         raise malformed(shown(str(error).partition("\n")[0] or type(error).__name__)) from None
-
-
-def _is_data(name: str) -> bool:
-    return name.startswith("data/")

@@ -1,4 +1,4 @@
 """Live objects as leaves by FQN and JSON documents, and back: model, optimizer, trainer, data position.
 
-In come modules, optimizers and dicts. Nothing here knows paths or storage, or communicates.
+Takes modules, optimizers and dicts. Nothing here knows paths or storage, or communicates.
 """

@@ -1,12 +1,12 @@
-"""Continue an epoch of a DataLoader with the batches that it would have drawn.
+"""The position of a DataLoader in an epoch, and resuming there.
 
-The order of an epoch is drawn from the random state when its sampler begins, dropout and the like from the state at
-the save. A resumed epoch therefore draws its order from the first, skips the batches that were used (without loading
-them, for datasets with indices), and continues with the second. What else drew random numbers between loading and the
-first batch has no effect. What worker processes drew for themselves is not restored.
+A sampler draws the order of an epoch from the random state at the start of the epoch; dropout draws from the state at
+the save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them,
+for map-style datasets), and continues with the second state. Random numbers drawn between the load and the first batch
+have no effect. The random state of worker processes is not restored.
 
-Where the order of all ranks together is known (a DistributedSampler), a position in it is a number of samples. Another
-number of ranks, or another batch size, goes on from there: ``GlobalBatches``.
+With a DistributedSampler, the order of all ranks together is known, and a position in it is a number of samples, from
+which another number of ranks or another batch size can continue: ``GlobalBatches``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.system.random_generators import get_rng_state, seed_temporarily, set_rng_state
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
-# What the order of a loader is drawn from: random states of the process and of its own generators, and seeds.
 
 
 OTHER_ORDER = (
-    "{sampler} drew another order for this epoch than in the run that was interrupted: in the rest of this epoch "
-    "samples come twice or not at all. Only what it draws from torch's, numpy's and python's generators, or from its "
-    "own `generator`, is known here. Resume from the end of an epoch, or draw from one of these."
+    "{sampler} drew another order for this epoch than in the interrupted run: the rest of this epoch repeats or omits "
+    "samples. Only the states of torch's, numpy's and python's generators, and of the sampler's own `generator`, are "
+    "restored. Resume from the end of an epoch, or draw from one of these."
 )
 
 
 def checksum_of(order: list[Any]) -> int | None:
-    """Return a checksum of an order; None of one that is not made of numbers."""
+    """Return a checksum of an order; None if its items are not integers."""
     try:
         return zlib.crc32(array("q", order))
     except TypeError:
@@ -55,17 +54,17 @@ def checksum_of(order: list[Any]) -> int | None:
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler that draws a loader's order: that of its batch sampler, if it makes batches; or None."""
+    """Return the sampler that draws a loader's order, from its batch sampler if it has one; None without a sampler."""
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
 def random_state(loader: Any) -> dict[str, Any]:
-    """Return random states of this process and of the loader's own generators."""
+    """Return the random states of this process and of the loader's own generators."""
     return {"process": get_rng_state(), "own": own_states(loader)}
 
 
 def set_random_state(loader: Any, state: dict[str, Any]) -> None:
-    """Continue from what ``random_state`` gave."""
+    """Restore the result of ``random_state``."""
     set_rng_state(state["process"])
     set_own_states(loader, state["own"])
 
@@ -76,18 +75,18 @@ def own_states(loader: Any) -> list[torch.Tensor]:
 
 
 def set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
-    """Continue the loader's own generators."""
+    """Restore the states of the loader's own generators."""
     for generator, state in zip(_generators(loader), states, strict=False):
         generator.set_state(state)
 
 
 def seed_of(loader: Any) -> int | None:
-    """Return the seed of a DistributedSampler, or of another sampler that has one."""
+    """Return the ``seed`` of the loader's sampler; None if it has none."""
     return getattr(sampler_of(loader), "seed", None)
 
 
 def set_seed(loader: Any, seed: int | None) -> None:
-    """Let a DistributedSampler shuffle as in the interrupted run, whatever this one was seeded with."""
+    """Set the ``seed`` of the loader's sampler to the interrupted run's."""
     sampler = sampler_of(loader)
     if seed is not None and hasattr(sampler, "seed"):
         sampler.seed = seed
@@ -95,21 +94,20 @@ def set_seed(loader: Any, seed: int | None) -> None:
 
 def _generators(loader: Any) -> list[torch.Generator]:
     sampler = sampler_of(loader)
-    found = [getattr(loader, "generator", None), getattr(sampler, "generator", None), own_generator(sampler)]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = [getattr(loader, "generator", None), getattr(sampler, "generator", None), own_generator(sampler)]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 # ── batches of all ranks ──────────────────────────────────────────────────────────────────────────────────────────────
-# Deal an epoch's order of samples to data-parallel ranks, so that after every step its first samples are used.
+# An epoch's order of samples, dealt to data-parallel ranks. Pure: nothing here knows DataLoaders.
 #
-# The order is that of all ranks together. Each step takes the next samples of it, whatever the number of ranks and the
-# batch size are, so a number of samples says where an epoch is, and another number of ranks can go on from there. Pure:
-# nothing here knows DataLoaders.
+# Each step takes the next samples of the order of all ranks together, whatever the number of ranks and the batch size.
+# So a number of samples is a position in the epoch, and another number of ranks can continue there.
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPosition:
-    """A position in an epoch: so many samples of the order are used, and so many batches of each rank count as used."""
+    """A position in an epoch: the number of used samples of all ranks, and of used batches of each rank."""
 
     samples: int = 0
     batches: int = 0
@@ -119,14 +117,14 @@ class EpochPosition:
 class GlobalBatches:
     """The division of an order into steps, the same number on every rank.
 
-    A step takes ``ranks * batch_size`` samples. What is left at the end makes a last step, in which some ranks have one
-    sample less than others. If it is less than one sample for each rank, the last two steps share what they have.
+    A step takes ``ranks * batch_size`` samples. The rest makes a shorter last step, in which some ranks have one sample
+    less than others. If the rest has fewer samples than there are ranks, the last two steps share their samples.
 
     Args:
-        ranks: data-parallel ranks.
+        ranks: the number of data-parallel ranks.
         batch_size: samples of each rank in a step.
-        drop_last: leave out a last step that is not full.
-        drop_uneven: leave out at most ``ranks - 1`` samples, so that all ranks have as many as others in each step.
+        drop_last: leave out a shorter last step.
+        drop_uneven: leave out at most ``ranks - 1`` samples, so that all ranks have equally many in each step.
     """
 
     ranks: int
@@ -135,17 +133,17 @@ class GlobalBatches:
     drop_uneven: bool = False
 
     def steps(self, samples: int) -> int:
-        """Return how many steps it takes to use so many samples."""
+        """Return the number of steps in ``samples``."""
         full, rest = self._split(samples)
         return full + len(rest)
 
     def used(self, samples: int, steps: int) -> int:
-        """Return how many of ``samples`` are used after ``steps``."""
+        """Return how many of ``samples`` the first ``steps`` use."""
         full, rest = self._split(samples)
         return min(steps, full) * self.ranks * self.batch_size + sum(rest[: max(0, steps - full)])
 
     def repeats(self, samples: int) -> int:
-        """Return how many samples of the last step some ranks repeat, as there are fewer of them than ranks."""
+        """Return how many ranks repeat another rank's sample in the last step, for want of samples."""
         _, rest = self._split(samples)
         return max(0, self.ranks - rest[-1]) if rest else 0
 
@@ -160,7 +158,7 @@ class GlobalBatches:
             start = stop
 
     def _split(self, samples: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number of full steps, and the sizes of those that follow."""
+        """Return the number of full steps, and the sizes of the shorter steps after them."""
         if self.drop_uneven:
             samples -= samples % self.ranks
         full, rest = divmod(samples, self.ranks * self.batch_size)
@@ -174,19 +172,22 @@ class GlobalBatches:
 
 _END = object()
 _REPEATED = (
-    "the {left} samples that are left of this epoch leave so few for its last step that {repeated} of {ranks} "
-    "data-parallel ranks repeat one of another rank, as each needs a batch. With drop_last=True in the DataLoader they "
-    "are left out."
+    "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
+    "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
+    "DataLoader to leave them out."
 )
 
 
 class Resumption:
-    """The beginning of a loader's next epoch: draw the order from ``start``, skip, continue from ``then``.
+    """The start of a loader's next epoch: draw the order from ``start``, skip used batches, continue from ``then``.
 
-    Without ``start``, it is a new epoch that begins from ``then``; the loaders that begin it together draw one after
-    the other, so those after the first one have it as ``leader``. States are what ``random_state`` gave.
-    With an ``epoch_position``, so many samples of all ranks are skipped, rather than batches of this one; ``checksum``
-    is that of the order that they were drawn from.
+    Args:
+        start: the result of ``random_state`` when the interrupted epoch began; None to begin a new epoch from ``then``.
+        batches: the number of batches to skip.
+        then: the result of ``random_state`` at the save.
+        leader: the resumption of the first loader of several that begin a new epoch together, and draw in turn.
+        epoch_position: skip its number of samples of all ranks, rather than batches of this rank.
+        checksum: of the order of all ranks, for comparison.
     """
 
     def __init__(
@@ -201,23 +202,23 @@ class Resumption:
         self.start, self.batches, self.then = start, batches, then
         self.leader = leader or self
         self.epoch_position, self.checksum = epoch_position, checksum
-        self.iterated: dict[str, Any] | None = None  # the process's state when all loaders of a new epoch had begun
+        self.iterated: dict[str, Any] | None = None  # the process's state after all loaders of a new epoch have begun
 
 
 class ResumableLoader(IndexedLoader):
-    """The addition of ``make_resumable`` to a DataLoader's class."""
+    """The class that ``make_resumable`` puts before a DataLoader's own."""
 
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
-    _waits = False
-    _trains = False
+    _is_next_empty = False
+    _deals = False
     _begun = EpochPosition()
     _checksum: int | None = None
 
     def __iter__(self) -> Any:
         self._epoch_start, self._begun, self._checksum = None, EpochPosition(), None
-        if self._waits:
-            self._waits = False
+        if self._is_next_empty:
+            self._is_next_empty = False
             return iter(())
         resumption, iterable = self._resumption, isinstance(self.dataset, IterableDataset)
         if resumption is not None:
@@ -236,16 +237,16 @@ class ResumableLoader(IndexedLoader):
         return iterator
 
     def index_source(self, sampler: Any) -> IndexSource:
-        """The sampler, observed where it has an order that can be continued."""
+        """Return a source that resumes, for a map-style dataset; else the sampler."""
         if isinstance(self.dataset, IterableDataset):
             return super().index_source(sampler)
-        return _Watched(self, sampler)
+        return _ResumableIndices(self, sampler)
 
     def begin(self, sampler: Any) -> Iterator[Any]:
-        """The indices of an epoch that begins now, or those that an interrupted one has left."""
+        """Yield the indices of a new epoch, or the rest of an interrupted one."""
         resumption, self._resumption = self._resumption, None
         if resumption is not None:
-            self._begin(resumption, resumption.iterated)  # whatever was drawn since
+            self._begin(resumption, resumption.iterated)  # undoes draws since then
         self._epoch_start = random_state(self)
         if (division := self.global_batches()) is not None:
             yield from self._deal(division, None if resumption is None or resumption.start is None else resumption)
@@ -254,23 +255,23 @@ class ResumableLoader(IndexedLoader):
         if resumption is None or resumption.start is None:
             yield from indices
             return
-        following = next(islice(indices, resumption.batches, None), _END)
+        first = next(islice(indices, resumption.batches, None), _END)
         set_random_state(self, resumption.then)
-        if following is not _END:
-            yield following
+        if first is not _END:
+            yield first
             yield from indices
 
     # --- an order of all ranks together ---
 
-    def train(self) -> None:
-        """Deal the order of all ranks, where it is known, so that no sample comes twice; it is a loader of training."""
-        self._trains = True
+    def deal_global_order(self) -> None:
+        """Deal the order of all ranks, if it is known, without repeating samples. For loaders of training."""
+        self._deals = True
 
     def global_batches(self) -> GlobalBatches | None:
-        """Return how the order of all ranks is divided into steps; None where this loader has none that is known."""
+        """Return the division of the order of all ranks into steps; None if the order is unknown or not dealt."""
         sampler = sampler_of(self)
-        known = self._trains and is_strided(sampler) and makes_plain_batches(self.batch_sampler)
-        if not known or isinstance(self.dataset, IterableDataset):
+        is_known = self._deals and is_strided(sampler) and makes_plain_batches(self.batch_sampler)
+        if not is_known or isinstance(self.dataset, IterableDataset):
             return None
         batches: Any = self.batch_sampler
         size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
@@ -279,16 +280,16 @@ class ResumableLoader(IndexedLoader):
     @property
     def samples(self) -> int | None:
         """The number of samples of an epoch of all ranks; None if unknown."""
-        known = is_strided(sampler_of(self))
+        sampler = sampler_of(self)
         try:
-            return len(sampler_of(self).dataset if known else self.dataset)  # type: ignore[arg-type]
+            return len(sampler.dataset if is_strided(sampler) else self.dataset)  # type: ignore[arg-type]
         except TypeError:
             return None
 
     def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
-        """This rank's indices of an epoch that begins, or of one that goes on."""
+        """Yield this rank's indices of a new or a resumed epoch."""
         sampler = sampler_of(self)
-        order = _drawn_alike(sampler)
+        order = _draw_order_of_all_ranks(sampler)
         self._checksum, self._begun = checksum_of(order), EpochPosition()
         if resumption is not None:
             batches = resumption.batches
@@ -304,9 +305,9 @@ class ResumableLoader(IndexedLoader):
         yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
 
     def epoch_position_after(self, position: Mapping[str, Any], batches: int) -> EpochPosition | None:
-        """Return the position to which so many batches led in the run that saved ``position``; None if unknown.
+        """Return the position after ``batches`` of the run that saved ``position``, for this loader; None if unknown.
 
-        Its number of batches is that of an epoch of this loader which has as many steps left.
+        Its number of batches leaves as many steps in the epoch as the remaining samples take with this loader.
         """
         saved, division = position.get("order"), self.global_batches()
         if saved is None or division is None or saved["samples"] != self.samples:
@@ -317,10 +318,7 @@ class ResumableLoader(IndexedLoader):
         return EpochPosition(samples - left, division.steps(samples) - division.steps(left))
 
     def first_sample(self, batch: int) -> int | None:
-        """Return the position, in the order of all ranks, of the first sample of the epoch's batch of that number.
-
-        None where the order is not known.
-        """
+        """Return the position of a batch's first sample in the order of all ranks; None if the order is unknown."""
         division, samples = self.global_batches(), self.samples
         if division is None or samples is None:
             return None
@@ -329,7 +327,7 @@ class ResumableLoader(IndexedLoader):
     # --- random states ---
 
     def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:
-        """Set the random states with which the epoch begins; ``process`` is that of a new one."""
+        """Set the random states at the start of the epoch; ``process`` is the process's state if the epoch is new."""
         if resumption.start is not None:
             set_random_state(self, resumption.start)
             return
@@ -339,33 +337,33 @@ class ResumableLoader(IndexedLoader):
             set_own_states(self, resumption.then["own"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning takes a loader that has this method for one that can resume."""
+        """Return an empty dict: Lightning looks for this method to learn whether a loader can resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing; see ``resume``."""
 
     def resume(self, resumption: Resumption) -> None:
-        """Begin the next epoch so."""
+        """Begin the next epoch as ``resumption`` says."""
         self._resumption = resumption
 
-    def wait(self) -> None:
-        """Give nothing the next time: Lightning begins the loaders before it can be known where to go on.
+    def make_next_empty(self) -> None:
+        """Make the next iteration empty, since Lightning begins it before the position to resume from is known.
 
-        What has no length it would have drawn a batch of, and lost it. Persistent workers are started that early, as
-        the run that did not stop had them before the epoch: starting them draws a random number.
+        Lightning would draw a batch of a loader without a length, and lose it. Persistent workers do start then, as
+        they did before the epoch in the uninterrupted run: starting them draws a random number.
         """
-        self._waits = not self.persistent_workers
+        self._is_next_empty = not self.persistent_workers
 
     def position(self) -> dict[str, Any]:
-        """Return what a resumed run must know: random states when this epoch began (None before), sampler's seed."""
+        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes."""
         position = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
         position |= {"samples": self.samples, "batch_size": self.batch_size}
         if (division := self.global_batches()) is not None:
-            waiting = self._resumption
+            resumption = self._resumption
             begun, checksum = self._begun, self._checksum
-            if waiting is not None and waiting.epoch_position is not None:  # saved before the first batch is drawn
-                begun, checksum = waiting.epoch_position, waiting.checksum
+            if resumption is not None and resumption.epoch_position is not None:  # saved before its first batch
+                begun, checksum = resumption.epoch_position, resumption.checksum
             position["order"] = {
                 "samples": self.samples,
                 "place": list(astuple(begun)),
@@ -375,8 +373,8 @@ class ResumableLoader(IndexedLoader):
         return position
 
 
-class _Watched:
-    """A sampler that tells its loader when it begins; an iterator of persistent workers keeps it over epochs."""
+class _ResumableIndices:
+    """The indices of each epoch, from the loader's ``begin``. Iterators of persistent workers keep it over epochs."""
 
     def __init__(self, loader: ResumableLoader, sampler: Any) -> None:
         self._loader, self._sampler = loader, sampler
@@ -395,7 +393,7 @@ def _resumable_class(kind: Any) -> Any:
 
 
 def make_resumable(loader: object) -> bool:
-    """Let a DataLoader resume, in place; False for loaders with a state of their own, and other iterables."""
+    """Make a DataLoader resumable in place; return False for a loader with its own state, or another iterable."""
     if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not hasattr(loader, "state_dict"):
         kind: Any = type(loader)
         loader.__class__ = _resumable_class(kind)
@@ -403,10 +401,10 @@ def make_resumable(loader: object) -> bool:
 
 
 def refuse_batches_of_batches(loader: object) -> None:
-    """Raise for a DataLoader that Lightning made again with this rank's share of its batches, and that batches these.
+    """Refuse a DataLoader that batches the batches of its sampler since Lightning rebuilt it.
 
-    Lightning calls the constructor again, and passes another sampler. A class that disables torch's batching for its
-    own sampler of batches (``batch_size=None``) enables it for one that it is given.
+    Lightning calls the constructor again, with a DistributedSampler around the sampler. A class that disables torch's
+    batching for its own sampler of batches (``batch_size=None``) may enable it for a sampler that it gets.
 
     Raises:
         UnsupportedCodeError: naming the class.
@@ -415,15 +413,15 @@ def refuse_batches_of_batches(loader: object) -> None:
         return
     if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
         raise UnsupportedCodeError(
-            f"{type(loader).__name__}, whose sampler gives batches, puts each of them into a batch of "
-            f"{loader.batch_size} since Lightning made it again with a DistributedSampler around that sampler. Pass "
-            "Trainer(use_distributed_sampler=False), by which every rank trains on the same batches, or let the loader "
-            "have a DistributedSampler of its own."
+            f"{type(loader).__name__} puts the batches of its sampler into batches of {loader.batch_size}, since "
+            "Lightning rebuilt it with a DistributedSampler around that sampler. Give the loader a DistributedSampler "
+            "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
+            "batches."
         )
 
 
 def batches_done(loops: dict[str, Any]) -> int | None:
-    """Batches of the present epoch that are finished, from Lightning's loop state; None where the epoch is over.
+    """Return the number of finished batches of the epoch from Lightning's loop state; None if the epoch is over.
 
     A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed. A last batch that an
     exception interrupted is not finished.
@@ -437,10 +435,10 @@ def batches_done(loops: dict[str, Any]) -> int | None:
     return int(current["completed"] + in_batch_end)
 
 
-def _drawn_alike(sampler: Any) -> list[Any]:
-    """The order of all ranks: what a sampler of the user's draws at random depends on seed and epoch alone.
+def _draw_order_of_all_ranks(sampler: Any) -> list[Any]:
+    """Return the order of all ranks, equal on all: a wrapped sampler draws from a seed made of seed and epoch.
 
-    The generators of the process would not do: they differ between ranks that drew differently.
+    The process's generators would give ranks that have drawn differently different orders.
     """
     if wrapped_sampler(sampler) is None:
         return order_of_all_ranks(sampler)
@@ -457,13 +455,13 @@ def _drawn_alike(sampler: Any) -> list[Any]:
 
 
 def batches_of_loader(loader: object, batches: int, *, cycles: bool, length: int | None = None) -> int:
-    """Return how many of an epoch's ``batches`` this loader gave since it last began.
+    """Return how many of an epoch's ``batches`` this loader yielded since it last began.
 
     Args:
-        loader: of torch, or any other.
+        loader: any iterable.
         batches: of the epoch, for all loaders together.
-        cycles: whether it begins anew when it has no more.
-        length: how many it gives from then on; by default ``len(loader)``, if it has one.
+        cycles: whether the loader begins again at its end.
+        length: the number of batches until its end; by default ``len(loader)``, if it has one.
     """
     try:
         length = len(loader) if length is None else length  # type: ignore[arg-type]  # if it has one

@@ -1,6 +1,6 @@
-"""Documents of a checkpoint: check that each has the shape that its role says, and put optimizers together.
+"""The JSON documents of a checkpoint: their entries by name, checks of their structure, merged optimizer documents.
 
-Readers may rely on the shape; values are not looked at. No torch.
+Checks cover the structure that readers rely on, not the values. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from lightning_shardckpt.state.peft_names import adapters_from_json
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 # ── entries of a document ─────────────────────────────────────────────────────────────────────────────────────────────
-# Names for everything in the documents of a checkpoint, as for tensors in its files. No torch: nothing is decoded.
-#
-# ``optimizer/0/head.weight/step``, ``optimizer/0/param_groups/1/lr``, ``trainer/callbacks/EarlyStopping/wait_count``,
-# ``rank/3/rng/torch``, and values of modules under their own names. What is nested has a name for each leaf; a list or
-# tuple of plain values alone, such as betas, is one.
+# Every leaf of a document has a name, as tensors in files have: ``optimizer/0/head.weight/step``,
+# ``optimizer/0/param_groups/1/lr``, ``trainer/callbacks/EarlyStopping/wait_count``, ``rank/3/rng/torch``; values of
+# modules have their own names. A list or tuple of plain values, such as betas, is one leaf. Nothing is decoded.
 
 
 _TAG = "$"
@@ -35,7 +33,7 @@ _PLAIN = ("frozen", "versions", "peft", "huggingface")
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """A stored value: ``kind`` is its type ("tensor", "int", "str", …), with dtype and shape where it has those."""
+    """The type of a stored value ("tensor", "int", "str", …), and the dtype and shape of a tensor or array."""
 
     kind: str
     dtype: str | None = None
@@ -44,7 +42,7 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A value as the document has it: tagged JSON, see ``json_tree.decode``; ``is_plain``: JSON without tags."""
+    """A value of a document: tagged JSON, see ``json_tree.decode``, or with ``is_plain`` JSON without tags."""
 
     info: ValueInfo
     value: Any
@@ -52,23 +50,23 @@ class DocumentEntry:
 
 
 def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEntry]:
-    """Everything in a document of a role by name, but for what is stored as a tensor in a file.
+    """Return the entries of a document by name, except references to tensors in files.
 
-    >>> found = entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
-    >>> {name: entry.info.kind for name, entry in found.items()}
+    >>> entries = entries_of("trainer", {"loops": {"step": 3}, "names": ["a"]})
+    >>> {name: entry.info.kind for name, entry in entries.items()}
     {'trainer/loops/step': 'int', 'trainer/names': 'list'}
     """
-    found: dict[str, DocumentEntry] = {}
-    for name, entry in _named(role, document, rank):
+    entries: dict[str, DocumentEntry] = {}
+    for name, entry in _iterate_entries(role, document, rank):
         key, number = name, 1
-        while key in found:  # {"a/b": …} and {"a": {"b": …}}
+        while key in entries:  # {"a/b": …} and {"a": {"b": …}}
             number += 1
             key = f"{name}#{number}"
-        found[key] = entry
-    return found
+        entries[key] = entry
+    return entries
 
 
-def _named(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
+def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
     if document is None:
         return
     if role in _PLAIN:
@@ -77,21 +75,21 @@ def _named(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentE
         for name, value in document.items():
             yield name, DocumentEntry(_info(value), value)
     elif role == "optimizer":
-        for number, one in document.items():
-            yield from _of_optimizer(f"optimizer/{number}", one)
+        for number, optimizer in document.items():
+            yield from _optimizer_entries(f"optimizer/{number}", optimizer)
     else:
         yield from _leaves(document, role if role == "trainer" else f"rank/{rank}")
 
 
-def _of_optimizer(place: str, one: Mapping[str, Any]) -> Iterator[tuple[str, DocumentEntry]]:
-    for name, shared in one["values"].items():
+def _optimizer_entries(place: str, optimizer: Mapping[str, Any]) -> Iterator[tuple[str, DocumentEntry]]:
+    for name, shared in optimizer["values"].items():
         for item in shared:
             for param in item["params"]:
                 yield f"{place}/{param}/{name}", DocumentEntry(_info(item["value"]), item["value"])
-    for number, group in one["groups"].items():
+    for number, group in optimizer["groups"].items():
         yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
         yield f"{place}/param_groups/{number}/params", DocumentEntry(ValueInfo("list"), group["params"], is_plain=True)
-    for key, value in one.get("own", {}).items():
+    for key, value in optimizer.get("own", {}).items():
         yield from _leaves(value, f"{place}/own/{key}")
 
 
@@ -108,18 +106,14 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:
     elif isinstance(value, dict) and tag is None:
         inner = list(value.items())
     for key, item in inner:
-        yield from _leaves(item, f"{path}/{_text(key)}")
+        text = str(key.get("v")) if isinstance(key, dict) else str(key)  # a key may be tagged, too
+        yield from _leaves(item, f"{path}/{text}")
     if not inner:
         yield path, DocumentEntry(_info(value), value)
 
 
 def _items_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _text(key: Any) -> str:
-    """A key of a mapping, which may be tagged itself."""
-    return str(key.get("v")) if isinstance(key, dict) else str(key)
 
 
 def _info(value: Any) -> ValueInfo:
@@ -133,47 +127,51 @@ def _info(value: Any) -> ValueInfo:
 
 
 FROZEN = "shardckpt_frozen_parameters"
-"""Key of Lightning's checkpoint dict under which a single file has the document "frozen"."""
+"""Key of the document "frozen" in a single-file checkpoint, a dict of Lightning."""
 PEFT = "peft.json"
 HUGGING_FACE = "huggingface.json"
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "generation_config.json")
-"""The files of a model of transformers that a checkpoint has: texts of JSON."""
+"""The configuration files of a model of transformers that a checkpoint stores, in JSON."""
 
 _PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
 
 
-def checked(role: str, content: bytes, where: str) -> Any:
-    """The JSON of a document of a role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or
-    "huggingface".
+def parse_document(role: str, content: bytes, where: str) -> Any:
+    """Parse and check a document.
+
+    Args:
+        role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or "huggingface".
+        content: of the file.
+        where: names the document in errors.
 
     Raises:
-        FormatError: naming ``where`` and what is wrong.
+        FormatError: if the document does not have the structure of its role.
     """
     value = parse_json(content, where)
     try:
         if role == "optimizer":
-            _optimizers(value)
+            _check_optimizers(value)
         elif role == "frozen":
             check_frozen(value)
         elif role == "versions":
-            for name, version in _object(value, "").items():
-                _object(version, shown(name))
+            for name, version in _check_object(value, "").items():
+                _check_object(version, shown(name))
         elif role == "peft":
             adapters_from_json(value)
         elif role == "huggingface":
-            _hugging_face(value)
+            _check_hugging_face(value)
         elif role != "rank":
-            _object(value, "")
+            _check_object(value, "")
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     return value
 
 
 def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
-    """The JSON of a role, None if there is none; of those that groups of ranks store the union.
+    """Return the JSON of a role, merged over groups of ranks that each store a part; None if there is none.
 
-    Of "versions" that is never None, since a module that is not in it is of version 1.
+    For "versions" the result is never None, since a module without an entry has version 1.
     """
     known = checkpoint.root.documents
     single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
@@ -183,20 +181,20 @@ def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
         names = [name] if name in known else []
     else:
         names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))
-    found = [checked(role, checkpoint.document(name), f"{checkpoint.path!r}, {name}") for name in names]
-    if role == "optimizer" and len(found) > 1:
-        return merge_optimizers(found)
-    found += [{}] if role == "versions" else []
-    return {name: value for one in reversed(found) for name, value in one.items()} if found else None
+    parsed = [parse_document(role, checkpoint.document(name), f"{checkpoint.path!r}, {name}") for name in names]
+    if role == "optimizer" and len(parsed) > 1:
+        return merge_optimizers(parsed)
+    parsed += [{}] if role == "versions" else []
+    return {name: value for one in reversed(parsed) for name, value in one.items()} if parsed else None
 
 
 def check_frozen(value: Any) -> None:
-    """Make sure that it has dtype and shape by name.
+    """Check that the document "frozen" holds a dtype and a shape by name.
 
     Raises:
-        FormatError: saying what it has instead.
+        FormatError: if it does not.
     """
-    for name, spec in _object(value, "").items():
+    for name, spec in _check_object(value, "").items():
         dtype, shape = spec if isinstance(spec, list) and len(spec) == 2 else (None, None)
         if not isinstance(dtype, str) or not isinstance(shape, list):
             raise FormatError(f"{shown(name)} is not described by a dtype and a shape: {shown(spec)}")
@@ -204,74 +202,71 @@ def check_frozen(value: Any) -> None:
         check_shape(shape)
 
 
-def _object(value: Any, place: str, *keys: str) -> dict[str, Any]:
+def _check_object(value: Any, place: str, *keys: str) -> dict[str, Any]:
     if not isinstance(value, dict) or "$" in value or not value.keys() >= set(keys):
         wanted = f" with {', '.join(keys)}" if keys else ""
         raise FormatError(f"{place or 'the document'} is not an object{wanted}: {shown(value)}")
     return value
 
 
-def _list(value: Any, place: str) -> list[Any]:
+def _check_list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise FormatError(f"{place} is not a list: {shown(value)}")
     return value
 
 
-def _numbered(value: Any, place: str) -> list[tuple[str, Any]]:
-    """The items of an object whose keys are 0, 1, 2 …"""
-    found = _object(value, place)
-    if found.keys() != {str(i) for i in range(len(found))}:
-        raise FormatError(f"{place or 'the document'} has keys {shown(list(found))}, expected 0 to {len(found) - 1}")
-    return [(f"{place}/{key}" if place else key, item) for key, item in found.items()]
+def _check_numbered(value: Any, place: str) -> list[tuple[str, Any]]:
+    """Return the items of an object whose keys are 0, 1, 2 …"""
+    keys = _check_object(value, place).keys()
+    if keys != {str(i) for i in range(len(keys))}:
+        raise FormatError(f"{place or 'the document'} has keys {shown(list(keys))}, expected 0 to {len(keys) - 1}")
+    return [(f"{place}/{key}" if place else key, item) for key, item in value.items()]
 
 
-def _optimizers(value: Any) -> None:
-    for place, optimizer in _numbered(value, ""):
-        _object(optimizer, place, "groups", "values", "numbered")
-        own = _object(optimizer.get("own", {}), f"{place}/own")
-        _object(own.get("state", {}), f"{place}/own/state")
+def _check_optimizers(value: Any) -> None:
+    for place, optimizer in _check_numbered(value, ""):
+        _check_object(optimizer, place, "groups", "values", "numbered")
+        own = _check_object(optimizer.get("own", {}), f"{place}/own")
+        _check_object(own.get("state", {}), f"{place}/own/state")
         numbered = optimizer["numbered"]
         if type(numbered) is not bool:
             raise FormatError(f"{place}/numbered is not true or false: {shown(numbered)}")
-        for where, group in _numbered(optimizer["groups"], f"{place}/groups"):
-            hyper = _object(group, where, "hyper", "params")["hyper"]
+        for where, group in _check_numbered(optimizer["groups"], f"{place}/groups"):
+            hyper = _check_object(group, where, "hyper", "params")["hyper"]
             if not isinstance(hyper, dict) or hyper.get("$", "map") != "map":
                 raise FormatError(f"{where}/hyper is not an object: {shown(hyper)}")
-            _params(group["params"], f"{where}/params", numbered)
-        for name, shared in _object(optimizer["values"], f"{place}/values").items():
+            _check_params(group["params"], f"{where}/params", numbered)
+        for name, shared in _check_object(optimizer["values"], f"{place}/values").items():
             where = f"{place}/values/{shown(name)}"
-            for item in _list(shared, where):
-                _params(_object(item, where, "value", "params")["params"], where, numbered)
+            for item in _check_list(shared, where):
+                _check_params(_check_object(item, where, "value", "params")["params"], where, numbered)
 
 
-def _params(value: Any, place: str, numbered: bool) -> None:
-    for name in _list(value, place):
+def _check_params(value: Any, place: str, numbered: bool) -> None:
+    for name in _check_list(value, place):
         if not isinstance(name, str) or (numbered and not _PARAM_NUMBER.fullmatch(name)):
             raise FormatError(f"{place} has {shown(name)}, which names no parameter")
 
 
-# ── Hugging Face ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _hugging_face(value: Any) -> None:
-    _object(value, "", "models")
-    for number, model in enumerate(_list(value["models"], "models")):
+def _check_hugging_face(value: Any) -> None:
+    _check_object(value, "", "models")
+    for number, model in enumerate(_check_list(value["models"], "models")):
         place = f"models/{number}"
-        _object(model, place, "prefix", "class", "adapter", "ties", "ignored", "names", "files")
-        texts = [model["prefix"], model["class"], *_list(model["ties"], f"{place}/ties")]
-        texts += _list(model["ignored"], f"{place}/ignored")
+        _check_object(model, place, "prefix", "class", "adapter", "ties", "ignored", "names", "files")
+        texts = [model["prefix"], model["class"], *_check_list(model["ties"], f"{place}/ties")]
+        texts += _check_list(model["ignored"], f"{place}/ignored")
         for text in texts if model["adapter"] is None else [*texts, model["adapter"]]:
             check_text(text)
-        files = _object(model["files"], f"{place}/files")
+        files = _check_object(model["files"], f"{place}/files")
         for name in {CONFIG, *files}.intersection(CONFIGS):
             if not isinstance(parse_json(check_text(files.get(name)).encode(), name), dict):
                 raise FormatError(f"{place}/files/{name} is not an object")
-        for name, parts in _object(model["names"], f"{place}/names").items():
-            for part in _list(parts, f"{place}/names/{shown(name)}"):
-                _part(part, f"{place}/names/{shown(name)}")
+        for name, parts in _check_object(model["names"], f"{place}/names").items():
+            for part in _check_list(parts, f"{place}/names/{shown(name)}"):
+                _check_part(part, f"{place}/names/{shown(name)}")
 
 
-def _part(part: Any, place: str) -> None:
+def _check_part(part: Any, place: str) -> None:
     if not isinstance(part, list) or len(part) != 4 or not all(isinstance(one, list) for one in part[1:]):
         raise FormatError(f"{place} has {shown(part)}, expected a name, start, stop and shape")
     check_text(part[0])
@@ -280,16 +275,11 @@ def _part(part: Any, place: str) -> None:
         raise FormatError(f"{place} has {shown(part)}, which is no box")
 
 
-# ── merging documents ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Merge the optimizer documents of groups of ranks into one, as FORMAT.md says. No torch.
+# ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list[str]:
-    """Group parameters by equal value: all step counters of an optimizer usually agree.
-
-    Returns:
-        The parameters that have the value, to which more may be added.
-    """
+    """Add a parameter to those that share an equal value, such as the step counter; return the list of them."""
     text = json.dumps(value, sort_keys=True)
     params: list[str] = values.setdefault(name, {}).setdefault(text, {"value": value, "params": []})["params"]
     params.append(param)
@@ -297,10 +287,10 @@ def add_value(values: dict[str, Any], name: str, param: str, value: Any) -> list
 
 
 def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what one process would have stored, from the documents of groups of ranks: pipeline stages.
+    """Merge the optimizer documents of pipeline stages into the document of a single process, see FORMAT.md.
 
-    Hyper-parameters, and what is of no parameter, are those of the first document that has them. Parameters are in the
-    order of the documents, each once: several stages have those of containers, and tied ones.
+    Hyper-parameters and the optimizer's own entries come from the first document that has them. Parameters are in the
+    order of the documents, each once: several stages may have parameters of containers, and tied ones.
     """
     merged: dict[str, Any] = {}
     for number in dict.fromkeys(n for document in documents for n in document):
@@ -308,10 +298,10 @@ def merge_optimizers(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         groups: dict[str, Any] = {}
         grouped: set[str] = set()
         for i in dict.fromkeys(i for part in parts for i in part["groups"]):
-            found = [part["groups"][i] for part in parts if i in part["groups"]]
-            params = [p for p in dict.fromkeys(p for group in found for p in group["params"]) if p not in grouped]
+            same = [part["groups"][i] for part in parts if i in part["groups"]]
+            params = [p for p in dict.fromkeys(p for group in same for p in group["params"]) if p not in grouped]
             grouped.update(params)
-            groups[i] = {"hyper": found[0]["hyper"], "params": params}
+            groups[i] = {"hyper": same[0]["hyper"], "params": params}
         values: dict[str, Any] = {}
         seen: set[tuple[str, str]] = set()
         entries = [(name, entry) for part in parts for name, shared in part["values"].items() for entry in shared]
@@ -333,7 +323,10 @@ class StoredOptimizer:
         number: of the optimizer.
         document: its part of the document "optimizer".
         component: the tensors of all optimizers; None if there are none.
-        decoded: makes so many equal values of what ``encode_small`` returned; no two share memory that may change.
+        decode: decodes the result of ``encode_small`` into that many equal values, which share no mutable memory.
+
+    Attributes:
+        own: state without a parameter (``optimizer.state["k"]``) and extra entries, like a state dict.
     """
 
     def __init__(
@@ -341,19 +334,18 @@ class StoredOptimizer:
         number: int,
         document: dict[str, Any],
         component: Component | None,
-        decoded: Callable[[Any, int], Sequence[Any]],
+        decode: Callable[[Any, int], Sequence[Any]],
     ) -> None:
         groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
         self.groups: list[list[str]] = [group["params"] for group in groups]
-        self.hyper: list[dict[str, Any]] = [decoded(group["hyper"], 1)[0] for group in groups]
+        self.hyper: list[dict[str, Any]] = [decode(group["hyper"], 1)[0] for group in groups]
         self.numbered: bool = document["numbered"]
-        self.own: dict[str, Any] = decoded(document.get("own", {}), 1)[0]
-        """Like a state dict, without parameters: state under a text, and entries that only this optimizer has."""
+        self.own: dict[str, Any] = decode(document.get("own", {}), 1)[0]
         self.values: dict[str, dict[str, Any]] = {}
         for name, shared in document["values"].items():
             for item in shared:
                 params = item["params"]
-                for param, value in zip(params, decoded(item["value"], len(params)), strict=True):
+                for param, value in zip(params, decode(item["value"], len(params)), strict=True):
                     self.values.setdefault(param, {})[name] = value
         self.specs = component.tensors if component is not None else {}
         self.tensors: dict[str, dict[str, str]] = {}
@@ -369,15 +361,15 @@ class StoredOptimizer:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number that torch gives to each parameter."""
+        """The number of each parameter in torch's state dicts."""
         return {param: number for number, param in enumerate(param for group in self.groups for param in group)}
 
     def state_dict(self, tensors: Mapping[str, Any], *, by_number: bool = False) -> dict[str, Any]:
-        """Return state like torch's ``Optimizer.state_dict``.
+        """Return a state dict like ``Optimizer.state_dict``.
 
         Args:
-            tensors: by stored key, or what stands for them.
-            by_number: use numbers of parameters, as torch does; else what was saved.
+            tensors: by stored key; may be placeholders.
+            by_number: key parameters by number, as torch does; else as they were saved.
         """
         numbers = self.numbers if by_number else {}
 
@@ -395,5 +387,5 @@ class StoredOptimizer:
         }
         groups = [{**h, "params": [as_saved(p) for p in g]} for h, g in zip(self.hyper, self.groups, strict=True)]
         if not groups and not state:
-            return {}  # as Lightning has it where a LightningModule has no optimizers
+            return {}  # as in Lightning, for a LightningModule without optimizers
         return {**self.own, "state": {**state, **self.own.get("state", {})}, "param_groups": groups}

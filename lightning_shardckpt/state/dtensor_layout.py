@@ -1,9 +1,9 @@
-"""The boxes of a live tensor that are on this rank, and where they lie in local memory.
+"""Layouts of DTensors: the boxes of a live tensor on this rank, and their offsets in local memory.
 
-Translates a DTensor's mesh and placements into a ``Layout``. The order in which axes split a dim is not that of
-placements: FSDP over tensor parallelism (``StridedShard``) splits the tensor-parallel slice last although its mesh axis
-comes first. torch's own ``compute_local_shape_and_global_offset`` is wrong there for uneven dims (torch 2.13), so the
-boxes come from ``layout.py`` and are checked against the real local shape.
+A DTensor's mesh and placements become a ``Layout``. Axes may split a dim in another order than the placements: FSDP
+over tensor parallelism (``StridedShard``) splits the tensor-parallel slice last although its mesh axis comes first.
+torch's ``compute_local_shape_and_global_offset`` is wrong there for uneven dims (torch 2.13), so the boxes come from
+``layout.py``, and are checked against the real local shape.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from lightning_shardckpt.state import tensor_bytes
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a tensor over the world; a plain tensor is replicated.
+    """Return the layout of a tensor over the world; a plain tensor is replicated.
 
     Raises:
-        StateError: for a ``Partial`` placement, and for shards that no layout describes.
+        StateError: for a ``Partial`` placement, and for placements that no layout describes.
     """
-    return _layout(*_kind(tensor), tensor.ndim) if isinstance(tensor, DTensor) else REPLICATED
+    return _layout(*_sharding(tensor), tensor.ndim) if isinstance(tensor, DTensor) else REPLICATED
 
 
-def _kind(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return what many tensors share; to compare it is quicker than to compare two DTensorSpecs."""
+def _sharding(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return mesh and placements, which are quicker to hash and compare than a DTensorSpec."""
     spec = spec_of(tensor)
     return spec.device_mesh, tuple(spec.placements)
 
 
 def acts_as_whole(tensor: torch.Tensor) -> bool:
-    """Return whether code that uses the tensor sees all of it: of torch's own DTensors it may see the rows."""
+    """Return whether code that uses the tensor sees the whole tensor; with torch's DTensor, it may see local rows."""
     return type(tensor) is not DTensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor, without history; shares storage with it, and may be it."""
+    """Return the local part of a tensor without autograd history. It shares the tensor's storage, and may be it."""
     local = dtensor.local_tensor(tensor)
     return local.detach() if local.requires_grad else local
 
@@ -58,14 +58,14 @@ def this_rank() -> int:
 
 
 def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
-    """The boxes that ``rank``, which is this one, has of a tensor, checked against its local shape.
+    """Return the boxes of a tensor on this rank, ``rank``, checked against its local shape.
 
     Raises:
-        StateError: if the local shape is not what the placements say, or this rank is not in the mesh.
+        StateError: if the local shape contradicts the placements, or this rank is not in the mesh.
     """
     if not isinstance(tensor, DTensor):
         return _whole(tuple(tensor.shape))
-    return _parts(*_kind(tensor), tensor.shape, dtensor.local_tensor(tensor).shape, rank)
+    return _parts(*_sharding(tensor), tensor.shape, dtensor.local_tensor(tensor).shape, rank)
 
 
 @lru_cache(maxsize=65536)
@@ -91,16 +91,16 @@ def _parts(
 
 
 def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor laid out like another one, without values."""
+    """Return an uninitialized tensor of the same class, shape, device and placements."""
     if not isinstance(tensor, DTensor):
         return tensor_bytes.new_like(tensor, dtype)
-    found: torch.Tensor = shard_like(tensor_bytes.new_like(dtensor.local_tensor(tensor), dtype), spec_of(tensor))
-    found.__class__ = type(tensor)  # one that acts as a whole tensor, or torch's own
-    return found
+    new: torch.Tensor = shard_like(tensor_bytes.new_like(dtensor.local_tensor(tensor), dtype), spec_of(tensor))
+    new.__class__ = type(tensor)
+    return new
 
 
 def shard_like(local: torch.Tensor, like: DTensorSpec) -> DTensor:
-    """A DTensor of this rank's part of it, laid out as ``like`` says, of the part's dtype."""
+    """Return a DTensor with the local tensor ``local``, its dtype, and the mesh and placements of ``like``."""
     meta = like.tensor_meta
     assert meta is not None
     return new_dtensor(
@@ -108,83 +108,83 @@ def shard_like(local: torch.Tensor, like: DTensorSpec) -> DTensor:
     )
 
 
-def is_like(found: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``found`` is what ``new_like`` gives, with values: of the same types, shape, device and layout."""
+def is_like(value: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether ``value`` has the class, dtype, shape, device and placements that ``new_like`` would give it."""
     kind = type(tensor) if isinstance(tensor, DTensor) else torch.Tensor
-    if type(found) is not kind or not isinstance(found, torch.Tensor):
+    if type(value) is not kind or not isinstance(value, torch.Tensor):
         return False
-    if isinstance(found, DTensor) and isinstance(tensor, DTensor) and _kind(found) != _kind(tensor):
+    if isinstance(value, DTensor) and isinstance(tensor, DTensor) and _sharding(value) != _sharding(tensor):
         return False
-    local, like = dtensor.local_tensor(found), dtensor.local_tensor(tensor)  # asked for less than a DTensor takes
+    local, like = dtensor.local_tensor(value), dtensor.local_tensor(tensor)  # quicker to ask than DTensors
     return (
         type(local) is torch.Tensor
         and local.layout is torch.strided
         and local.dtype == dtype
         and local.device == like.device
         and local.shape == like.shape
-        and dtensor.shape_of(found) == dtensor.shape_of(tensor)
+        and dtensor.shape_of(value) == dtensor.shape_of(tensor)
         and local.is_contiguous()
-        and not found.requires_grad
+        and not value.requires_grad
     )
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor are one in memory, as ``Tensor.expand`` makes them."""
+    """Return whether several elements of a tensor share memory, as after ``Tensor.expand``."""
     if tensor.is_contiguous():
         return False
     return any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of those whose local memory reaches into another one's; gaps between elements count as memory."""
+    """Return the ids of tensors whose local memory overlaps another one's; gaps between elements count as memory."""
     spans = []
     for tensor in tensors:
         local = dtensor.local_tensor(tensor)
         if local.layout is torch.strided and (nbytes := local.nbytes):
             begin = local.data_ptr()
             spans.append((begin, begin + (nbytes if local.is_contiguous() else _reach(local)), id(tensor)))
-    found = set[int]()
+    overlapping_ids = set[int]()
     reach, furthest = 0, 0
     for begin, end, of in sorted(spans):
         if begin < reach:
-            found |= {of, furthest}
+            overlapping_ids |= {of, furthest}
         if end > reach:
             reach, furthest = end, of
-    return frozenset(found)
+    return frozenset(overlapping_ids)
 
 
 def _reach(local: torch.Tensor) -> int:
-    """Return the bytes from the first to the last element of a tensor that has some."""
+    """Return the number of bytes from the first to the last element of a non-empty tensor."""
     last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
     return (last + 1) * local.itemsize
 
 
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that this rank has of a tensor, each with the view of local memory that holds it."""
+    """Return the boxes of a tensor on this rank, each with the view of local memory that holds it."""
     local = local_tensor(tensor)
     return [(part.box, view_at(local, part.local)) for part in parts_of(tensor, this_rank())]
 
 
 def copy_slice(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    """Give a sharded parameter its part of a whole tensor."""
+    """Copy the local part of a full tensor into a sharded parameter."""
     for box, view in local_views(parameter):
         view.copy_(view_at(full, box))
 
 
 @lru_cache(maxsize=65536)
 def parts_within(parts: tuple[Part, ...], region: Box) -> tuple[Part, ...]:
-    """Return what of the parts of a local tensor lies in a region of it, in the region's coordinates."""
-    found = []
+    """Return the intersections of parts with a region of the local tensor, in the region's coordinates."""
+    cut = []
     for part in parts:
         common = part.local.intersect(region)
         if common is not None:
             box = common.within(part.local).shift(part.box.start)
-            found.append(Part(box, common.within(region).start))
-    return tuple(found)
+            cut.append(Part(box, common.within(region).start))
+    return tuple(cut)
 
 
 def view_at(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``local`` that ``box``, in local coordinates, selects; 0-dim safe. A box of nothing lies anywhere."""
+    """Return the view of ``local`` at a box in local coordinates. 0-dim tensors work; an empty box may lie anywhere."""
     if box.stop == tuple(local.shape) and not any(box.start):
         return local
     if not box.numel:
@@ -202,12 +202,12 @@ def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> L
 
 
 def _axes(mesh: DeviceMesh) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
-    """The axes of a mesh and all its siblings in the root mesh, so that every rank finds the same."""
+    """Return the axes of a mesh and all its siblings in the root mesh, equal on every rank, and the order of ranks."""
     siblings = sibling_ranks(mesh)
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    found = _lattice(siblings, names)
-    if found is not None:
-        return found, None
+    axes = _lattice(siblings, names)
+    if axes is not None:
+        return axes, None
     order = siblings.flatten()
     by_position = _lattice(torch.arange(order.numel()).view_as(siblings), names)
     assert by_position is not None
@@ -215,7 +215,7 @@ def _axes(mesh: DeviceMesh) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
 
 
 def _lattice(siblings: torch.Tensor, names: tuple[str, ...]) -> tuple[Axis, ...] | None:
-    """Axes such that ``(rank // stride) % size`` is each rank's coordinate, the finest ones nested; or None."""
+    """Return axes such that ``(rank // stride) % size`` is each rank's coordinate; None if there are none."""
     axes = []
     for dim, (name, size) in enumerate(zip(names, siblings.shape[1:], strict=True), start=1):
         moved = siblings.movedim(dim, 0)
@@ -228,7 +228,8 @@ def _lattice(siblings: torch.Tensor, names: tuple[str, ...]) -> tuple[Axis, ...]
 
 
 def _cuts(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> tuple[DimShard, ...]:
-    """Return shardings in order: plain ones left to right, then strided ones after a later axis, right to left."""
+    """Return cuts in order: plain shards left to right, then strided shards of a dim that a later axis splits, too,
+    right to left."""
     direct: list[DimShard] = []
     deferred: list[DimShard] = []
     for axis, placement in enumerate(placements):

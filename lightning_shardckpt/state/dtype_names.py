@@ -1,4 +1,4 @@
-"""Names of dtypes: those of the format, which are safetensors', torch's, and those in files of torch.save. No torch."""
+"""Names of dtypes in the format (which are safetensors'), in torch, and in files of torch.save. No torch."""
 
 TORCH_NAMES = {
     "F64": "float64",
@@ -22,7 +22,7 @@ TORCH_NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-"""By the format's name of every dtype that a checkpoint can hold: the attribute of the module ``torch``."""
+"""The name in torch of every dtype that a checkpoint can hold, by its name in the format."""
 
 LEGACY_STORAGES = {
     "float64": "DoubleStorage",
@@ -38,7 +38,7 @@ LEGACY_STORAGES = {
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
-"""By the name of a dtype of ``torch``: the class of that module that a pickle names for the storage of a tensor.
+"""The storage class that torch.save writes into a pickle, by the dtype's name in torch.
 
-A tensor of any other dtype has an untyped storage there, and its dtype apart.
+A tensor of any other dtype has an untyped storage, and its dtype beside it.
 """

@@ -1,7 +1,7 @@
-"""Record what a module knows about Hugging Face, so that an export needs no transformers.
+"""The document "huggingface" of a checkpoint: names and configs of the models of transformers, for exports without it.
 
-A ``PreTrainedModel`` is told by its classes' names and what it has; transformers is never imported here. What is found
-is a document of the checkpoint, see FORMAT.md: names and texts, nothing that is run. Nothing here fails a save.
+Models are recognized by class names and attributes; transformers is never imported here. The document holds names and
+texts, no code, see FORMAT.md. A failure here is a note and does not fail the save.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lightning_shardckpt.compat.transformers import has_own_code, names_not_save
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.state.hf_directory import NamedBoxes, apply_pattern, general, pattern_of
+from lightning_shardckpt.state.hf_directory import NamedBoxes, apply_pattern, generalize, pattern_of
 from lightning_shardckpt.state.model import is_elsewhere
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────
 # The names of a model's weights in the files of ``from_pretrained``, where they differ from its state dict.
 #
-# Transformers 5 keeps, for instance, all experts of a layer in one parameter, and takes it apart when it saves. What it
-# does to names and shapes is observed here by having it do that to tensors without memory: each result is a box of an
-# entry of the state dict. Torch only; what is called is transformers' own function, if that is there.
+# Transformers 5, for instance, keeps all experts of a layer in one parameter, and splits it when it saves. To learn the
+# names and shapes, its own function runs here on tensors of the meta device: each result is a box of an entry of the
+# state dict.
 
 
 def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
-    """Return what the entries of a model's state dict become, by name, where it is not the entry itself.
+    """Return the tensors that the entries of a model's state dict become in a file, by name, if they are converted.
 
-    The numbers of layers are ``#`` where all layers are alike, so that it is of other pipeline stages, too.
+    A rule with ``#`` for the number of a layer stands for equal layers, also those of other pipeline stages.
 
     Raises:
-        ValueError: if a tensor is more than a box of one entry, such as a transposed one.
+        ValueError: if a tensor is not a box of one entry, such as a transposed tensor.
     """
     revert = revert_function()
     if revert is None:
@@ -49,48 +49,52 @@ def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in entries.items()}
     lineage = _Lineage(stand_ins)
     with lineage:
-        found = revert(model, dict(stand_ins))
+        reverted = revert(model, dict(stand_ins))
     parts: dict[str, NamedBoxes] = {}
-    for name, tensor in found.items():
+    for name, tensor in reverted.items():
         entry, start, stop = lineage.box(name, tensor)
         parts.setdefault(entry, []).append([name, start, stop, list(tensor.shape)])
-    same = {name: [[name, [0] * t.ndim, list(t.shape), list(t.shape)]] for name, t in stand_ins.items()}
-    return _by_pattern({name: sorted(found) for name, found in parts.items()}, same)
+    unchanged = {name: [[name, [0] * t.ndim, list(t.shape), list(t.shape)]] for name, t in stand_ins.items()}
+    return _group_by_pattern({name: sorted(boxes) for name, boxes in parts.items()}, unchanged)
 
 
 def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; without the calls of hooks, which may gather."""
-    found: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if not is_elsewhere(p)]
+    """Return parameters and persistent buffers, without calling the hooks of ``state_dict``, which may gather."""
+    state: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if not is_elsewhere(p)]
     for prefix, module in model.named_modules():
         for name, buffer in buffer_slots(module).items():
             if buffer is not None and name not in non_persistent_buffers(module):
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return found
+                state.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return state
 
 
-def _by_pattern(parts: dict[str, NamedBoxes], same: dict[str, NamedBoxes]) -> dict[str, NamedBoxes]:
-    """The parts by patterns of names, where all names that match have the same; else by the names themselves."""
+def _group_by_pattern(parts: dict[str, NamedBoxes], unchanged: dict[str, NamedBoxes]) -> dict[str, NamedBoxes]:
+    """Return changed parts by pattern if all names of the pattern have equal parts, else by name."""
     patterns: dict[str, list[tuple[str, NamedBoxes]]] = {}
-    for name, found in parts.items():
-        patterns.setdefault(pattern_of(name), []).append((name, found))
-    chosen: dict[str, NamedBoxes] = {}
+    for name, boxes in parts.items():
+        patterns.setdefault(pattern_of(name), []).append((name, boxes))
+    rules: dict[str, NamedBoxes] = {}
     for pattern, names in patterns.items():
-        if all(found == same[name] for name, found in names):
+        if all(boxes == unchanged[name] for name, boxes in names):
             continue
-        alike = [general(name, found) for name, found in names]
-        pairs = zip(alike, names, strict=True)
-        if all(one == alike[0] and apply_pattern(pattern, one, name) == found for one, (name, found) in pairs):
-            chosen[pattern] = alike[0]
+        general = [generalize(name, boxes) for name, boxes in names]
+        pairs = zip(general, names, strict=True)
+        if all(one == general[0] and apply_pattern(pattern, one, name) == boxes for one, (name, boxes) in pairs):
+            rules[pattern] = general[0]
         else:
-            chosen |= {name: found for name, found in names if found != same[name]}
-    return chosen
+            rules |= {name: boxes for name, boxes in names if boxes != unchanged[name]}
+    return rules
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The meaning of a storage on the meta device: a box of an entry, from ``start`` on.
+    """The box of an entry that a storage on the meta device stands for.
 
-    ``dims``: of the entry, which each dim of the tensor ``shape`` in the storage runs along.
+    Attributes:
+        entry: of the state dict.
+        start: of the box.
+        shape: of the contiguous tensor in the storage.
+        dims: the dim of the entry that each dim of that tensor runs along.
     """
 
     entry: str
@@ -100,28 +104,27 @@ class _Origin:
 
 
 class _Lineage(DispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Remembers what copies of views of stand-ins are copies of."""
+    """Records the origins of copies of views of the stand-ins."""
 
     def __init__(self, stand_ins: dict[str, Tensor]) -> None:
         super().__init__()
-        self._alive: list[Tensor] = list(stand_ins.values())  # so that no address comes twice
+        self._alive: list[Tensor] = list(stand_ins.values())  # keeps addresses from being reused
         self._origins = {
             memory_id(t): _Origin(name, (0,) * t.ndim, tuple(t.shape), tuple(range(t.ndim)))
             for name, t in stand_ins.items()
         }
-        self._ndim = {name: t.ndim for name, t in stand_ins.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default and found.is_contiguous():
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default and result.is_contiguous():
             origin = self._origin(args[0])
             if origin is not None:
-                self._alive.append(found)
-                self._origins[memory_id(found)] = origin
-        return found
+                self._alive.append(result)
+                self._origins[memory_id(result)] = origin
+        return result
 
     def box(self, name: str, tensor: Tensor) -> tuple[str, list[int], list[int]]:
-        """The entry that a tensor is a box of, and where that starts and stops."""
+        """Return the entry that a tensor is a box of, and the box's start and stop."""
         origin = self._origin(tensor)
         if origin is None:
             raise ValueError(f"{name} is not a part of one entry of the state dict")
@@ -131,7 +134,7 @@ class _Lineage(DispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return origin.entry, list(origin.start), stop
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
-        """Return what a view of a storage stands for; None if its elements are in another order, or of no stand-in."""
+        """Return the origin of a view of a storage; None if its elements are reordered, or not from a stand-in."""
         base = self._origins.get(memory_id(tensor))
         if base is None:
             return None
@@ -157,25 +160,25 @@ def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> b
 
 @dataclass(slots=True)
 class HuggingFace:
-    """Finds what the modules of a run know; looks up the names of a model's weights once. For one thread at a time."""
+    """Makes the document "huggingface" of modules; looks up the names of a model's weights once. Not thread-safe."""
 
     _names: WeakKeyDictionary[nn.Module, dict[str, NamedBoxes]] = field(default_factory=WeakKeyDictionary)
 
     def document(self, module: nn.Module, names: Collection[str] = ()) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-        """The document for a module, None if it has no model of transformers; and what a user should know, once.
+        """Return the document of a module, None if it has no model of transformers; and notes for the user.
 
         Args:
-            module: what is saved, such as a LightningModule.
-            names: of the state dict of the whole model, where ``module`` is a pipeline stage.
+            module: the saved module, such as a LightningModule.
+            names: of the state dict of the whole model, if ``module`` is a pipeline stage.
         """
         notes: list[str] = []
         try:
-            found = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
-            document = {"models": found, "files": {}}
+            models = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
+            document = {"models": models, "files": {}}
             check_json_size(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), "it")
-            return document if found else None, tuple(notes)
-        except Exception as error:  # a user's classes run here, and a checkpoint without this loads as well
-            return None, (f"what the model knows about Hugging Face is not in the checkpoint: {_said(error)}",)
+            return document if models else None, tuple(notes)
+        except Exception as error:  # the user's classes run here, and a checkpoint loads without this document, too
+            return None, (f"the checkpoint has no Hugging Face config and names of the model: {_message(error)}",)
 
     def _model(
         self, name: str, model: Any, adapter: str | None, names: Collection[str], notes: list[str]
@@ -202,35 +205,35 @@ class HuggingFace:
         }
 
     def _original(self, model: nn.Module, notes: list[str]) -> dict[str, NamedBoxes]:
-        """Return what the weights are called in the files of ``from_pretrained``; looked up once per model."""
+        """Return the names of weights in the files of ``from_pretrained``; looked up once per model."""
         if model not in self._names:
             if has_own_code(original_class(model)):
                 name = class_name(model)
                 notes.append(f"the code of {name} is not in the checkpoint: load an export by its from_pretrained")
             try:
                 self._names[model] = original_names(model)
-            except Exception as error:  # of a version of transformers that works differently
+            except Exception as error:  # from a version of transformers that works differently
                 self._names[model] = {}
                 notes.append(
-                    f"how {class_name(model)}'s weights are named outside of transformers is not in the checkpoint, "
-                    f"so that an export has the names of its state dict: {_said(error)}"
+                    f"the names of {class_name(model)}'s weights in files of transformers could not be found, so an "
+                    f"export will have the names of its state dict: {_message(error)}"
                 )
         return self._names[model]
 
 
 def original_class(model: Any) -> type:
-    """The class of a model as it was before FSDP2 made one of its own of it."""
+    """Return the class of a model before FSDP2 replaced it."""
     kinds = type(model).__mro__
     return next(k for k in kinds if all(base.__name__ != "FSDPModule" for base in k.__mro__))
 
 
 def class_name(model: Any) -> str:
-    """The name of the class of a model as it was before FSDP2 made one of its own of it."""
+    """Return the name of the class of a model before FSDP2 replaced it."""
     return original_class(model).__name__
 
 
 def _models(module: nn.Module, name: str = "", adapter: str | None = None) -> Iterator[tuple[str, Any, str | None]]:
-    """The outermost models of transformers with their names, and the prefix of adapters' names that PEFT put there."""
+    """Yield the outermost models of transformers with their names, and PEFT's prefix of adapters around them."""
     kind: Any = type(module)
     kinds = _kinds(kind)
     if "PreTrainedModel" in kinds and hasattr(getattr(module, "config", None), "to_json_string"):
@@ -253,7 +256,7 @@ def _state_names(model: nn.Module) -> Iterator[str]:
 
 
 def _tied_patterns(model: nn.Module) -> Iterator[str]:
-    """Patterns of names that ``save_pretrained`` leaves out where they are tied."""
+    """Yield patterns of names that ``save_pretrained`` leaves out if they are tied."""
     for name, module in model.named_modules():
         for pattern in own_tied_patterns(module):
             yield f"{re.escape(clean_fqn(name))}.{pattern}" if name else pattern
@@ -263,5 +266,5 @@ def _pretty(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,9 +1,9 @@
-"""Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or referred to.
+"""Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or stored beside it.
 
-``encode`` and ``decode`` are inverse but for types that carry code: an enum whose members equal numbers or texts comes
-back as its value, a named tuple as a tuple, a dataclass as a dict, a subclass of a built-in type as that type. Nothing
-is ever imported or called by name.
-What ``decode`` does without torch is in ``json_values``.
+``decode`` is the inverse of ``encode``, except for types that carry code: an enum whose members equal numbers or
+strings becomes its value, a named tuple a tuple, a dataclass a dict, an instance of a subclass of a built-in type an
+instance of that type. Nothing is imported or called by name. The part of ``decode`` that needs no torch is in
+``json_values``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_shardckpt.state.json_values import (
     SEQUENCES,
     TAG,
     Dropped,
-    OfTorch,
+    TorchDecoders,
     decode_with,
-    no_tensor,
+    refuse_tensor,
     shape_filled_by,
 )
 from lightning_shardckpt.state.pickled_objects import pickle_object, unpickle_object
@@ -41,18 +41,24 @@ from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_o
 
 INLINE_BYTES = 1024
 
-_MAX_DEPTH = 40  # JSON is three levels deeper for each: an object with a list of pairs
+_MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of pairs
 _BIG_INT = 1 << 53
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
 
 
 class Encoder:
-    """Turns values into JSON and collects the tensors that are stored beside it, keyed by path.
+    """Turns values into JSON and collects the tensors to store beside it.
 
     Args:
         droppable: prefixes of paths where an unstorable value becomes a placeholder instead of an error.
         inline_bytes: plain tensors up to this size are stored inside the JSON; None: all of them.
-        pickles: whether other values are pickled, where they can be.
+        pickles: whether to pickle other values, if possible.
+
+    Attributes:
+        tensors: to store beside the JSON, by path.
+        plain: all tensors that are not sharded, by path.
+        dropped: paths and types of values that were replaced by placeholders.
+        unstorable: paths and types of values that cannot be stored, for ``check``.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Encoder:
         self._depth = 0
 
     def encode(self, value: Any, path: str = "") -> Any:
-        """JSON for ``value``; what can't be stored is noted in ``unstorable``, for one error over all."""
+        """Return the JSON of a value; a value that cannot be stored is noted in ``unstorable``."""
         if value is None or type(value) in (bool, str):
             return value
         if type(value) is int:
@@ -120,7 +126,7 @@ class Encoder:
         if isinstance(value, tuple | set | frozenset):
             tag = next(tag for tag, kind in SEQUENCES.items() if isinstance(value, kind))
             items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-            # a set of texts has another order in each process
+            # the order of a set of strings differs between processes
             return {TAG: tag, "v": items if isinstance(value, tuple) else sorted(items, key=json.dumps)}
         return self._scalar(value, path)
 
@@ -186,65 +192,59 @@ class Encoder:
 
 
 def encode_small(value: Any, path: str) -> Any:
-    """JSON for a value whose plain tensors are all stored inline.
+    """Return the JSON of a value, with all plain tensors inline.
 
     Raises:
-        StateError: naming every path that cannot be stored so.
+        StateError: naming every path whose value cannot be stored.
     """
     encoder = Encoder(inline_bytes=None)
-    found = encoder.encode(value, path)
+    encoded = encoder.encode(value, path)
     encoder.unstorable += [f"{key}: a sharded tensor" for key in encoder.tensors]
     encoder.check()
-    return found
+    return encoded
 
 
 def decode(value: Any, stored: Callable[[str], torch.Tensor], *, unpickles: bool = False) -> Any:
-    """The value that ``encode`` was given; ``stored`` yields the tensor kept under a path.
+    """Return the value from the JSON of ``Encoder.encode``.
 
     Args:
-        value: what ``encode`` returned.
-        stored: see above.
-        unpickles: whether pickles are read, which executes what is in them; else ``Pickled`` stands for each.
+        value: the JSON.
+        stored: returns the tensor stored beside the JSON under a path.
+        unpickles: whether to unpickle, which executes code of the pickle; else each is a ``Pickled`` placeholder.
 
     Raises:
-        FormatError: for a tag that is not in the table, or a value that its tag does not allow.
+        FormatError: for an unknown tag, or a value that its tag does not allow.
     """
-    return decode_with(_of_torch(stored, unpickle_object if unpickles else None), value)
+    unpickle = unpickle_object if unpickles else None
+    return decode_with(
+        TorchDecoders(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device, unpickle, _make_config), value
+    )
 
 
 def decode_small(value: Any) -> Any:
-    """The value that ``encode_small`` was given."""
-    return decode(value, no_tensor)
+    """Return the value from the JSON of ``encode_small``."""
+    return decode(value, refuse_tensor)
 
 
 def decode_equal(value: Any, count: int) -> list[Any]:
-    """The value that ``encode_small`` was given, so many times, each in memory of its own.
-
-    Of a tensor, such as the step that all parameters have taken, the others are copies.
-    """
+    """Return ``count`` equal values from the JSON of ``encode_small``, which share no memory."""
     if not count:
         return []
     first = decode_small(value)
-    if type(first) is torch.Tensor:
+    if type(first) is torch.Tensor:  # such as the step of all parameters
         return [first, *(first.clone() for _ in range(count - 1))]
     return [first, *(decode_small(value) for _ in range(count - 1))]
 
 
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
-    """A CPU tensor with these bytes. Raises ValueError if they do not fill it."""
+    """Return a CPU tensor with these bytes. Raises ValueError if they do not fill it."""
     tensor = torch.empty(shape_filled_by(content, dtype, shape), dtype=TORCH_DTYPES[dtype])
     bytes_of(tensor)[:] = content
     return tensor
 
 
-def _of_torch(
-    stored: Callable[[str], torch.Tensor], unpickled: Callable[[bytes, str], Any] | None = None
-) -> OfTorch:
-    return OfTorch(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device, unpickled, _config)
-
-
-def _config(content: Any) -> Any:
-    """A container of OmegaConf, where that is installed; else what it has."""
+def _make_config(content: Any) -> Any:
+    """Return a container of OmegaConf if it is installed, else its content."""
     if find_spec("omegaconf") is None:
         return content
     return import_module("omegaconf").OmegaConf.create(content)

@@ -1,7 +1,7 @@
-"""Stored values: JSON with tags, and back to what was stored, with or without torch.
+"""Decoding of tagged JSON, with or without torch.
 
-``json_tree.encode`` writes it. What torch has of its own is made by who decodes: tensors, dtypes and devices, or what
-stands for them where nobody needs more. Nothing is ever imported or called by name. No torch.
+``json_tree.Encoder`` encodes. The caller makes torch's types: tensors, dtypes and devices, or placeholders for them.
+Nothing is imported or called by name. No torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 class Dropped:
-    """Stands where a value could not be stored: the type's name and the start of its repr."""
+    """A placeholder for a value that could not be stored: the type's name and the start of its repr."""
 
     def __init__(self, type_name: str, text: str) -> None:
         self.type_name, self.text = type_name, text
@@ -46,7 +46,7 @@ class Dropped:
 
 
 class Pickled(Dropped):
-    """Stands where a value was pickled, and whoever loads has not said that it may be read."""
+    """A placeholder for a pickled value that was not unpickled, since the load did not allow it."""
 
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name, "pickled, which weights_only=False alone reads")
@@ -60,25 +60,28 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class OfTorch:
-    """How a decoder makes what torch has of its own.
+class TorchDecoders:
+    """Functions that make the values that need torch, pickle or OmegaConf.
 
-    ``stored`` takes the path under which a tensor is kept. ``tensor`` takes bytes, dtype and shape, and raises
-    ValueError if the bytes do not fill it. ``dtype`` takes the name of a dtype of the format, ``device`` a text such as
-    "cuda:0". ``unpickled`` takes a pickle and the name of its object's type; None: nothing is unpickled.
-    ``config`` takes the plain containers of one of OmegaConf's.
+    Attributes:
+        stored: takes the path of a tensor stored beside the JSON.
+        tensor: takes bytes, dtype and shape of a tensor; raises ValueError if the bytes do not fill it.
+        dtype: takes the name of a dtype of the format.
+        device: takes a string such as "cuda:0".
+        unpickle: takes a pickle and the name of its object's type; None: a ``Pickled`` takes its place.
+        config: takes the plain content of a container of OmegaConf.
     """
 
     stored: Callable[[str], Any]
     tensor: Callable[[bytes, str, list[int]], Any]
     dtype: Callable[[str], Any]
     device: Callable[[str], Any]
-    unpickled: Callable[[bytes, str], Any] | None = None
+    unpickle: Callable[[bytes, str], Any] | None = None
     config: Callable[[Any], Any] = _plain
 
 
 def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
-    """Return what was not stored of a decoded value, by its path within it."""
+    """Return the placeholders in a decoded value, by path."""
     if isinstance(value, Dropped):
         return {place: value}
     if isinstance(value, argparse.Namespace):
@@ -90,119 +93,119 @@ def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
     else:
         return {}
     inner = (lost_values(item, f"{place}/{key}" if place else str(key)) for key, item in items)
-    return {path: found for one in inner for path, found in one.items()}
+    return {path: dropped for one in inner for path, dropped in one.items()}
 
 
-def union(first: Any, second: Any) -> Any:
-    """Return the first of two encoded values, with what mappings at the same place of the second have beyond it."""
+def merge_encoded(first: Any, second: Any) -> Any:
+    """Return the first of two encoded values, with further keys from the mappings of the second."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return [union(a, b) for a, b in zip(first, second, strict=True)]
+        return [merge_encoded(a, b) for a, b in zip(first, second, strict=True)]
     if not (isinstance(first, dict) and isinstance(second, dict)) or first.get(TAG) != second.get(TAG):
         return first
     tag = first.get(TAG)
     if tag is None:
-        both = {k: union(v, second[k]) if k in second else v for k, v in first.items()}
+        both = {k: merge_encoded(v, second[k]) if k in second else v for k, v in first.items()}
         return both | {k: v for k, v in second.items() if k not in first}
     if tag in _MAPPINGS:
         mine, other = ({json.dumps(k): (k, v) for k, v in value["v"]} for value in (first, second))
-        pairs = [[k, union(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
+        pairs = [[k, merge_encoded(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
         return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
-    return {**first, "v": union(first["v"], second["v"])} if tag in ("tuple", "deque") else first
+    return {**first, "v": merge_encoded(first["v"], second["v"])} if tag in ("tuple", "deque") else first
 
 
-def references(value: Any) -> Iterator[str]:
-    """The keys of the tensors that are stored beside an encoded value."""
+def stored_keys(value: Any) -> Iterator[str]:
+    """Yield the keys of the tensors that are stored beside an encoded value."""
     if isinstance(value, dict) and value.get(TAG) == "stored":
         yield value["v"]
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from references(item)
+            yield from stored_keys(item)
 
 
 def shape_filled_by(content: bytes, dtype: str, shape: list[int]) -> Shape:
-    """The shape of a tensor with these bytes. Raises ValueError if they do not fill it."""
+    """Return the shape of a tensor with these bytes. Raises ValueError if they do not fill it."""
     if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(content):
         raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
     return tuple(shape)
 
 
-def no_tensor(path: str) -> Any:
-    """The ``stored`` of what was encoded without tensors beside it."""
+def refuse_tensor(path: str) -> Any:
+    """Raise a FormatError: the ``stored`` of JSON that has no tensors beside it."""
     raise FormatError(f"a tensor {path!r} is referred to where none can be stored")
 
 
-def decode_with(of_torch: OfTorch, value: Any) -> Any:
-    """The value that ``encode`` was given; what torch has of its own is made by ``of_torch``.
+def decode_with(decoders: TorchDecoders, value: Any) -> Any:
+    """Return the value from the JSON of ``Encoder.encode``.
 
     Raises:
-        FormatError: for a tag that is not in the table, or a value that its tag does not allow.
+        FormatError: for an unknown tag, or a value that its tag does not allow.
     """
     if isinstance(value, list):
-        return [decode_with(of_torch, item) for item in value]
+        return [decode_with(decoders, item) for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {k: decode_with(of_torch, v) for k, v in value.items()}
+        return {k: decode_with(decoders, v) for k, v in value.items()}
     tag = value[TAG]
     try:
-        return _decode_tagged(of_torch, tag, value)
+        return _decode_tagged(decoders, tag, value)
     except ShardCkptError:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise FormatError(f"trainer state: a value tagged {shown(tag)} is malformed: {shown(error)}") from None
 
 
-def _decode_tagged(of_torch: OfTorch, tag: str, value: dict[str, Any]) -> Any:
+def _decode_tagged(decoders: TorchDecoders, tag: str, value: dict[str, Any]) -> Any:
     if tag not in TAGS:
         raise KeyError(tag)
     content = value["v"]
     if tag == "stored":
-        return of_torch.stored(content)
+        return decoders.stored(content)
     if tag == "tensor":
-        return of_torch.tensor(_base64(content), value["dtype"], value["shape"])
+        return decoders.tensor(_base64(content), value["dtype"], value["shape"])
     if tag == "deque":
-        return collections.deque(_items(of_torch, content), value["maxlen"])
+        return collections.deque(_items(decoders, content), value["maxlen"])
     if tag in SEQUENCES:
-        items = _items(of_torch, content)
-        return SEQUENCES[tag](items if tag == "tuple" else _apart(items))
+        items = _items(decoders, content)
+        return SEQUENCES[tag](items if tag == "tuple" else _check_hashes(items))
     if tag in _MAPPINGS:
-        pairs = [(k, v) for k, v in _items(of_torch, content)]
-        _apart([k for k, _ in pairs])
+        pairs = [(k, v) for k, v in _items(decoders, content)]
+        _check_hashes([k for k, _ in pairs])
         return _MAPPINGS[tag](pairs)
     if tag == "dropped":
         return Dropped(str(value["type"]), str(content))
     if tag == "pickle":
         name = _text(value["type"])
-        return Pickled(name) if of_torch.unpickled is None else of_torch.unpickled(_base64(content), name)
+        return Pickled(name) if decoders.unpickle is None else decoders.unpickle(_base64(content), name)
     if tag == "omegaconf":
-        found = decode_with(of_torch, content)
-        if not isinstance(found, dict | list):  # of a text it would read YAML
-            raise TypeError(f"{shown(found)} is no container")
-        return of_torch.config(found)
+        container = decode_with(decoders, content)
+        if not isinstance(container, dict | list):  # OmegaConf would parse a string as YAML
+            raise TypeError(f"{shown(container)} is not a container")
+        return decoders.config(container)
     if tag == "numpy":
         import numpy  # only where the state held numpy values
 
         if not _NUMPY_DTYPE.fullmatch(value["dtype"]):
             raise ValueError(value["dtype"])
         shape = check_shape(value["shape"])
-        found = numpy.frombuffer(_base64(content), dtype=numpy.dtype(value["dtype"])).reshape(shape)
-        return found.copy() if shape else found[()]
-    content = decode_with(of_torch, content)
+        array = numpy.frombuffer(_base64(content), dtype=numpy.dtype(value["dtype"])).reshape(shape)
+        return array.copy() if shape else array[()]
+    content = decode_with(decoders, content)
     if tag == "dtype":
-        return of_torch.dtype(content)
+        return decoders.dtype(content)
     if tag == "device":
-        return of_torch.device(_device(content))
+        return decoders.device(_device(content))
     return _SCALARS[tag](content)
 
 
-def _items(of_torch: OfTorch, content: Any) -> list[Any]:
+def _items(decoders: TorchDecoders, content: Any) -> list[Any]:
     if not isinstance(content, list):
         raise TypeError(f"{shown(content)} is not a list")
-    return [decode_with(of_torch, item) for item in content]
+    return [decode_with(decoders, item) for item in content]
 
 
-def _apart(keys: list[Any]) -> list[Any]:
-    """``keys``, unless they were chosen to have few hashes: a set of them would take quadratic time."""
+def _check_hashes(keys: list[Any]) -> list[Any]:
+    """Return ``keys``; refuse keys chosen to have few hashes, of which a set takes quadratic time."""
     if len(keys) > _FEW and len(set(map(hash, keys))) * 2 < len(keys):
         raise ValueError(f"{len(keys)} keys with few different hashes")
     return keys
@@ -238,9 +241,9 @@ def _device(text: Any) -> str:
 
 
 def _namespace(pairs: Any) -> argparse.Namespace:
-    found = argparse.Namespace()
-    vars(found).update({_text(key): value for key, value in pairs})
-    return found
+    namespace = argparse.Namespace()
+    vars(namespace).update({_text(key): value for key, value in pairs})
+    return namespace
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -260,4 +263,4 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 _OTHERS = ("deque", "tensor", "numpy", "stored", "dropped", "pickle", "omegaconf", "dtype", "device")
 TAGS = frozenset({*_SCALARS, *_MAPPINGS, *SEQUENCES, *_OTHERS})
-"""What can be tagged in JSON: the table of FORMAT.md."""
+"""All tags of JSON: the table of FORMAT.md."""

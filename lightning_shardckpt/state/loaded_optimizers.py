@@ -1,7 +1,7 @@
-"""The state of optimizers as ``on_load_checkpoint`` hooks see it, and the changes that they make.
+"""The state of loaded optimizers for ``on_load_checkpoint`` hooks, and the changes that the hooks make.
 
-The optimizers are loaded when the hooks run. Lightning's own strategies load them later, after ``on_fit_start``, from
-what the hooks left, which writes over settings that ``on_fit_start`` made.
+The optimizers are loaded before the hooks run. Lightning's own strategies load them after ``on_fit_start``, from the
+dict that the hooks changed, which overwrites settings of ``on_fit_start``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class LoadedOptimizers:
         self._loaded: list[dict[str, Any]] = []
 
     def show(self) -> list[dict[str, Any]]:
-        """Return the loaded state for hooks, as ``on_save_checkpoint`` sees it; tensors are live, settings are not."""
+        """Return the loaded state for hooks, in the form of ``on_save_checkpoint``; only tensors are live."""
         self._loaded = [self._state_of(optimizer) for optimizer in self._optimizers]
         return [self._state_of(optimizer) for optimizer in self._optimizers]
 
     def take(self, left: Sequence[Mapping[str, Any]]) -> None:
-        """Bring the optimizers to the state that hooks left of that from ``show``; those that it lacks begin anew.
+        """Apply the changes that hooks made to the result of ``show``; reset optimizers that they removed.
 
         Raises:
-            StateError: for state of no parameter, and for an optimizer to begin anew that had state before the load.
+            StateError: for state without a parameter, and for a removed optimizer that had state before the load.
         """
         for number, (optimizer, loaded, new) in enumerate(zip(self._optimizers, self._loaded, self._new, strict=True)):
             if number < len(left):
@@ -66,9 +66,9 @@ class LoadedOptimizers:
         for group, settings in zip(optimizer.param_groups, left["param_groups"], strict=False):
             group.update({key: value for key, value in settings.items() if key not in NOT_HYPER})
         parameters = {self._names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        if strangers := left["state"].keys() - parameters.keys() - loaded.keys():
+        if unknown := left["state"].keys() - parameters.keys() - loaded.keys():
             raise StateError(
-                f"on_load_checkpoint gave {type(optimizer).__name__} state of {sorted(map(repr, strangers))[:5]}, "
+                f"on_load_checkpoint gave {type(optimizer).__name__} state of {sorted(map(repr, unknown))[:5]}, "
                 "no parameters of it: ShardedStrategy keeps state by their names, as on_save_checkpoint sees it"
             )
         for name in loaded.keys() - left["state"].keys():

@@ -1,7 +1,7 @@
-"""A model's state dict as leaves by canonical FQN, and back into the live tensors.
+"""A model's state dict as leaves by canonical FQN.
 
-The canonical FQN of a tensor has no trace of wrappers (torch.compile, activation checkpointing, FSDP1). Tensors with
-several names are stored once, under the first, and the other names are aliases of it.
+The canonical FQN of a tensor omits wrappers (torch.compile, activation checkpointing, FSDP1). A tensor with several
+names is stored once, under the first name, and the other names are its aliases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
-from lightning_shardckpt.state.compound_tensors import MARK, is_compound, take_apart
+from lightning_shardckpt.state.compound_tensors import MARK, flatten_compound, is_compound
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
@@ -31,10 +31,12 @@ _OWN = (torch.Tensor, nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class WholeNames:
-    """Canonical FQNs of the whole model, of which the rank of a pipeline stage has a part.
+    """Canonical FQNs of the whole model, of which a pipeline stage has a part.
 
-    ``state``: all entries of the state dict, extra state included. ``ties``: the names of each tensor that has several,
-    the one under which it is stored first. ``parameters``: those names of all parameters, in order of registration.
+    Attributes:
+        state: all entries of the state dict, including extra state.
+        ties: the names of each tied tensor, the stored name first.
+        parameters: the stored names of all parameters, in order of registration.
     """
 
     state: frozenset[str] = frozenset()
@@ -42,23 +44,23 @@ class WholeNames:
     parameters: tuple[str, ...] = ()
 
     def elsewhere(self, here: Collection[str]) -> frozenset[str]:
-        """The entries that a rank does not have under any of their names, given the names that it knows."""
-        known = set(here)
-        return self.state - known.union(*(tie for tie in self.ties if known.intersection(tie)))
+        """Return the entries that only other ranks have under any of their names, given this rank's names."""
+        own = set(here)
+        return self.state - own.union(*(tie for tie in self.ties if own.intersection(tie)))
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a state dict entry is what a module returned from ``get_extra_state``."""
+    """Return whether a state dict entry comes from ``get_extra_state`` of a module."""
     return name.endswith(_EXTRA) and name.rpartition(".")[2] == _EXTRA
 
 
 def is_value(name: str, value: Any) -> bool:
-    """Return whether a state dict entry is stored among the values: extra state, and whatever is no tensor."""
+    """Return whether a state dict entry is stored as JSON: extra state, and anything that is not a tensor."""
     return is_extra_state(name) or not isinstance(value, torch.Tensor)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter stands for one that only another stage of a pipeline has."""
+    """Return whether a parameter is a placeholder for one of another pipeline stage."""
     return getattr(type(tensor), "is_elsewhere", False)
 
 
@@ -66,7 +68,7 @@ Named: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
-    """A module's parameters and its buffers under all their names, in order of registration; nothing of no module."""
+    """Return a module's parameters and its buffers under all their names, in order of registration."""
     if module is None:
         return [], []
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -74,23 +76,23 @@ def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """Canonical FQNs of each parameter or buffer that has several, in order of registration."""
+    """Return the canonical FQNs of each tied parameter or buffer, in order of registration."""
     return [list(names) for names in shared_names(chain(*named_tensors(module)))]
 
 
 def model_leaves(
     state_dict: Mapping[str, Any], module: nn.Module | None = None, whole: WholeNames | None = None
 ) -> tuple[Leaves, dict[str, Any]]:
-    """The tensors of a state dict, and its other entries as JSON.
+    """Return the tensors of a state dict, and its other entries as JSON.
 
     Args:
-        state_dict: as the module's ``state_dict()`` or what hooks made of it; tensors may be DTensors.
-        module: tells buffers from parameters and which names are tied. Without it, plain tensors that are the same
+        state_dict: of the module, possibly changed by hooks; tensors may be DTensors.
+        module: tells buffers from parameters and which names are tied. Without it, plain tensors that share their
             memory count as tied.
         whole: names of the model over all pipeline stages; a stage stores its part of a tie under the common name.
 
     Raises:
-        StateError: for an entry that cannot be stored, or names that differ by wrappers only.
+        StateError: for an entry that cannot be stored, or two names with the same canonical FQN.
     """
     tensors: dict[str, torch.Tensor] = {}
     other: dict[str, Any] = {}
@@ -110,9 +112,9 @@ def model_leaves(
         if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
         elif is_compound(value):
-            inside[key], found = take_apart(key, value)
+            inside[key], inner_records = flatten_compound(key, value)
             tensors |= inside[key]
-            records |= found
+            records |= inner_records
         else:
             tensors[key] = value
     parameters, buffers = named_tensors(module)
@@ -132,7 +134,8 @@ def model_leaves(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor of which this rank has a dense one of torch's own, as nearly all are."""
+    """Return whether a value is a tensor whose local part is a dense ``torch.Tensor`` or Parameter, as nearly all are.
+    """
     local = dtensor.local_tensor(value) if isinstance(value, torch.Tensor) else value
     return type(local) in _OWN and local.layout is torch.strided and not local.is_nested
 
@@ -140,13 +143,9 @@ def _is_plain(value: Any) -> bool:
 def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
     """Return the tensors, each under the first name of its tie.
 
-    What a hook put in place of single entries is not tied; an average or a copy of all of them is tied like the model.
+    Entries replaced by a hook are not tied, unless all are replaced (by an average): then ties apply as in the model.
     """
-    live = {
-        clean_fqn(name): _memory(tensor)
-        for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        for name, tensor in named
-    }
+    live = {clean_fqn(name): _memory(tensor) for name, tensor in chain(*named_tensors(module))}
     own = {key for key, tensor in leaves.tensors.items() if live.get(key) == _memory(tensor)}
     renamed: dict[str, str] = {}
     for tie in ties:
@@ -169,14 +168,14 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[str, str]:
-    """Alias -> name under which the tensor is stored."""
+    """Return the stored name of each alias."""
     group_of = {name: group for group in groups for name in group}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         mark: Any = None
         if isinstance(tensor, DTensor):
-            # a rank may hold no element of it, so memory alone can't tell: the module must know the tie
+            # a rank may hold no element of it, so that memory does not show the tie, but the module does
             if name in group_of:
                 mark = (id(group_of[name]), local_tensor(tensor).numel() and local_tensor(tensor).data_ptr())
         elif tensor.numel() and not tensor.is_meta:
@@ -190,22 +189,22 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
 
 @dataclass(slots=True)
 class Differences:
-    """Differences between a checkpoint and live objects, a line each; ``problems`` are errors unless strict is off."""
+    """Differences between a checkpoint and live objects, one line each: errors in a strict load, else warnings."""
 
     problems: list[str] = field(default_factory=list)
 
-    def add(self, name: str, what: str) -> None:
-        """Note a difference of a tensor or a setting."""
-        self.problems.append(f"{name}  {what}")
+    def add(self, name: str, problem: str) -> None:
+        """Add a difference of a tensor or a setting."""
+        self.problems.append(f"{name}  {problem}")
 
 
 def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
-    """Return all names of each live tensor, those of other pipeline stages included."""
+    """Return all names of each live tensor, including names in other pipeline stages, by key."""
     names: dict[str, list[str]] = {key: [key] for key in live.tensors}
     for alias, of in live.aliases.items():
         names[of].append(alias)
     here = {name for group in names.values() for name in group}
-    for tie in ties:  # other stages may have the tensor by other names
+    for tie in ties:  # other stages may have the tensor under other names
         for key in names.keys() & set(tie):
             names[key] += [name for name in tie if name not in here]
     return names

@@ -1,10 +1,9 @@
-"""Bring loaded values into modules by their own ``load_state_dict``, where filling tensors in place is not enough.
+"""Loading entries through ``Module.load_state_dict``, where filling tensors in place is not enough.
 
-That is for entries that are no tensors, or copies, for those that hooks have changed, and for modules that run code of
-their own when they are loaded: hooks and overridden methods may change, rename, drop or add entries before they are in
-the module, or make something of them afterwards. Stored tensors that such code sees are not read into the module but
-beside it; then torch's own ``load_state_dict`` of the module is called. All others are filled in place, and are entries
-of that call that copy nothing.
+Entries that are not tensors, copies, and entries that ``on_load_checkpoint`` hooks have changed need it. So do modules
+with load hooks: registered hooks and overridden methods that may change, rename, drop or add entries before they are
+loaded, or act after the load. Stored tensors that such hooks see are read beside the module. All others are filled in
+place, and are entries of the call, too, which then copies nothing.
 """
 
 from __future__ import annotations
@@ -19,32 +18,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.torch_modules import code_before, has_code_after, has_own_load
+from lightning_shardckpt.compat.torch_modules import has_own_load, has_post_load_hooks, pre_load_origins
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice
-from lightning_shardckpt.state.model import WholeNames, is_value
-from lightning_shardckpt.state.module_versions import versions_in, with_versions
+from lightning_shardckpt.state.model import WholeNames, is_value, named_tensors
+from lightning_shardckpt.state.module_versions import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
 
 
-# ── code that runs when a state dict is loaded ────────────────────────────────────────────────────────────────────────
+# ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class LoadCode:
-    """The modules that have such code, each as what stands before the canonical names of its entries.
+class LoadHooks:
+    """The prefixes of modules with load hooks, before the canonical names of their entries.
 
     Attributes:
-        before: with code that sees entries before they are loaded.
-        of_libraries: with such code of torch, transformers or PEFT, which does something only where what is stored has
-            other names or shapes than the module: ``BatchNorm`` without a count of batches, quantization that has seen
-            no data.
-        after: with hooks that run afterwards.
+        before: of modules with hooks that see entries before they are loaded.
+        of_libraries: of modules with such hooks of torch, transformers or PEFT, which act only if stored names or
+            shapes differ from the module's: ``BatchNorm`` without a count of batches, quantization without data.
+        after: of modules with hooks that run after the load.
     """
 
     before: tuple[str, ...] = ()
@@ -52,41 +50,43 @@ class LoadCode:
     after: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, modules: Mapping[str, nn.Module]) -> LoadCode:
-        """Return that of modules, given by what stands before the names of each."""
+    def of(cls, modules: Mapping[str, nn.Module]) -> LoadHooks:
+        """Return the load hooks of modules, which are given by the prefix of their names."""
         before, of_libraries, after = list[str](), list[str](), list[str]()
         for start, root in modules.items():
             if has_own_load(root):
                 before.append(start)
             for name, module in root.named_modules(remove_duplicate=False):
                 prefix = start + clean_fqn(f"{name}." if name else "")
-                origins = code_before(module)
+                origins = pre_load_origins(module)
                 if origins:
                     (before if "user" in origins else of_libraries).append(prefix)
-                if has_code_after(module):
+                if has_post_load_hooks(module):
                     after.append(prefix)
         return cls(tuple(before), tuple(of_libraries), tuple(after))
 
-    def scopes(self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]) -> Scopes:
-        """Return whose entries code sees, of those of which something is stored.
+    def prefixes_seen(
+        self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]
+    ) -> Prefixes:
+        """Return the prefixes of stored entries that hooks see before the load.
 
         Args:
             stored: shapes of all entries by name.
-            live: the same of the modules.
+            live: shapes of the modules' entries by name.
             elsewhere: names of entries that only other pipeline stages have.
         """
         differing = {name for name in {*stored, *live} if stored.get(name) != live.get(name)} - {*elsewhere}
-        seen = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
-        return Scopes({prefix for prefix in (*self.before, *seen) if any(name.startswith(prefix) for name in stored)})
+        acting = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
+        return Prefixes({prefix for prefix in (*self.before, *acting) if any(n.startswith(prefix) for n in stored)})
 
 
-NO_CODE = LoadCode()
+NO_HOOKS = LoadHooks()
 
 
-class Scopes:
-    """A test of names: whether they are of one of some modules.
+class Prefixes:
+    """A predicate of names: whether a name has one of the prefixes.
 
-    >>> [Scopes({"a.b."})(name) for name in ("a.b.c", "a.bc")], Scopes({""})("a"), Scopes(())("a")
+    >>> [Prefixes({"a.b."})(name) for name in ("a.b.c", "a.bc")], Prefixes({""})("a"), Prefixes(())("a")
     ([True, False], True, False)
     """
 
@@ -101,15 +101,15 @@ class Scopes:
 
 
 @dataclass(slots=True)
-class ForCode:
-    """The part of a load that is left to ``load_state_dict`` of the modules; names are canonical.
+class HookedState:
+    """The state that load hooks need; names are canonical.
 
     Attributes:
-        is_needed: whether some code would do something.
-        entries: by stored name, what is not in the module yet; on the meta device what only other stages have, and what
-            no module has.
-        absent: names of the model's entries that nothing is stored for.
-        kept: names of entries that are to stay as they are, which code is not shown.
+        is_needed: whether any hook would act.
+        entries: stored entries that are not in the module yet, by stored name; entries of other stages, and of no
+            module, are on the meta device.
+        absent: names of the model's entries that are not stored.
+        kept: names of entries that keep their values, and that hooks do not get.
         versions: of modules, see ``module_versions``.
     """
 
@@ -120,11 +120,11 @@ class ForCode:
     versions: Mapping[str, Any] | None = None
 
 
-# ── into the modules ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
-    """Canonical FQN by ``id`` of the parameter; the first one of a tied parameter, of the ``whole`` model if given."""
+    """Return the canonical FQN by ``id`` of each parameter; the first name of a tie, in the whole model if given."""
     first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -132,12 +132,11 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
     return names
 
 
-def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of entries that are copies: filling them does not fill the module."""
+def find_copies(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of tensors in a state dict that do not share the module's memory."""
     live = {
         part.untyped_storage().data_ptr()
-        for named in (module.named_parameters(), module.named_buffers())
-        for _, tensor in named
+        for _, tensor in chain(module.named_parameters(), module.named_buffers())
         for part in memory_of(tensor)
     }
     return frozenset(
@@ -148,99 +147,97 @@ def not_live(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]
     )
 
 
-def entries_loaded(
-    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], for_code: ForCode
+def loaded_state_dict(
+    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], hooked: HookedState
 ) -> dict[str, Any]:
-    """Return the state dict that was loaded, under the names that the modules have: live tensors, and what is not in
-    the modules yet.
+    """Return the loaded state dict under the modules' own names: live tensors, and entries not in the modules yet.
 
     Args:
-        modules: by what stands before the names of each.
-        live: their state dict, of which tensors are filled.
-        values: loaded entries that are no tensors, by canonical name.
-        for_code: what else is not in the modules yet, and what was not stored.
+        modules: by the prefix of their names.
+        live: the state dict of the modules, whose tensors are filled.
+        values: loaded entries that are not tensors, by canonical name.
+        hooked: the state that load hooks need.
     """
     registered = {clean_fqn(name): name for name in live}
-    left_out = for_code.absent | for_code.kept
-    found = {name: value for name, value in live.items() if clean_fqn(name) not in left_out}
-    found |= {registered[name]: value for name, value in values.items() if name in registered}
-    if not for_code.entries:
-        return found
+    left_out = hooked.absent | hooked.kept
+    state_dict = {name: value for name, value in live.items() if clean_fqn(name) not in left_out}
+    state_dict |= {registered[name]: value for name, value in values.items() if name in registered}
+    if not hooked.entries:
+        return state_dict
     starts = {
         clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
         for start, root in modules.items()
         for name, _ in root.named_modules(remove_duplicate=False)
     }
-    for name, value in for_code.entries.items():
+    for name, value in hooked.entries.items():
         start, last = name, ""
         while start and start not in starts:
             start, _, part = start.removesuffix(".").rpartition(".")
             start, last = f"{start}." if start else "", f"{part}.{last}"
-        found[registered.get(name) or starts.get(start, "") + last.removesuffix(".")] = value
-    return found
+        state_dict[registered.get(name) or starts.get(start, "") + last.removesuffix(".")] = value
+    return state_dict
 
 
-def load_rest(
+def load_remaining(
     modules: Mapping[str, nn.Module],
     live: Mapping[str, Any],
-    now: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     copies: frozenset[str],
-    for_code: ForCode,
+    hooked: HookedState,
     whole: WholeNames | None = None,
     *,
     strict: bool,
     keep_parameters: bool = False,
 ) -> list[str]:
-    """Bring entries into the modules that filling tensors in place did not, through ``load_state_dict`` of each.
+    """Load the entries that were not filled in place, through ``load_state_dict`` of each module.
 
-    Code of the modules may use parameters as wholes, so every rank must call it that has a part of them.
+    Load hooks may use whole parameters. Collective: every rank that has a part of them must call it.
 
     Args:
-        modules: by what stands before the names of each.
-        live: their state dict, of which tensors are filled.
-        now: what ``entries_loaded`` returned, as on_load_checkpoint hooks left it; whole tensors may stand for sharded
-            ones.
-        copies: names of entries of ``live`` that are not the modules' own memory.
-        for_code: what is left to code of the modules.
-        whole: names of the model over all pipeline stages; a hook may name what another stage has.
+        modules: by the prefix of their names.
+        live: the state dict of the modules, whose tensors are filled.
+        state_dict: the result of ``loaded_state_dict``, as on_load_checkpoint hooks left it; a full tensor may replace
+            a sharded one.
+        copies: names of entries of ``live`` that do not share the modules' memory.
+        hooked: the state that load hooks need.
+        whole: names of the model over all pipeline stages, since a hook may add entries of other stages.
         strict: whether differences are errors.
-        keep_parameters: whether code of the modules must leave each parameter the object that it is.
+        keep_parameters: whether to refuse load hooks that replace parameters.
 
     Returns:
-        Differences that only code of the modules could tell.
+        Differences that the modules' ``load_state_dict`` reported.
 
     Raises:
-        MismatchError: for entries that the modules do not have, or lack, if ``strict``; for those that do not fit.
-        StateError: if a hook took out what had been loaded, or replaced a parameter that is to stay.
+        MismatchError: for entries that do not fit, and if ``strict``, for missing and unexpected entries.
+        StateError: if a hook removed a loaded entry, or replaced a parameter.
     """
     whole = whole or WholeNames()
-    edited = _edited(live, now, copies, whole)
-    left_out = for_code.absent | for_code.kept
-    removed = [name for name in live if name not in now and name not in copies and clean_fqn(name) not in left_out]
+    edited = _edited_entries(live, state_dict, copies, whole)
+    left_out = hooked.absent | hooked.kept
+    removed = [n for n in live if n not in state_dict and n not in copies and clean_fqn(n) not in left_out]
     if removed and not strict:
         raise StateError(
             f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
             "the values that the model has, name them in ShardCkptIO(resume_skip=[…])."
         )
-    if not (edited or removed or for_code.is_needed):
+    if not (edited or removed or hooked.is_needed):
         return []
-    of_modules = {start: _named(module) for start, module in modules.items()}
-    own = {start + name: tensor for start, named in of_modules.items() for name, tensor in named.items()}
+    own = {start + n: tensor for start, module in modules.items() for n, tensor in chain(*named_tensors(module))}
     compound = {name for name, tensor in own.items() if name not in edited and is_compound(tensor)}
-    quiet = compound | {name for name in live if clean_fqn(name) in for_code.kept}
-    entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in now.items()}
-    given = {name: value for name, value in entries.items() if name not in compound}
-    missing, unexpected = _load_each(modules, given, for_code.versions)
+    quiet = compound | {name for name in live if clean_fqn(name) in hooked.kept}
+    entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
+    entries = {name: value for name, value in entries.items() if name not in compound}
+    missing, unexpected = _load_each(modules, entries, hooked.versions)
     if keep_parameters:
         _check_same(modules, own)
-    there = {name for name in live if name not in copies}
+    filled = {name for name in live if name not in copies}
     lines = [f"{name}  in model only" for name in missing if name in live and name not in quiet]
-    strangers = (name for name in unexpected if name not in there and clean_fqn(name) not in whole.state)
-    lines += [f"{name}  in checkpoint only" for name in strangers]
-    if not strict:  # what is not stored has been told, and what a hook took out is meant
-        known = for_code.absent | {name for name, value in for_code.entries.items() if _is_meta(value)}
-        known |= {clean_fqn(name) for name in copies if name not in now}
-        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
+    unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
+    lines += [f"{name}  in checkpoint only" for name in unmatched]
+    if not strict:  # entries that are not stored were reported before, and a hook may remove copies
+        reported = hooked.absent | {name for name, value in hooked.entries.items() if _is_meta(value)}
+        reported |= {clean_fqn(name) for name in copies if name not in state_dict}
+        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in reported]
     if lines:
         count = count_text(len(lines), "difference")
         raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
@@ -248,13 +245,12 @@ def load_rest(
 
 
 def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Tensor]) -> None:
-    """Raise a StateError for parameters that were replaced: sharding and optimizers know those that were there."""
+    """Refuse replaced parameters: sharding and optimizers refer to the old ones."""
     now = {start + name: p for start, module in modules.items() for name, p in module.named_parameters()}
     if replaced := [name for name, parameter in now.items() if parameter is not before.get(name)]:
         raise StateError(
-            f"code that ran when the state dict was loaded put new parameters in place of {replaced[:_LISTED]}, which "
-            "are sharded and in optimizers already. Copy values into the parameters that are there, and build them in "
-            "the shape that is stored."
+            f"a load hook put new parameters in place of {replaced[:_LISTED]}, which are sharded and in optimizers "
+            "already. Copy values into the existing parameters, and build them in the shape that is stored."
         )
 
 
@@ -265,32 +261,32 @@ def _is_meta(value: object) -> bool:
 def _load_each(
     modules: Mapping[str, nn.Module], entries: Mapping[str, Any], versions: Mapping[str, Any] | None
 ) -> tuple[list[str], list[str]]:
-    """Have each module load its entries; returns the names that are missing and unexpected."""
+    """Load the entries of each module; return the missing and the unexpected names."""
     missing, unexpected = list[str](), list[str]()
     for start, module in modules.items():
-        mine = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
-        known = None if versions is None else versions_in(versions, start)
-        found = _load_module(module, with_versions(mine, known, (name for name, _ in module.named_modules())))
-        missing += [start + name for name in found[0]]
-        unexpected += [start + name for name in found[1]]
+        own = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
+        own_versions = None if versions is None else versions_in(versions, start)
+        keys = _load_module(module, add_versions(own, own_versions, (name for name, _ in module.named_modules())))
+        missing += [start + name for name in keys[0]]
+        unexpected += [start + name for name in keys[1]]
     return missing, unexpected
 
 
 def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
-    """Have a module load a state dict; returns the names that are missing and unexpected."""
+    """Load a module's state dict; return the missing and the unexpected names."""
     try:
-        with _cutting_wholes(module):
-            found = module.load_state_dict(state_dict, strict=False)
+        with _cut_full_tensors(module):
+            keys = module.load_state_dict(state_dict, strict=False)
     except RuntimeError as error:
         if str(error).startswith("Error(s) in loading state_dict"):
             raise MismatchError(f"entries do not fit after hooks have run: {error}") from error
         raise
-    return found or ((), ())  # a method of the user's may return nothing
+    return keys or ((), ())  # an overridden method may return None
 
 
 @contextmanager
-def _cutting_wholes(module: nn.Module) -> Iterator[None]:
-    """Inside, whole tensors that hooks have made are loaded into torch's own DTensors, which take no plain ones."""
+def _cut_full_tensors(module: nn.Module) -> Iterator[None]:
+    """Inside, cut full tensors made by hooks for torch's DTensors, which can't load plain tensors."""
 
     def cut_each(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         parameters = dict(part.named_parameters(prefix.removesuffix("."), recurse=False))
@@ -305,17 +301,12 @@ def _cutting_wholes(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _named(module: nn.Module) -> dict[str, torch.Tensor]:
-    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    return dict(chain(*named))
-
-
-def _edited(
-    live: Mapping[str, Any], now: Mapping[str, Any], copies: frozenset[str], whole: WholeNames
+def _edited_entries(
+    live: Mapping[str, Any], state_dict: Mapping[str, Any], copies: frozenset[str], whole: WholeNames
 ) -> dict[str, Any]:
-    """Return the entries that are not in the modules, whole tensors cut to the shards that they are for."""
-    edited = {name: value for name, value in now.items() if name in copies or value is not live.get(name)}
-    for tie in whole.ties:  # the hook may have used a name that another stage has for the tensor
+    """Return the entries that are not in the modules; full tensors are cut to this rank's part of a sharded tensor."""
+    edited = {name: value for name, value in state_dict.items() if name in copies or value is not live.get(name)}
+    for tie in whole.ties:  # the hook may have used the tensor's name in another stage
         names = [name for name in edited if clean_fqn(name) in tie]
         if names:
             value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
@@ -324,11 +315,11 @@ def _edited(
 
 
 def cut(value: Any, like: Any) -> Any:
-    """Return this rank's part of a whole tensor for a sharded one of its shape; anything else as it is."""
+    """Return this rank's part of a full tensor if ``like`` is a sharded tensor of its shape; else the value."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if like.shape != value.shape or value.is_meta:
         return value
-    found = torch.empty_like(like, dtype=value.dtype)
-    copy_slice(found, value)
-    return found
+    sharded = torch.empty_like(like, dtype=value.dtype)
+    copy_slice(sharded, value)
+    return sharded

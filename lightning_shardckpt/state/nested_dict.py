@@ -1,9 +1,9 @@
 """The objects with a state in a nested dict, and the places of their state in a checkpoint.
 
-Modules together are the model, whose names are their FQNs: one module's as they are, those of several after the place
-of each in the dict, as in ``generator.net.weight``. So the key of a single module is of no consequence, and a
-LightningModule's checkpoint, where networks are attributes, is one of several modules as well. Optimizers are numbered
-in order. Everything else is trainer state at its place in the dict.
+All modules together are the model. The FQNs of a single module are unchanged; those of several modules begin with the
+module's key in the dict, as in ``generator.net.weight``. So the key of a single module does not matter, and the
+checkpoint of a LightningModule whose attributes are the networks fits, too. Optimizers are numbered in order.
+Everything else is trainer state at its place in the dict.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
 from lightning_shardckpt.state.module_io import parameter_names
-from lightning_shardckpt.state.optimizer import is_of_torch, optimizer_state, own_entries, refuse_zero_redundancy
+from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, join_states, key_of, prefixes_of
 from lightning_shardckpt.system.memory import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
-"""Attribute of a module that only runs another one: that one."""
+"""Attribute of a wrapper module that holds the wrapped module."""
 
 T = TypeVar("T")
 
@@ -38,20 +38,22 @@ Keep: TypeAlias = Callable[[str, Any], bool]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that saves and restores itself, such as a learning rate scheduler."""
+    """An object with a state dict, such as a learning rate scheduler."""
 
     def state_dict(self) -> Any:
         """Return the object's state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take a state."""
+        """Restore a state."""
 
 
 @dataclass(slots=True)
 class NestedObjects:
-    """Objects in a nested dict, each kind by path; ``values`` are the largest parts without any object or tensor.
+    """Objects in a nested dict, each kind by path.
 
-    ``loaders`` have no state of their own: they stay as they are.
+    Attributes:
+        values: the largest parts of the dict that contain no object or tensor.
+        loaders: DataLoaders without a state dict, which are neither saved nor restored.
     """
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
@@ -63,29 +65,29 @@ class NestedObjects:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of a save of these objects."""
+        """Warnings for the user about a save of these objects."""
         if not self.loaders:
             return []
         keys = ", ".join(repr(key_of(path)) for path in self.loaders)
         return [
-            f"{keys}: a DataLoader has no state of its own, so none is saved. When the state is loaded it stays as it "
-            "is, at the beginning of an epoch. To go on in one, use a loader with state_dict and load_state_dict, such "
-            "as torchdata's StatefulDataLoader."
+            f"{keys}: a DataLoader has no state dict, so its position is not saved, and a load leaves it unchanged. To "
+            "resume within an epoch, use a loader with state_dict and load_state_dict, such as torchdata's "
+            "StatefulDataLoader."
         ]
 
     @property
     def prefixes(self) -> dict[Path, str]:
-        """The text before the names of each module's state."""
+        """The prefix of the names of each module's state."""
         return prefixes_of(self.modules)
 
     @property
     def named(self) -> dict[str, nn.Module]:
-        """The modules by the text before the names of each."""
+        """The modules by prefix of their names."""
         return {prefix: self.modules[path] for path, prefix in self.prefixes.items()}
 
     @property
     def root(self) -> nn.Module:
-        """A module with all modules, that has their parameters under the names with prefixes."""
+        """A module that contains all modules, so that its parameters' names have the prefixes."""
         if len(self.modules) == 1:
             return next(iter(self.modules.values()))
         root = nn.Module()
@@ -95,13 +97,13 @@ class NestedObjects:
 
     @property
     def keys(self) -> list[str]:
-        """The places of all objects, in order."""
+        """The keys of all objects, in order."""
         return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful, *self.tensors))]
 
     def in_order(self, keys: Sequence[str]) -> NestedObjects:
-        """Return the same objects in the order of ``keys``, and those that are not among them after that.
+        """Return the same objects in the order of ``keys``, followed by objects not among them.
 
-        So ranks whose dicts have other orders come to objects that communicate, and number optimizers, alike.
+        Ranks whose dicts have different orders so visit objects that communicate, and number optimizers, alike.
         """
         places = {key: place for place, key in enumerate(keys)}
 
@@ -128,11 +130,11 @@ class NestedObjects:
 
 
 def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[str]:
-    """Return the canonical names of all entries of the modules; of a state without any, those of parameters.
+    """Return the canonical names of all entries of the modules, or without modules, of the parameters of ``named_by``.
 
     Args:
-        objects: what is in the state.
-        named_by: the module of lone optimizers.
+        objects: of the state.
+        named_by: the module that names the parameters of optimizers in a state without modules.
 
     Raises:
         StateError: if two modules have an entry of one name.
@@ -143,38 +145,38 @@ def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[st
     return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
 
 
-def objects_in(state: Mapping[str, Any]) -> NestedObjects:
-    """Return what is in a nested dict. It may hold dicts and lists of objects and tensors.
+def collect_objects(state: Mapping[str, Any]) -> NestedObjects:
+    """Collect the objects and tensors of a nested dict, whose containers may be dicts and lists.
 
     Raises:
-        StateError: for an object in a tuple or a set, where nothing can be put back, and for two under one key.
+        StateError: for an object in a tuple or a set, where it can't be replaced, and for two under one key.
     """
-    found = NestedObjects()
+    objects = NestedObjects()
     for key, value in state.items():
-        _visit(value, (key,), found)
-    for paths in (found.modules, found.optimizers):
-        if twice := len(paths) - len({key_of(path) for path in paths}):
-            raise StateError(f"{twice} of {[*map(key_of, paths)]} are spelled like another one: choose other keys")
-    _refuse_foreign(found)
-    return found
+        _visit(value, (key,), objects)
+    for paths in (objects.modules, objects.optimizers):
+        if len({key_of(path) for path in paths}) < len(paths):
+            raise StateError(f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys")
+    _refuse_opaque_sharding(objects)
+    return objects
 
 
-def _refuse_foreign(found: NestedObjects) -> None:
-    """Refuse what shards state in ways of its own, of which neither tensors nor state dicts tell."""
-    for path, optimizer in found.optimizers.items():
+def _refuse_opaque_sharding(objects: NestedObjects) -> None:
+    """Refuse objects whose state is sharded without DTensors, so that its place in the whole is unknown."""
+    for path, optimizer in objects.optimizers.items():
         refuse_zero_redundancy(optimizer, repr(key_of(path)))
-    for path, module in found.modules.items() if found.optimizers else ():
+    for path, module in objects.modules.items() if objects.optimizers else ():
         if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
             raise StateError(
                 f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of flat "
-                "parameters as state, and no word of where they belong. Use torch's fully_shard (FSDP2) or "
+                "parameters as state, which do not tell where they belong. Use torch's fully_shard (FSDP2) or "
                 "ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
                 "get_state_dict; such a directory can be loaded here."
             )
 
 
 def unwrap(value: Any) -> Any:
-    """The object inside another one that only runs it, such as DistributedDataParallel; else the value."""
+    """Return the object inside a wrapper such as DistributedDataParallel; any other value unchanged."""
     if isinstance(value, DistributedDataParallel):
         return value.module
     if isinstance(value, nn.Module):
@@ -183,21 +185,21 @@ def unwrap(value: Any) -> Any:
     return loader_of_fabric(value)
 
 
-def _visit(value: Any, path: Path, found: NestedObjects) -> None:
+def _visit(value: Any, path: Path, objects: NestedObjects) -> None:
     value = unwrap(value)
     if isinstance(value, nn.Module):
-        found.modules[path] = value
+        objects.modules[path] = value
     elif isinstance(value, Optimizer):
-        found.optimizers[path] = value
+        objects.optimizers[path] = value
     elif isinstance(value, torch.Tensor):
-        found.tensors[path] = value
+        objects.tensors[path] = value
     elif _is_stateful(value):
-        found.stateful[path] = value
+        objects.stateful[path] = value
     elif isinstance(value, DataLoader):
-        found.loaders[path] = value
+        objects.loaders[path] = value
     elif isinstance(value, dict | list) and _holds_objects(value):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _visit(item, (*path, key), found)
+            _visit(item, (*path, key), objects)
     else:
         if isinstance(value, tuple | set | frozenset):
             inside = next((item for item in value if _is_object(item)), None)
@@ -206,7 +208,7 @@ def _visit(value: Any, path: Path, found: NestedObjects) -> None:
                     f"{key_of(path)!r} is a {type(value).__name__} that holds a {type(inside).__name__}; objects are "
                     "saved and restored in dicts and lists"
                 )
-        found.values[path] = value
+        objects.values[path] = value
 
 
 def _is_stateful(value: Any) -> bool:
@@ -224,7 +226,7 @@ def _holds_objects(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or _is_object(value)
 
 
-# ── to a checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def checkpoint_of(
@@ -233,29 +235,29 @@ def checkpoint_of(
     names: Mapping[int, str],
     filters: Mapping[str, Keep] | None = None,
 ) -> dict[str, Any]:
-    """Lightning's checkpoint dict for a nested dict; tensors are live.
+    """Return Lightning's checkpoint dict for a nested dict; tensors are live.
 
     Args:
-        state: what was given.
-        objects: what is in it.
-        names: under which parameters of optimizers are stored, by ``id``; see ``names_for``.
-        filters: by key of ``state``, which entries of its state dict are saved, given name and value.
+        state: the nested dict.
+        objects: in the state.
+        names: of the parameters of optimizers, by ``id``; see ``names_for``.
+        filters: by key of ``state``: takes name and value of an entry, and returns whether it is saved.
 
     Raises:
-        StateError: if a key of the state has a meaning of its own in a checkpoint.
+        StateError: if a key of the state is reserved.
     """
     filters = filters or {}
-    of_others = {id(one): one.state_dict() for one in objects.stateful.values()}
-    rest = {key: _rest(value, of_others) for key, value in state.items()}
-    checkpoint = {key: _kept(filters.get(key), value) for key, value in rest.items() if value is not _NOTHING}
-    if wrong := checkpoint.keys() & {*RESERVED}:
-        raise StateError(f"the key {min(wrong)!r} of the state means something else in a checkpoint: choose another")
+    state_dicts = {id(one): one.state_dict() for one in objects.stateful.values()}
+    values = {key: _without_objects(value, state_dicts) for key, value in state.items()}
+    checkpoint = {key: _filter(filters.get(key), value) for key, value in values.items() if value is not _NOTHING}
+    if reserved := checkpoint.keys() & {*RESERVED}:
+        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if objects.modules:
         checkpoint["state_dict"] = _filtered_modules(objects, filters)
     if objects.optimizers:
         states = ((path, _state_of(optimizer, names)) for path, optimizer in objects.optimizers.items())
         empty: dict[str, Any] = {"state": {}, "param_groups": []}
-        checkpoint["optimizer_states"] = [empty | _kept(filters.get(str(path[0])), one) for path, one in states]
+        checkpoint["optimizer_states"] = [empty | _filter(filters.get(str(path[0])), one) for path, one in states]
     checkpoint[KEYS] = {
         "modules": {key_of(path): prefix for path, prefix in objects.prefixes.items()},
         "optimizers": [key_of(path) for path in objects.optimizers],
@@ -266,62 +268,66 @@ def checkpoint_of(
 _NOTHING = object()
 
 
-def _rest(value: Any, states: Mapping[int, Any]) -> Any:
-    """A value without modules, optimizers and loaders, the state of other objects, by ``id``, in their place."""
+def _without_objects(value: Any, state_dicts: Mapping[int, Any]) -> Any:
+    """Return a value without modules, optimizers and loaders, and with other objects replaced by their state dicts.
+
+    Args:
+        value: live.
+        state_dicts: by ``id`` of the object.
+    """
     value = loader_of_fabric(value)
-    if id(value) in states:
-        return states[id(value)]
+    if id(value) in state_dicts:
+        return state_dicts[id(value)]
     if isinstance(value, nn.Module | Optimizer | DataLoader):
         return _NOTHING
     if isinstance(value, dict | list) and _holds_objects(value):
         if isinstance(value, dict):
-            items = {key: _rest(item, states) for key, item in value.items()}
+            items = {key: _without_objects(item, state_dicts) for key, item in value.items()}
             return {key: item for key, item in items.items() if item is not _NOTHING} or _NOTHING
-        found = [_rest(item, states) for item in value]
-        kept = [None if item is _NOTHING else item for item in found]
-        return _NOTHING if all(item is _NOTHING for item in found) else kept
+        values = [_without_objects(item, state_dicts) for item in value]
+        is_empty = all(item is _NOTHING for item in values)
+        return _NOTHING if is_empty else [None if item is _NOTHING else item for item in values]
     return value
 
 
-def _kept(keep: Keep | None, state: Any) -> Any:
+def _filter(keep: Keep | None, state: Any) -> Any:
     if keep is None or not isinstance(state, dict):
         return state
     return {name: value for name, value in state.items() if keep(name, value)}
 
 
 def _filtered_modules(objects: NestedObjects, filters: Mapping[str, Keep]) -> dict[str, Any]:
-    found = objects.state_dict()
+    state_dict = objects.state_dict()
     for path, prefix in objects.prefixes.items():
         keep = filters.get(str(path[0]))
         if keep is not None:
-            mine = [name for name in found if name.startswith(prefix)]
-            for name in mine:
-                if not keep(name.removeprefix(prefix), found[name]):
-                    del found[name]
-    return found
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                if not keep(name.removeprefix(prefix), state_dict[name]):
+                    del state_dict[name]
+    return state_dict
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, or by number if nobody knows a name."""
+    """Return an optimizer's state by parameter name, or by number if none of its parameters has a name."""
     if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         return optimizer_state(optimizer, names)
-    own_entries(optimizer)  # raises for one that this would not keep
-    found: dict[str, Any] = optimizer.state_dict()
-    return found
+    extra_entries(optimizer)  # raises for an optimizer whose state would be lost
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    return state_dict
 
 
 def names_for(
     objects: NestedObjects, named_by: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
 ) -> dict[int, str]:
-    """The name of each parameter that an optimizer may have, by ``id``.
+    """Return the name of each parameter of the optimizers, by ``id``.
+
+    An optimizer built from ``named_parameters`` names its own parameters, if no module contains them.
 
     Args:
-        objects: whose modules have the parameters.
-        named_by: the module of a lone optimizer.
-        whole: of the model over all pipeline stages.
+        objects: of the state.
+        named_by: the module that names the parameters of optimizers in a state without modules.
+        whole: names of the model over all pipeline stages.
         prefix: before each name.
-
-    Names that an optimizer was built with, of ``named_parameters``, count where no module has its parameters.
     """
     names = parameter_names(unwrap(named_by), whole) if named_by is not None else {}
     if objects.modules:
@@ -335,14 +341,14 @@ def names_for(
     return {of: prefix + name for of, name in names.items()}
 
 
-# ── and back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """Return what stored state has at a path.
+    """Return the value of stored state at a path.
 
     Raises:
-        LookupError: if it has nothing there.
+        LookupError: if there is none.
     """
     for key in path:
         if isinstance(tree, dict) or (isinstance(tree, list) and isinstance(key, int)):
@@ -360,9 +366,9 @@ def put_at(state: Any, path: Path, value: Any) -> None:
 
 
 def remove_at(tree: Any, path: Path) -> None:
-    """Take a value out of stored state, and dicts that are empty without it; in lists None takes its place.
+    """Remove a value from stored state, and containers that become empty; in lists, None takes its place.
 
-    Does nothing if it went with a list that has nothing else.
+    Does nothing if the value was removed already, with a list that contained nothing else.
     """
     with_parents: list[tuple[Any, str | int]] = []
     for key in path:
@@ -382,7 +388,7 @@ def remove_at(tree: Any, path: Path) -> None:
 
 
 def sharded_tensors(objects: NestedObjects) -> dict[str, DTensor]:
-    """The sharded tensors in the state of stateful objects, by key of trainer state: what is loaded is laid out so."""
+    """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for the load."""
     tensors = (item for path, one in objects.stateful.items() for item in _tensors_in(one.state_dict(), path))
     return {key_of(path): tensor for path, tensor in tensors if isinstance(tensor, DTensor)}
 

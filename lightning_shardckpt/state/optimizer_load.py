@@ -1,7 +1,7 @@
-"""Bring a live optimizer to a stored state: compare first, then fill its tensors, then apply.
+"""Loading the state of one optimizer: compare first, then fill its tensors, then apply.
 
-Parameters are matched by name, or by number as torch does where names were not stored. State that is there and fits is
-filled in place; hyper-parameters follow the parameters into whatever param groups they are in now.
+Parameters are matched by name, or if names were not stored, by number as in torch. Live state of the right shape is
+filled in place. Hyper-parameters follow the parameters into their current param groups.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.state.compound_tensors import MARK, compound_names, put_together
+from lightning_shardckpt.state.compound_tensors import MARK, compound_names, unflatten_compound
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
 from lightning_shardckpt.state.model import Differences
-from lightning_shardckpt.state.optimizer import NOT_HYPER, load_own
+from lightning_shardckpt.state.optimizer import NOT_HYPER, load_extra_entries
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]
@@ -34,20 +34,20 @@ _OF_SCHEDULERS = "initial_lr"
 _OF_ANY_CLASS = {
     *("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", _OF_SCHEDULERS),
 }
-"""Settings that came to classes of torch over the years, or that schedulers add: they tell no class from another."""
+"""Settings that newer versions of torch or schedulers add, so that they do not identify the optimizer's class."""
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A live parameter, and the stored state that it takes.
+    """A live parameter and its stored state.
 
     Attributes:
         param: the parameter.
         name: its FQN.
-        stored: its name in the checkpoint; None while it is not known.
-        tied: further stored names that are one with it here.
-        keeps: whether all state that it has stays.
-        filled: by name, the tensors of state that are filled.
+        stored: its name in the checkpoint; None if not known yet.
+        tied: further stored names of parameters that are tied to it in the model.
+        keeps: whether its live state is kept.
+        filled: the tensors of state to fill, by name.
     """
 
     param: torch.Tensor
@@ -59,18 +59,19 @@ class _Row:
 
 
 class OptimizerLoad:
-    """The plan to bring one live optimizer to a stored state: compare first, then fill its tensors, then apply.
+    """The load of one optimizer: compare first, then fill its tensors, then apply.
 
     Args:
+        number: of the optimizer.
         optimizer: the live optimizer.
-        stored: its counterpart in the checkpoint.
+        stored: the optimizer in the checkpoint.
         names: FQN by ``id`` of the live parameters.
-        same: gives all names, live and stored, of the tensor that has a live FQN, see ``model.same_tensor``.
-        whole: on a pipeline stage, the FQNs of all parameters of the model in order; what a stored number means is
-            then found out together with the other stages, see ``join_groups``.
-        parts: "optimizer" in it if the state of parameters is to be taken, "param_groups" if hyper-parameters are.
-        skips: tells by name what is to be left besides; a parameter that is keeps its state, too. None: nothing.
-        dtypes: the stored dtype of a parameter, by live FQN, if state may be converted to another dtype.
+        same: returns all names, live and stored, of the tensor with a live FQN.
+        whole: on a pipeline stage, the FQNs of all parameters of the model in order; stored numbers are then mapped
+            together with the other stages, see ``join_groups``.
+        parts: loads the state of parameters if it contains "optimizer", hyper-parameters if it contains "param_groups".
+        skips: returns whether a name is left out; a skipped parameter keeps its optimizer state, too. None: no names.
+        dtypes: returns the stored dtype of a parameter by live FQN; None if state is not converted.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
     """
 
@@ -98,29 +99,29 @@ class OptimizerLoad:
         self._mapped = not stored.numbered or self.is_joined or [*map(len, live)] == [*map(len, stored.groups)]
         self._rows: list[list[_Row]] = []
         for group_number, params in enumerate(live):
-            # torch numbers parameters in order; the order is the only thing to go by
+            # torch numbers parameters in order, and the document has nothing else to match by
             by_order = stored.groups[group_number] if stored.numbered and self._mapped and not self.is_joined else ()
             rows = []
             for place, param in enumerate(params):
                 name = names[id(param)]
-                found: Sequence[str] = [by_order[place]] if by_order else []
+                keys: Sequence[str] = [by_order[place]] if by_order else []
                 if not stored.numbered:
-                    found = [one for one in same(name) if one in self._group_of]
-                    pruned = (f"{one}_orig" for one in same(name)) if not found else ()
-                    found = found or [one for one in pruned if one in self._group_of] or [name]
+                    keys = [one for one in same(name) if one in self._group_of]
+                    pruned = (f"{one}_orig" for one in same(name)) if not keys else ()
+                    keys = keys or [one for one in pruned if one in self._group_of] or [name]
                 keeps = not self._takes_state or (skips is not None and skips(name))
-                rows.append(_Row(param, name, found[0] if found else None, found[1:], keeps))
+                rows.append(_Row(param, name, keys[0] if keys else None, keys[1:], keeps))
             self._rows.append(rows)
-        if skips is not None:  # so that it is known which patterns are the name of something
+        if skips is not None:  # call it for every entry, since it records which patterns match a name
             for entry in self._entries():
-                self._stays(*entry)
+                self._is_skipped(*entry)
 
-    def _stays(self, *path: str) -> bool:
+    def _is_skipped(self, *path: str) -> bool:
         """Return whether an entry of the optimizer is skipped by name: a parameter and a key, or a group and a key."""
         return self._skips is not None and self._skips("/".join(("optimizer", str(self.number), *path)))
 
     def _entries(self) -> Iterator[tuple[str, ...]]:
-        """Live or stored name of a parameter and key of its state; param groups and their keys."""
+        """Yield the path of each entry: a parameter, by live or stored name, or a param group; and the key in it."""
         of = {param: self._stored.entries(param) for param in self._group_of}
         every = list(dict.fromkeys(key for keys in of.values() for key in keys))
         for number, (group, rows) in enumerate(zip(self._optimizer.param_groups, self._rows, strict=True)):
@@ -135,12 +136,12 @@ class OptimizerLoad:
     def compare(
         self, differences: Differences, elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
     ) -> None:
-        """Note parameters that only one side has, and state whose shape no live parameter can take.
+        """Add parameters that only one side has, and state whose shape does not fit its parameter, to ``differences``.
 
         Args:
             differences: collects them.
-            elsewhere: parameters of other pipeline stages, which know better.
-            alike: whether stored tensors are equal where a live one is.
+            elsewhere: parameters of other pipeline stages, which compare these.
+            alike: returns whether stored tensors are equal in the boxes of a live tensor.
         """
         where = f"optimizer {self.number}"
         if self._is_other:
@@ -157,8 +158,8 @@ class OptimizerLoad:
             skipped = not self._takes_state or (self._skips is not None and self._skips(name))
             if skipped or (row is not None and self._is_same_state(name, row, alike)):
                 continue
-            other = f"one with {row.name} in the model, with other state in the checkpoint" if row is not None else None
-            differences.add(f"{where}: {name}", other or "in checkpoint only")
+            tie = f"tied to {row.name} in the model, with other state in the checkpoint" if row is not None else None
+            differences.add(f"{where}: {name}", tie or "in checkpoint only")
         for row in rows.values():
             if row.keeps:
                 continue
@@ -168,49 +169,49 @@ class OptimizerLoad:
             self._compare_state(row, differences)
 
     def _settings(self) -> tuple[set[str], set[str]]:
-        """Return the settings that the stored optimizer has alone, and those that the live one's class has alone."""
+        """Return the settings that only the stored optimizer has, and those that only the live one's class has."""
         stored = {key for hyper in self._stored.hyper for key in hyper} - _OF_ANY_CLASS
         own = set(getattr(self._optimizer, "defaults", ())) - _OF_ANY_CLASS
         return stored - own.union(*self._optimizer.param_groups), own - stored
 
     def _other_class(self) -> str:
-        there, here = (", ".join(sorted(keys)) for keys in self._settings())
+        stored, live = (", ".join(sorted(keys)) for keys in self._settings())
         return (
-            f"is of another class in the checkpoint: that has {there}, and {type(self._optimizer).__name__} has {here} "
-            "in param groups. To begin with a new optimizer, load the model without it"
+            f"is of another class in the checkpoint, with {stored} in param groups; {type(self._optimizer).__name__} "
+            f"has {live}. To begin with a new optimizer, load the model without it"
         )
 
     def _is_same_state(self, name: str, row: _Row, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
-        """Return whether a stored parameter that is one with another here has the state of that one."""
+        """Return whether a stored parameter has the same state as another that it is tied to in the model."""
         assert row.stored is not None
         values, tensors = self._stored.values, self._stored.tensors
-        mine, its = values.get(name, {}), values.get(row.stored, {})
-        my_tensors, its_tensors = tensors.get(name, {}), tensors.get(row.stored, {})
-        if mine.keys() != its.keys() or my_tensors.keys() != its_tensors.keys():
+        own, other = values.get(name, {}), values.get(row.stored, {})
+        own_tensors, other_tensors = tensors.get(name, {}), tensors.get(row.stored, {})
+        if own.keys() != other.keys() or own_tensors.keys() != other_tensors.keys():
             return False
-        if not all(_same(value, its[key]) for key, value in mine.items()):
+        if not all(_is_equal(value, other[key]) for key, value in own.items()):
             return False
-        return all(alike([key, its_tensors[entry]], row.param) for entry, key in my_tensors.items())
+        return all(alike([key, other_tensors[entry]], row.param) for entry, key in own_tensors.items())
 
     def _compare_state(self, row: _Row, differences: Differences) -> None:
         shape = shape_of(row.param)
         for entry, key in self._stored.tensors.get(row.stored or "", {}).items():
             spec = self._stored.specs[key]
-            if spec.shape == shape or row.keeps or self._stays(row.name, entry):
+            if spec.shape == shape or row.keeps or self._is_skipped(row.name, entry):
                 continue
             inside = MARK in entry and isinstance(row.param, DTensor) and bool(layout_of(row.param).cuts)
             if inside or not acts_as_whole(row.param):
-                what = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
-                differences.add(f"optimizer {self.number}: {key}", what)
+                problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
+                differences.add(f"optimizer {self.number}: {key}", problem)
 
     def groups(self) -> list[list[str]]:
-        """FQNs of the live param groups, as this stage has them."""
+        """Return the FQNs of this stage's param groups."""
         return [[row.name for row in rows] for rows in self._rows]
 
     def join_groups(
         self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: Differences
     ) -> list[list[str]]:
-        """Return the param groups of the whole model, in its order, from what ``groups`` gave on all stages."""
+        """Return the param groups of the whole model, in its order, from the results of ``groups`` of all stages."""
         order = {name: i for i, name in enumerate(whole)}
         where, expected = f"optimizer {self.number}", [len(group) for group in self._stored.groups]
         if any(sorted(group, key=order.__getitem__) != group for part in parts for group in part):
@@ -226,7 +227,7 @@ class OptimizerLoad:
         return joined
 
     def take_numbers(self, joined: Sequence[list[str]], differences: Differences) -> None:
-        """Number parameters by the joined groups from now on; notes state whose shape no parameter can take."""
+        """Match parameters by number in the joined groups; add state whose shape does not fit to ``differences``."""
         pairs = zip(joined, self._stored.groups, strict=True) if joined else ()
         number_of = {name: number for a, b in pairs for name, number in zip(a, b, strict=True)}
         for row in chain.from_iterable(self._rows):
@@ -237,14 +238,14 @@ class OptimizerLoad:
     def _unmapped(self, *, in_part: bool) -> str:
         if in_part:
             return (
-                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell which "
-                "are its own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
+                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell its "
+                "own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
             )
         sizes = [len(g["params"]) for g in self._optimizer.param_groups]
         return f"param groups of {[len(g) for g in self._stored.groups]} parameters in checkpoint, {sizes} in model"
 
     def sources(self) -> dict[str, list[int] | None]:
-        """Return by ``<optimizer>/<live group>`` the stored groups that its parameters were in; None if it has none."""
+        """Return the stored groups of the parameters of each live group, by ``<optimizer>/<group>``; None if empty."""
         return {
             f"{self.number}/{number}": self._groups_of(number, rows) if rows else None
             for number, rows in enumerate(self._rows)
@@ -256,32 +257,32 @@ class OptimizerLoad:
         return list(dict.fromkeys(self._group_of[row.stored] for row in rows if row.stored in self._group_of))
 
     def live_tensors(self) -> Iterator[torch.Tensor]:
-        """The parameters and all that is in their state."""
+        """Yield the parameters and the tensors of their state."""
         for row in chain.from_iterable(self._rows):
             yield row.param
             state = self._optimizer.state.get(row.param, {})
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def tensors(self, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
-        """The tensors to fill, with their stored keys: live state that can take what is stored, and memory that is new.
+        """Return the tensors to fill, with their stored keys: live state that fits, and new memory.
 
-        All are laid out like their parameters. Nothing live changes yet. Parameters that are tied in the checkpoint and
-        not here have tensors of their own, and so has state whose ``id`` is in ``shared``: its memory is not its alone.
+        All are sharded like their parameters. Nothing live changes yet. Parameters that are tied only in the checkpoint
+        get separate tensors; so does state whose ``id`` is in ``shared``, since it shares memory.
         """
         live, new = list[Keyed](), list[Keyed]()
-        with without_torch_function():  # sharded tensors are asked for their layout, again and again
-            for row, stored in self._taken():
+        with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
+            for row, stored in self._loaded_rows():
                 param, shape = row.param, shape_of(row.param)
                 state, kept = self._optimizer.state.get(param, {}), self._kept_entries(row, stored)
                 for name, key in self._stored.tensors.get(stored, {}).items():
-                    spec, there = self._stored.specs[key], state.get(name)
+                    spec, current = self._stored.specs[key], state.get(name)
                     if name in kept or (spec.shape != shape and not acts_as_whole(param)):
                         continue
                     dtype, place = self._dtype(name, spec.dtype, row), new
                     if spec.shape != shape:
                         tensor = torch.empty(spec.shape, dtype=dtype, device=param.device)
-                    elif there is not None and is_like(there, param, dtype) and id(there) not in shared:
-                        tensor, place = there, live
+                    elif current is not None and is_like(current, param, dtype) and id(current) not in shared:
+                        tensor, place = current, live
                     else:
                         tensor = new_like(param, dtype)
                     place.append((key, tensor))
@@ -289,21 +290,21 @@ class OptimizerLoad:
         return live, new
 
     def _dtype(self, name: str, stored: str, row: _Row) -> torch.dtype:
-        """The parameter's dtype for state that was stored in the parameter's dtype, else the stored one."""
-        same, param = TORCH_DTYPES[stored], row.param
-        is_own = MARK in name or not same.is_floating_point
-        if self._dtype_of_parameter is None or is_own or same == param.dtype:
-            return same
+        """Return the parameter's dtype for state that was stored in the parameter's stored dtype, else the state's."""
+        dtype, param = TORCH_DTYPES[stored], row.param
+        is_own = MARK in name or not dtype.is_floating_point
+        if self._dtype_of_parameter is None or is_own or dtype == param.dtype:
+            return dtype
         before = self._dtype_of_parameter(row.name)
-        return param.dtype if before == stored and param.is_floating_point() else same
+        return param.dtype if before == stored and param.is_floating_point() else dtype
 
     def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
-        """Put the tensors, which are filled, the values and the hyper-parameters in place.
+        """Put the filled tensors, the values and the hyper-parameters in place; return notes for the user.
 
-        State of parameters that the checkpoint does not have stays as it is. Returns what a person should know.
+        State of parameters without stored state is kept.
 
         Args:
-            sources: of ``sources``, the union over ranks: so all stages of a pipeline decide alike.
+            sources: the results of ``sources``, merged over ranks so that all pipeline stages decide alike.
         """
         on_device = {
             id(param)
@@ -311,14 +312,14 @@ class OptimizerLoad:
             if group.get("capturable") or group.get("fused")
             for param in group["params"]
         }
-        given = set[str]()
-        for row, stored in self._taken():
+        used = set[str]()
+        for row, stored in self._loaded_rows():
             values = self._stored.values.get(stored, {})
-            values = copy.deepcopy(values) if stored in given else values  # what was tied and is not here
-            given.add(stored)
-            state = {k: _placed(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
+            values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
+            used.add(stored)
+            state = {k: _move(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
             for compound in compound_names(state):
-                put_together(compound, state, row.param)
+                unflatten_compound(compound, state, row.param)
             kept, before = self._kept_entries(row, stored), self._optimizer.state.pop(row.param, {})
             state = {k: v for k, v in state.items() if k not in kept} | {k: before[k] for k in kept if k in before}
             if state:
@@ -326,26 +327,27 @@ class OptimizerLoad:
         groups = enumerate(self._optimizer.param_groups if self._takes_hyper and not self._is_other else ())
         notes = [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
         own = self._stored.own if self._takes_state and not self._is_other else {}
-        load_own(self._optimizer, {key: value for key, value in own.items() if not self._stays("own", key)})
+        own = {key: value for key, value in own.items() if not self._is_skipped("own", key)}
+        load_extra_entries(self._optimizer, own)
         return notes
 
-    def _taken(self) -> Iterator[tuple[_Row, str]]:
-        """Yield the parameters that get the state that the checkpoint has of them, with their stored names."""
+    def _loaded_rows(self) -> Iterator[tuple[_Row, str]]:
+        """Yield the parameters whose state is loaded, with their stored names."""
         for row in chain.from_iterable(self._rows if not self._is_other else ()):
             takes = not row.keeps and row.name not in self._reshaped
             if takes and row.stored is not None and row.stored in self._group_of:
                 yield row, row.stored
 
     def _kept_entries(self, row: _Row, stored: str) -> set[str]:
-        """Return the stored entries of a parameter's state that stay as they are.
+        """Return the stored entries of a parameter's state that are skipped.
 
         Raises:
-            MismatchError: if some are to stay that are not there, beside others that are taken.
+            MismatchError: if only some of its entries are skipped, and the live state lacks one of them.
         """
         if self._skips is None:
             return set()
         entries = {*self._stored.entries(stored)}
-        kept = {key for key in entries if self._stays(row.name, key)}
+        kept = {key for key in entries if self._is_skipped(row.name, key)}
         missing = sorted(kept - self._optimizer.state.get(row.param, {}).keys())
         if missing and kept < entries:
             raise MismatchError(
@@ -355,9 +357,9 @@ class OptimizerLoad:
         return kept
 
     def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
-        """Hyper-parameters follow the parameters: a group takes those of the groups that its parameters were in.
+        """Load a group's hyper-parameters from the stored groups of its parameters; return notes for the user.
 
-        One without parameters on any rank takes those of the same number, where that can be the same group.
+        A group without parameters on any rank uses the stored group of the same number, if that can be the same group.
         """
         if sources is None:
             stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
@@ -365,29 +367,29 @@ class OptimizerLoad:
         where = f"optimizer {self.number}, param group {number}"
         notes = []
         for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
-            if self._stays("param_groups", str(number), key):
+            if self._is_skipped("param_groups", str(number), key):
                 continue
             values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
-            if any(not _same(v, values[0]) for v in values[1:]):
+            if any(not _is_equal(v, values[0]) for v in values[1:]):
                 kept = group.get(key)
                 notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
             else:
-                group[key] = copy.deepcopy(values[0])  # another group may take it, too
-        known = {k for i in sources for k in self._stored.hyper[i]}
-        missing = [k for k in group if sources and k not in known and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
+                group[key] = copy.deepcopy(values[0])  # another group may use it, too
+        stored_keys = {k for i in sources for k in self._stored.hyper[i]}
+        missing = [k for k in group if sources and k not in stored_keys and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
         if missing:
             notes.append(f"{where}: not in the checkpoint, kept as configured: {missing}")
         return notes
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
 
 
-def _placed(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
-    """Tensors go where torch's ``Optimizer.load_state_dict`` puts them: ``step`` stays on the host unless fused."""
+def _move(name: str, value: Any, param: torch.Tensor, on_device: bool) -> Any:
+    """Move a tensor to the device of ``Optimizer.load_state_dict``: ``step`` stays on the host unless fused."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(param.device) if on_device or name != "step" else value

@@ -1,6 +1,6 @@
-"""Adapters of PEFT in a live module, and the parameters that do not change in training.
+"""Adapters of PEFT in a live module, and the base parameters that PEFT froze.
 
-PEFT is not imported: what it wrapped is known by its ``peft_config``.
+PEFT is not imported: a module that it wrapped is recognized by its ``peft_config``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 
 def adapters_of(module: nn.Module) -> list[Adapter]:
-    """The adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
+    """Return the adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
 
     Raises:
         StateError: if a configuration cannot be written as JSON.
     """
-    found = []
+    adapters = []
     for name, wrapped in _wrapped(module):
         prefix = f"{name}." if name else ""
         root = "" if "base_model" in wrapped._modules else ROOT
         for adapter, config in wrapped.peft_config.items():
-            found.append(Adapter(adapter, prefix, root, _config_text(wrapped, config, f"{prefix}{adapter}")))
-    return found
+            adapters.append(Adapter(adapter, prefix, root, _config_text(wrapped, config, f"{prefix}{adapter}")))
+    return adapters
 
 
 def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -49,7 +49,7 @@ def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _config(sub: nn.Module) -> Any:
-    """Return what a module has as ``peft_config``; None if nothing, which torch takes an exception to find out."""
+    """Return the ``peft_config`` of a module, or None, without the AttributeError of ``nn.Module.__getattr__``."""
     kind = type(sub)
     if "peft_config" in vars(sub) or hasattr(kind, "peft_config") or kind.__getattr__ is not nn.Module.__getattr__:
         return getattr(sub, "peft_config", None)
@@ -57,7 +57,7 @@ def _config(sub: nn.Module) -> Any:
 
 
 def _config_text(wrapped: Any, config: Any, where: str) -> str:
-    """Return what PEFT's ``save_pretrained`` would write as ``adapter_config.json``, with sets in order."""
+    """Return the ``adapter_config.json`` of PEFT's ``save_pretrained``, with sets sorted."""
     settings: dict[str, Any] = config.to_dict()
     settings = {key: sorted(v) if isinstance(v, set | frozenset) else v for key, v in settings.items()}
     model = wrapped.base_model.model if "base_model" in wrapped._modules else wrapped
@@ -74,7 +74,7 @@ def _config_text(wrapped: Any, config: Any, where: str) -> str:
 
 
 def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return those of the canonical ``names`` of a module's tensors that were made for an adapter."""
+    """Return the names among ``names``, canonical names of a module's tensors, that belong to an adapter."""
     wrapped = [(f"{name}." if name else "", list(sub.peft_config)) for name, sub in _wrapped(module)]
     return frozenset(
         name
@@ -85,15 +85,15 @@ def adapter_tensors(module: nn.Module, names: Collection[str]) -> frozenset[str]
 
 
 def _alters_base(config: Any) -> bool:
-    """Return whether the first values of an adapter came with new values of the weights that it adapts, as in PiSSA."""
+    """Return whether the initialization of an adapter changed the weights that it adapts, as in PiSSA."""
     return getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal")
 
 
-def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
-    """Canonical FQNs of the parameters that PEFT froze when it wrapped a model: of no adapter, without optimizer state.
+def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
+    """Return the canonical FQNs of base parameters that PEFT froze, whose values the pretrained model has, too.
 
-    Others that are frozen may have been trained before, or be averages; and an adapter may have changed the base when
-    it was made. All of these can't be had from elsewhere.
+    Leaves out parameters with optimizer state, which were trained, base weights that an adapter's initialization
+    changed, and frozen parameters outside of models with adapters, such as averages.
 
     Args:
         module: the live module.
@@ -112,10 +112,10 @@ def unchanging(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()
     return frozenset(frozen - trained - adapter_tensors(module, frozen))
 
 
-def without(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, Any]]:
-    """Leaves without those of ``names``, and the document "frozen", which tells what was left out.
+def leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, Any]]:
+    """Return leaves without the tensors called ``names``, and the document "frozen", which describes these.
 
-    A tied tensor is left out if one of its names is among them.
+    A tied tensor is left out if ``names`` has one of its names.
     """
     out = {leaves.aliases.get(name, name) for name in names}
     out = {key for key in leaves.tensors if key in out or key.partition(MARK)[0] in out}

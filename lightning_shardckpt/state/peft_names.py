@@ -1,8 +1,8 @@
-"""The names of a model that PEFT wrapped, and what they stand for. Neither torch nor PEFT is imported.
+"""Names of tensors in a model that PEFT wrapped. Neither torch nor PEFT is imported.
 
-PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and one that is
-trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. In its own files,
-adapters have no name: ``….lora_A.default.weight`` is ``….lora_A.weight`` there. Source: PEFT 0.21,
+PEFT puts a model below ``base_model.model``, a module that gets an adapter below ``base_layer``, and a module that is
+trained as a whole below ``original_module``, beside a copy for each adapter in ``modules_to_save``. PEFT's files omit
+the name of the adapter: ``….lora_A.default.weight`` becomes ``….lora_A.weight``. Source: PEFT 0.21,
 ``utils/save_and_load.py``.
 """
 
@@ -19,7 +19,7 @@ from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
 
 ROOT = "base_model.model."
-"""What PEFT's files have before the name of every tensor."""
+"""The prefix of every tensor's name in PEFT's files."""
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES
 _TUNER = "lora_"
@@ -29,7 +29,7 @@ _BASE_LAYER = "base_layer"
 
 
 def added_names(live_names: Collection[str]) -> frozenset[str]:
-    """The names that PEFT's layers add beside those that they wrap.
+    """Return the names that PEFT's layers add to the names of the wrapped layers.
 
     >>> sorted(added_names(["q.base_layer.weight", "q.lora_A.default.weight", "norm.weight"]))
     ['q.lora_A.default.weight']
@@ -45,7 +45,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def is_of_adapter(name: str, adapter: str) -> bool:
-    """Return whether a tensor was made for this adapter.
+    """Return whether a tensor belongs to an adapter.
 
     >>> is_of_adapter("q_proj.lora_A.default.weight", "default"), is_of_adapter("q_proj.base_layer.weight", "default")
     (True, False)
@@ -58,7 +58,7 @@ def _is_container(part: str) -> bool:
 
 
 def name_in_file(name: str, adapter: str) -> str:
-    """The name that PEFT's files have for a tensor of an adapter.
+    """Return the name of an adapter's tensor in PEFT's files.
 
     >>> name_in_file("base_model.model.q_proj.lora_A.default.weight", "default")
     'base_model.model.q_proj.lora_A.weight'
@@ -77,12 +77,12 @@ def name_in_file(name: str, adapter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter of a wrapped model, as a checkpoint describes it.
+    """One adapter of a wrapped model, as the document "peft" describes it.
 
     Attributes:
-        name: PEFT's default is "default".
-        prefix: of the names of the wrapped model's tensors in the checkpoint; empty, or with a dot at its end.
-        root: what comes before their names in PEFT's files: nothing if the model is a PeftModel, which has it already.
+        name: of the adapter; PEFT's default is "default".
+        prefix: of the wrapped model's names in the checkpoint; empty, or with a trailing dot.
+        root: the prefix to add in PEFT's files; empty for a PeftModel, whose names have it already.
         config: the text of ``adapter_config.json``.
     """
 
@@ -92,10 +92,10 @@ class Adapter:
     config: str
 
     def names(self, stored: Collection[str]) -> dict[str, str]:
-        """Name in PEFT's file → stored name, of all that ``PeftModel.save_pretrained`` would write, in sorted order.
+        """Return the stored name by name in PEFT's file of all tensors of ``PeftModel.save_pretrained``, sorted.
 
         Raises:
-            FormatError: for a kind of adapter of which that is not known.
+            FormatError: for a kind of adapter whose file layout is not implemented.
         """
         settings = parse_json(self.config.encode(), f"the configuration of adapter {self.name!r}")
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
@@ -105,27 +105,24 @@ class Adapter:
                 "checkpoint into the model and call save_pretrained of PEFT."
             )
         local = {name.removeprefix(self.prefix): name for name in stored if name.startswith(self.prefix)}
-        found = {name_in_file(name, self.name): name for name in local if is_of_adapter(name, self.name)}
-        found |= {name: name for name in _biases(local, settings.get("bias"))}
-        found |= {name: name for name in _embeddings(local, settings)}
-        return {self.root + name: local[found[name]] for name in sorted(found)}
+        names = {name_in_file(name, self.name): name for name in local if is_of_adapter(name, self.name)}
+        names |= {name: name for name in _biases(local, settings.get("bias"))}
+        names |= {name: name for name in _embeddings(local, settings)}
+        return {self.root + name: local[names[name]] for name in sorted(names)}
 
 
 def _biases(names: Collection[str], which: Any) -> Iterable[str]:
     """Return the biases of the base model that ``bias="all"`` or ``"lora_only"`` trains in place."""
     if which == "all":
-        return [name for name in names if name.endswith(".bias") and not _has_container(name)]
+        biases = (name for name in names if name.endswith(".bias"))
+        return [name for name in biases if not any(map(_is_container, name.split(".")))]
     if isinstance(which, str) and which.endswith("_only"):
         return [name for name in names if name.endswith(".base_layer.bias")]
     return []
 
 
-def _has_container(name: str) -> bool:
-    return any(_is_container(part) for part in name.split("."))
-
-
 def _embeddings(names: Collection[str], settings: Mapping[str, Any]) -> Iterable[str]:
-    """The weights of embeddings that have an adapter: PEFT saves them with it, since they may have been resized."""
+    """Return the weights of adapted embeddings: PEFT saves them with the adapter, since they may have been resized."""
     if settings.get("trainable_token_indices") is not None:
         return []
     targets, owners = settings.get("target_modules"), {}
@@ -134,14 +131,13 @@ def _embeddings(names: Collection[str], settings: Mapping[str, Any]) -> Iterable
         if wrapped and owner.rpartition(".")[2] in _EMBEDDINGS:
             owners[owner] = owner.removeprefix(ROOT)
     if isinstance(targets, str):
-        targeted = any(_fits(targets, inside) for inside in owners.values())
+        targeted = any(_matches(targets, inside) for inside in owners.values())
     else:
         targeted = isinstance(targets, list) and not set(_EMBEDDINGS).isdisjoint(map(str, targets))
     return [n for n in names if targeted and n.partition(".base_layer.")[0] in owners and ".base_layer." in n]
 
 
-def _fits(pattern: str, name: str) -> bool:
-    """Return whether the regular expression of ``target_modules`` names a module."""
+def _matches(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
@@ -149,27 +145,27 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def adapters_to_json(adapters: Iterable[Adapter]) -> dict[str, Any]:
-    """The document "peft" of a checkpoint."""
+    """Return the document "peft" of a checkpoint."""
     return {"adapters": [{"name": a.name, "prefix": a.prefix, "root": a.root, "config": a.config} for a in adapters]}
 
 
 def adapters_from_json(value: Any) -> list[Adapter]:
-    """Inverse of ``adapters_to_json``.
+    """Return the adapters of a document "peft".
 
     Raises:
-        FormatError: if it is not such a document.
+        FormatError: if the document is malformed.
     """
     listed = value.get("adapters") if isinstance(value, dict) else None
     if not isinstance(listed, list):
         raise FormatError(f"the document is not an object with a list of adapters: {shown(value)}")
-    found = []
+    adapters = []
     for number, one in enumerate(listed):
-        given = [one.get(key) for key in ("name", "prefix", "root", "config")] if isinstance(one, dict) else []
-        texts = [text for text in given if isinstance(text, str)]
+        values = [one.get(key) for key in ("name", "prefix", "root", "config")] if isinstance(one, dict) else []
+        texts = [text for text in values if isinstance(text, str)]
         if len(texts) != 4:
             raise FormatError(f"adapters/{number} is not an object with name, prefix, root and config: {shown(one)}")
         adapter = Adapter(*texts)
         if not re.fullmatch(r"[^./\\\x00]+", adapter.name) or adapter.root not in ("", ROOT):
             raise FormatError(f"adapters/{number} has a name or root that no adapter can have: {shown(one)}")
-        found.append(adapter)
-    return found
+        adapters.append(adapter)
+    return adapters

@@ -1,6 +1,6 @@
-"""Objects of any class as pickles, for who asks for that when saving, and again when loading.
+"""Pickles of objects of any class, for users who allow them in the save and in the load.
 
-The one place where this package pickles and unpickles. Unpickling executes what is in the bytes.
+The only place where this package pickles and unpickles. Unpickling executes code of the pickle.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from lightning_shardckpt.compat.torch_tensors import local_part
 
 
 def pickle_object(value: Any) -> bytes | None:
-    """Return the pickle of an object; None if it cannot be pickled, or has sharded tensors, of which this rank has a
-    part."""
+    """Return the pickle of an object; None if it cannot be pickled, or contains a sharded tensor."""
     written = io.BytesIO()
     try:
         _Pickler(written).dump(value)
-    except Exception:  # a class of the user's may do anything
+    except Exception:  # the user's class may raise anything
         return None
     return written.getvalue()
 
 
 def unpickle_object(content: bytes, type_name: str) -> Any:
-    """Return the object whose pickle this is. Executes what is in it.
+    """Return the object of a pickle. Executes code of the pickle.
 
     Raises:
-        TypeError: saying why it can't be made, naming ``type_name``: its module may be missing here.
+        TypeError: naming ``type_name`` and the reason, such as a missing module.
     """
     try:
         return pickle.loads(content)
-    except Exception as error:  # whatever the object's class does
+    except Exception as error:  # the object's class may raise anything
         raise TypeError(f"a {type_name} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""A rank's state for a save: live tensors by key, and JSON documents; nothing is copied yet."""
+"""A rank's state for a save: live tensors by key, and JSON documents. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The tensors of one component: live, sharded or replicated, by the key under which they are stored.
+    """The tensors of one component.
 
-    ``pinned`` keys are written by the lowest rank that holds them, since their replicas may differ (buffers).
-    ``records`` say how compound tensors are put together.
-    ``frozen`` keys are of parameters for which no gradient is computed, as far as that is known.
+    Attributes:
+        tensors: live, sharded or replicated, by stored key.
+        aliases: stored key by further name.
+        pinned: keys of buffers, whose replicas may differ, so that the lowest rank that holds one writes it.
+        records: of compound tensors.
+        frozen: keys of parameters without ``requires_grad``, if the module is known.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -35,33 +38,36 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that one rank contributes.
+    """One rank's part of a save. Its values must not change until the save has returned.
 
-    ``leaves`` by component; ``own`` holds plain trainer tensors, of which rank 0's are stored. ``documents`` by role:
-    "trainer", "peft" and "huggingface" (rank 0's is stored), "rank" (every rank's), "model", "optimizer", "frozen"
-    and "versions" (stored once per group of ranks that hold the same tensors). Of the trainer's state, other groups add
-    what rank 0 does not have. ``given`` are those of its plain tensors that a user put there, and all ranks must have
-    alike. ``notes`` is what a person should know. Values must not change until the save returned.
+    Attributes:
+        leaves: by component.
+        own: plain tensors of the trainer's state; rank 0's are stored.
+        documents: by role: "trainer", "peft" and "huggingface" (rank 0's is stored), "rank" (every rank's), "model",
+            "optimizer", "frozen" and "versions" (stored once per group of ranks that hold the same tensors). Other
+            groups add keys to the trainer's state that rank 0 does not have.
+        notes: sentences for the user.
+        replicated: plain tensors of the trainer's state that must be equal on all ranks.
     """
 
     leaves: dict[str, Leaves]
     own: dict[str, torch.Tensor]
     documents: dict[str, Any]
     notes: tuple[str, ...] = ()
-    given: dict[str, torch.Tensor] = field(default_factory=dict)
+    replicated: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
-    """The specs of a component's tensors, all held by ``holders``; one object for all tensors that are alike."""
-    found = {}
-    layouts: dict[int, Layout] = {}  # by id of a DTensorSpec, which many tensors may share, and keep
+    """Return the specs of a component's tensors, all held by ``holders``; equal tensors share one object."""
+    specs = {}
+    layouts: dict[int, Layout] = {}  # by id of a DTensorSpec, which tensors may share and keep alive
     for key, tensor in leaves.tensors.items():
         dtype = dtype_name(local_tensor(tensor), f"{component}/{key}")
         of = id(spec_of(tensor)) if isinstance(tensor, DTensor) else 0
         if of not in layouts:
             layouts[of] = layout_of(tensor)
-        found[key] = _spec(dtype, tuple(shape_of(tensor)), layouts[of], holders, key in leaves.pinned)
-    return found
+        specs[key] = _spec(dtype, tuple(shape_of(tensor)), layouts[of], holders, key in leaves.pinned)
+    return specs
 
 
 @lru_cache(maxsize=65536)

@@ -1,8 +1,7 @@
-"""A nested dict in which state dicts stand for modules and optimizers, and Lightning's checkpoint dict of it.
+"""Nested dicts with state dicts of modules and optimizers, as Lightning's checkpoint dict and back.
 
-The first is what plain Fabric hands to a CheckpointIO and what its files hold. A module's state dict is told by the
-versions that torch attaches to it, as ``_metadata``; where nothing has them, by its tensors. An optimizer's is told by
-its two keys.
+Plain Fabric gives such a nested dict to a CheckpointIO, and its files hold one. A module's state dict is recognized by
+the attribute ``_metadata``, or by its tensors if no value has it; an optimizer's by its two keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.module_versions import METADATA, versions_in
 
 KEYS = "shardckpt_keys"
-"""Key of trainer state that tells where objects were: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
+"""Key of the places of objects in trainer state: ``{"modules": {key: prefix}, "optimizers": [key, …]}``."""
 
 RESERVED = ("state_dict", "optimizer_states", "rank_state", KEYS)
 
@@ -25,12 +24,12 @@ Path: TypeAlias = tuple[str | int, ...]
 """Keys and list indices from the outermost dict to a value."""
 
 VERSION = "pytorch-lightning_version"
-"""Key of a Trainer's checkpoint that Fabric's states don't have."""
+"""Key of a Trainer's checkpoint, which a state of Fabric does not have."""
 _NOTHING = object()
 
 
 def key_of(path: Path) -> str:
-    """A path as trainer state spells it.
+    """Return the key of a path in trainer state.
 
     >>> key_of(("nets", 0, "ema"))
     'nets/0/ema'
@@ -39,21 +38,21 @@ def key_of(path: Path) -> str:
 
 
 def prefixes_of(paths: Collection[Path]) -> dict[Path, str]:
-    """Return the text before the names of each module's state: nothing, of a single one."""
+    """Return the prefix of the names of each module's state; it is empty for a single module."""
     return {path: ".".join(map(str, path)) + "." if len(paths) > 1 else "" for path in paths}
 
 
-def is_lightnings(found: Mapping[str, Any]) -> bool:
-    """Return whether a dict has Lightning's keys: a Trainer's, ours, or made by somebody for a Trainer."""
-    if VERSION in found or KEYS in found:
+def is_lightning_dict(state: Mapping[str, Any]) -> bool:
+    """Return whether a dict has the structure of a Trainer's checkpoint."""
+    if VERSION in state or KEYS in state:
         return True
-    if not isinstance(found.get("state_dict"), Mapping):
+    if not isinstance(state.get("state_dict"), Mapping):
         return False
-    return isinstance(found.get("optimizer_states"), list) or not any(map(is_optimizer_state, found.values()))
+    return isinstance(state.get("optimizer_states"), list) or not any(map(is_optimizer_state, state.values()))
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Return whether a value is what ``Optimizer.state_dict`` gives."""
+    """Return whether a value has the structure of ``Optimizer.state_dict``."""
     if not isinstance(value, Mapping) or not value.keys() >= {"state", "param_groups"}:
         return False
     groups = value["param_groups"]
@@ -62,15 +61,15 @@ def is_optimizer_state(value: Any) -> bool:
     return all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
 
 
-def is_weights(found: Any) -> bool:
-    """Return whether a value is a module's state dict, or a dict of tensors, and of at least one."""
-    if not isinstance(found, Mapping) or not found:
+def is_weights(value: Any) -> bool:
+    """Return whether a value is a module's state dict, or a non-empty dict of tensors."""
+    if not isinstance(value, Mapping) or not value:
         return False
-    if _is_module_state(found):
-        return True  # with whatever extra state
-    import torch  # what makes a checkpoint a dict again needs none
+    if _is_module_state(value):
+        return True  # with any extra state
+    import torch  # other functions of this file work without it
 
-    return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in found.items())
+    return all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
 
 
 def _is_module_state(value: Any) -> bool:
@@ -78,47 +77,46 @@ def _is_module_state(value: Any) -> bool:
 
 
 def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str | None = None) -> dict[str, Any] | None:
-    """Lightning's checkpoint dict, as ``nested_dict.checkpoint_of`` makes it of objects; None without any state dict.
+    """Return Lightning's checkpoint dict, as ``nested_dict.checkpoint_of`` does for objects; None without state dicts.
 
     Args:
-        states: by key, state dicts and values.
+        states: state dicts and values by key.
         nested: whether to look for state dicts in dicts and lists, too.
-        only: of several modules, the key of the one that is taken, if it is there; the others are left out.
+        only: key of a module; other modules are left out, if it exists.
 
     Raises:
-        StateError: if a key of the state has a meaning of its own in a checkpoint, or two modules have an entry of one
-            name.
+        StateError: if a key of the state is reserved, or two modules have an entry of the same name.
     """
-    found = _Found(_is_module_state, nested)
-    rest = found.split(states)
-    if not found.modules:  # a filter has made other dicts of them
-        found = _Found(lambda value: False, nested)
-        found.modules |= {(key,): value for key, value in states.items() if is_weights(value)}
-        rest = found.split({key: value for key, value in states.items() if (key,) not in found.modules})
-    if not found.modules and not found.optimizers:
+    split = _StateDicts(_is_module_state, nested)
+    rest = split.split_off(states)
+    if not split.modules:  # a filter may have copied them to plain dicts
+        split = _StateDicts(lambda value: False, nested)
+        split.modules |= {(key,): value for key, value in states.items() if is_weights(value)}
+        rest = split.split_off({key: value for key, value in states.items() if (key,) not in split.modules})
+    if not split.modules and not split.optimizers:
         return None
-    if only is not None and (only,) in found.modules:
-        found.modules = {(only,): found.modules[(only,)]}
-    if wrong := rest.keys() & {*RESERVED}:
-        raise StateError(f"the key {min(wrong)!r} of the state means something else in a checkpoint: choose another")
-    prefixes = prefixes_of(found.modules)
-    if found.modules:
-        rest["state_dict"] = join_states({prefixes[path]: state for path, state in found.modules.items()})
-    if found.optimizers:
-        rest["optimizer_states"] = list(found.optimizers.values())
+    if only is not None and (only,) in split.modules:
+        split.modules = {(only,): split.modules[(only,)]}
+    if reserved := rest.keys() & {*RESERVED}:
+        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
+    prefixes = prefixes_of(split.modules)
+    if split.modules:
+        rest["state_dict"] = join_states({prefixes[path]: state for path, state in split.modules.items()})
+    if split.optimizers:
+        rest["optimizer_states"] = list(split.optimizers.values())
     modules = {key_of(path): prefix for path, prefix in prefixes.items()}
-    return rest | {KEYS: {"modules": modules, "optimizers": [key_of(path) for path in found.optimizers]}}
+    return rest | {KEYS: {"modules": modules, "optimizers": [key_of(path) for path in split.optimizers]}}
 
 
-class _Found:
-    """The state dicts in a nested dict, by path; ``split`` returns what is left without them."""
+class _StateDicts:
+    """The state dicts in a nested dict, by path; ``split_off`` collects them and returns the rest."""
 
     def __init__(self, is_module: Callable[[Any], bool], nested: bool) -> None:
         self.modules: dict[Path, Mapping[str, Any]] = {}
         self.optimizers: dict[Path, dict[str, Any]] = {}
         self._is_module, self._nested = is_module, nested
 
-    def split(self, states: Mapping[str, Any]) -> dict[str, Any]:
+    def split_off(self, states: Mapping[str, Any]) -> dict[str, Any]:
         rest = {key: self._split(value, (key,)) for key, value in states.items()}
         return {key: value for key, value in rest.items() if value is not _NOTHING}
 
@@ -131,10 +129,10 @@ class _Found:
             return _NOTHING
         if not self._nested or type(value) not in (dict, list) or not value:
             return value
-        known = len(self.modules), len(self.optimizers)
+        counts = len(self.modules), len(self.optimizers)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         rest = {key: self._split(item, (*path, key)) for key, item in items}
-        if (len(self.modules), len(self.optimizers)) == known:
+        if (len(self.modules), len(self.optimizers)) == counts:
             return value
         kept = {key: item for key, item in rest.items() if item is not _NOTHING}
         if not kept:
@@ -143,10 +141,10 @@ class _Found:
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return state dicts as one, with a prefix before the names of each.
+    """Join state dicts into one, with a prefix before the names of each.
 
     Raises:
-        StateError: if two of them have an entry of one name.
+        StateError: if two have an entry of the same name.
     """
     joined, versions = OrderedDict[str, Any](), OrderedDict[str, Any]()
     for prefix, state in by_prefix.items():
@@ -154,7 +152,7 @@ def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if twice := joined.keys() & named.keys():
             raise StateError(
                 f"{prefix.removesuffix('.')!r} and another module of the state both have {max(twice)!r}: choose keys "
-                "of which none is the beginning of another one"
+                "so that none begins with another"
             )
         joined |= named
         for name, version in getattr(state, METADATA, {}).items():
@@ -163,28 +161,27 @@ def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def lightnings_of(given: dict[str, Any], *, of_fabric: bool) -> dict[str, Any]:
-    """Return what one of Lightning's own strategies gave to a CheckpointIO as Lightning's checkpoint dict.
+def to_lightning_dict(state: dict[str, Any], *, of_fabric: bool) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict for the argument of ``CheckpointIO.save_checkpoint``.
 
     Args:
-        given: of a Trainer, or the state of Fabric, with state dicts of objects. It is returned as it is where it needs
-            no translation.
-        of_fabric: whether Fabric gave it, whose states may have the keys of a Trainer's checkpoint, but its version.
+        state: of a Trainer, which is returned unchanged, or of Fabric, with state dicts of objects.
+        of_fabric: whether Fabric saves: its state may have any key of a Trainer's checkpoint except its version.
 
     Raises:
         StateError: as ``checkpoint_of_states`` does.
     """
-    if is_lightnings(given) and (VERSION in given or not of_fabric):
-        return given
-    found = checkpoint_of_states(given, nested=False)
-    return given if found is None else found
+    if is_lightning_dict(state) and (VERSION in state or not of_fabric):
+        return state
+    checkpoint = checkpoint_of_states(state, nested=False)
+    return state if checkpoint is None else checkpoint
 
 
 def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Lightning's checkpoint dict as the state that was saved; without a trace of that, as it is.
+    """Return the nested dict that was saved as Lightning's checkpoint dict; any other dict unchanged. Changes the dict.
 
     Raises:
-        FormatError: if it says of modules and optimizers what cannot be.
+        FormatError: if the places of modules and optimizers are malformed.
     """
     checkpoint.pop(FROZEN, None)
     keys = check_keys(checkpoint.pop(KEYS, None), "the checkpoint")
@@ -193,19 +190,18 @@ def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     model, optimizers = checkpoint.pop("state_dict", {}), checkpoint.pop("optimizer_states", [])
     for key, prefix in keys["modules"].items():
         state = OrderedDict((n.removeprefix(prefix), value) for n, value in model.items() if n.startswith(prefix))
-        vars(state)[METADATA] = versions_in(getattr(model, METADATA, {}), prefix)  # and no dict of tensors
+        vars(state)[METADATA] = versions_in(getattr(model, METADATA, {}), prefix)
         insert(checkpoint, key, state)
     for key, state in zip(keys["optimizers"], optimizers, strict=False):
         insert(checkpoint, key, state)
     return checkpoint
 
 
-def is_told_apart(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint tells of modules and optimizers, and each name of the model is of one of those
-    modules.
+def has_places(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has the places of modules and optimizers, and every name of the model is in one.
 
     Raises:
-        FormatError: if it says of modules and optimizers what cannot be.
+        FormatError: if the places are malformed.
     """
     keys = check_keys(checkpoint.get(KEYS), "the checkpoint")
     if keys is None:
@@ -215,7 +211,7 @@ def is_told_apart(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def insert(state: Any, key: str, value: Any) -> None:
-    """Put a value in its place in a nested dict, by its path as ``key_of`` spells it; makes the dicts around it."""
+    """Insert a value into a nested dict at a key of ``key_of``; creates missing dicts."""
     *parents, last = key.split("/")
     for parent in parents:
         state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})
@@ -226,10 +222,10 @@ def insert(state: Any, key: str, value: Any) -> None:
 
 
 def check_keys(keys: Any, path: str) -> dict[str, Any] | None:
-    """Return what a checkpoint says of where modules and optimizers were; None if it says nothing.
+    """Return the checked places of modules and optimizers; None if the checkpoint has none.
 
     Raises:
-        FormatError: naming ``path``, if that cannot be.
+        FormatError: naming ``path``, if they are malformed.
     """
     if keys is None:
         return None
@@ -237,4 +233,4 @@ def check_keys(keys: Any, path: str) -> dict[str, Any] | None:
         texts = [*keys["modules"], *keys["modules"].values(), *keys["optimizers"]]
         if all(isinstance(text, str) for text in texts):
             return keys
-    raise FormatError(f"{path!r}: {KEYS} of the trainer's state names no modules and optimizers: {shown(keys)}")
+    raise FormatError(f"{path!r}: {KEYS} of the trainer's state does not name modules and optimizers: {shown(keys)}")

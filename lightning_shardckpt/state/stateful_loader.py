@@ -1,10 +1,9 @@
-"""Continue a loader with a state of its own (``state_dict`` and ``load_state_dict``) after the batches that were used.
+"""Resume a loader with its own ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
 
-Such as torchdata's StatefulDataLoader. Its state says how far it has drawn, which is further than training is: by a
-batch where their number is not known, as Lightning then draws one ahead, and by one that an exception interrupted. So
-the state is taken before each batch is drawn, with the random state of the process. A run that resumes gives the loader
-the state before the first batch that was not used, and draws those again that were drawn. Before, it puts back the
-random states with which the loader began to iterate, for an order that is drawn from them.
+The loader's state counts drawn batches, which may be more than training has used: Lightning draws one batch ahead of a
+loader without a length, and an exception may interrupt a batch. So the state is recorded before each draw, together
+with the random state of the process. A resumed run restores the random states at the start of the iteration, from which
+an order may be drawn, loads the state before the first unused batch, and draws again the batches drawn since.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning_shardckpt.compat.data_loading import draw_orders_within, drawn_order, wrapped_sampler
+from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
     checksum_of,
@@ -38,7 +37,7 @@ _KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
 @dataclass(slots=True)
 class _Draw:
-    """A loader before a batch: the numbers of its epoch and in it, the process's random state, the position."""
+    """The state before a draw: numbers of the epoch and of the batch, the process's random state, the position."""
 
     number: tuple[int, int]
     process: dict[str, Any]
@@ -47,18 +46,18 @@ class _Draw:
 
 @dataclass(slots=True)
 class Watch:
-    """The progress of a loader, seen from outside.
+    """The progress of a loader.
 
     Attributes:
         kind: the loader's own class.
-        count: returns the number of the epoch, and how many of its batches were drawn.
-        begun: random states before the present iteration drew its order, or began; None before the first one.
-        order: a checksum of the order that a sampler of the user's drew then, inside of Lightning's.
-        draws: the last ones.
-        failed: a draw that raised, after which the loader can't be asked any more.
-        ended: the position, of a loader that was taken down after training.
-        resumption: position and random states with which the next iteration goes on.
-        waits: the next iteration is empty.
+        count: returns the number of the epoch, and of its drawn batches.
+        begun: random states before the current iteration drew its order, or began; None before the first iteration.
+        order: a checksum of the order that a sampler within Lightning's DistributedSamplerWrapper drew then.
+        draws: the last draws.
+        failed: a draw that raised, after which the loader's state is unusable.
+        ended: the position of a loader that was shut down after training.
+        resumption: position and random states to resume the next iteration from.
+        is_next_empty: whether the next iteration is empty.
     """
 
     kind: Any
@@ -69,13 +68,13 @@ class Watch:
     failed: _Draw | None = None
     ended: dict[str, Any] | None = None
     resumption: tuple[dict[str, Any], dict[str, Any]] | None = None
-    waits: bool = False
+    is_next_empty: bool = False
 
 
 class StatefulLoader:
-    """A loader that ``watch_state`` has given another ``__iter__``, ``state_dict`` and ``load_state_dict``.
+    """A loader whose ``__iter__``, ``state_dict`` and ``load_state_dict`` are replaced by ``watch_state``.
 
-    It is a base after the loader's own class: before it, Python would not take the class for one of the same layout.
+    It is a base after the loader's own class, since Python refuses the assignment to ``__class__`` otherwise.
     """
 
     __slots__ = ()
@@ -83,11 +82,11 @@ class StatefulLoader:
 
 
 def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:
-    """Let a loader with a state of its own resume, in place; False if its class can't be changed.
+    """Make a loader with its own state resumable, in place; return False if its class can't be changed.
 
     Args:
         loader: of training.
-        count: returns the number of the present epoch, and how many of its batches were drawn.
+        count: returns the number of the current epoch, and of its drawn batches.
     """
     if isinstance(loader, StatefulLoader):
         loader.shardckpt_watch.count = count
@@ -97,20 +96,17 @@ def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:
     added = {"__module__": kind.__module__, "shardckpt_watch": Watch(kind, count)}
     try:
         loader.__class__ = type(kind.__name__, (kind, StatefulLoader), methods | added)
-    except TypeError:  # of a class with __slots__, or of another language
+    except TypeError:  # a class with __slots__, or an extension type
         return False
     return True
 
 
 def position_of(loader: StatefulLoader, used: int | None) -> dict[str, Any] | None:
-    """Return what a resumed run must know: the loader's state, random states when this iteration began, its seed.
+    """Return the position after the used batches: loader state, random states at the start, seed; None if unknown.
 
     Args:
-        loader: whose position it is.
-        used: so many batches of the epoch are used; None where it is over.
-
-    Returns:
-        The position after the batches that are used; None if it is not known.
+        loader: a watched loader.
+        used: the number of used batches of the epoch; None if the epoch is over.
     """
     watch = loader.shardckpt_watch
     if watch.ended is not None:
@@ -119,36 +115,36 @@ def position_of(loader: StatefulLoader, used: int | None) -> dict[str, Any] | No
         return watch.resumption[0]
     first = None if used is None else (watch.count()[0], used)
     unused = [] if first is None else [draw for draw in watch.draws if draw.number >= first]
-    if watch.waits or (unused and unused[0].number != first):
+    if watch.is_next_empty or (unused and unused[0].number != first):
         return None
     if unused:
         return unused[0].position | {"drawn": [draw.process for draw in unused]}
-    return _present(loader) if watch.failed is None else watch.failed.position
+    return _current_position(loader) if watch.failed is None else watch.failed.position
 
 
 def random_state_before_failure(loader: StatefulLoader) -> dict[str, Any]:
-    """Return the process's random state before a draw that failed; nothing if none did."""
+    """Return the process's random state before a failed draw; an empty dict if no draw failed."""
     failed = loader.shardckpt_watch.failed
     return {} if failed is None else failed.process
 
 
-def wait(loader: StatefulLoader) -> None:
-    """Let the next iteration be empty: Lightning begins the loaders before it can be known where to go on."""
-    loader.shardckpt_watch.waits = True
+def make_next_empty(loader: StatefulLoader) -> None:
+    """Make the next iteration empty, since Lightning begins it before the position to resume from is known."""
+    loader.shardckpt_watch.is_next_empty = True
 
 
 def finish(loader: StatefulLoader, used: int | None) -> None:
-    """Keep the position of a loader that is going to be taken down."""
+    """Keep the position of a loader that Lightning is about to shut down."""
     loader.shardckpt_watch.ended = position_of(loader, used)
 
 
 def resume(loader: StatefulLoader, position: dict[str, Any], then: dict[str, Any]) -> None:
-    """Let the next iteration go on from a position, with these random states after what was drawn already."""
+    """Resume the next iteration at ``position``; set the random states ``then`` after drawing unused batches again."""
     loader.shardckpt_watch.resumption = (position, then)
 
 
 def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
-    """Put a loader at the end of an iteration that is over, so that the next one is that which followed."""
+    """Put a loader at the end of a finished iteration, so that the next iteration follows it."""
     with preserve_rng():
         _continue(loader, position)
     set_own_states(loader, position["own"])
@@ -156,8 +152,8 @@ def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
 
 def _iterate(loader: StatefulLoader) -> Iterator[Any]:
     watch = loader.shardckpt_watch
-    if watch.waits:
-        watch.waits = False
+    if watch.is_next_empty:
+        watch.is_next_empty = False
         return iter(())
     watch.ended = watch.failed = None
     resumption, watch.resumption = watch.resumption, None
@@ -177,7 +173,7 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
 
 
 def _state_dict(loader: StatefulLoader) -> Any:
-    """Return the loader's own state; after training that of its end, as loaders are taken down then."""
+    """Return the loader's own state; after Lightning has shut the loader down, the state at the end of training."""
     watch = loader.shardckpt_watch
     return watch.kind.state_dict(loader) if watch.ended is None else watch.ended["state"]
 
@@ -202,9 +198,10 @@ def _continue(loader: StatefulLoader, position: dict[str, Any]) -> Iterator[Any]
 
 @contextmanager
 def _drawing_order(loader: StatefulLoader, again: dict[str, Any] | None = None) -> Iterator[None]:
-    """Note the random states before a sampler's order; or draw again that of a position. The last one is what counts.
+    """Around the draw of a sampler's order, record the random states; or restore them and compare the order with
+    ``again``'s.
 
-    Loaders draw it when they begin, or when their first batch is asked for; torchdata's draws some that it drops.
+    Loaders draw when they begin, or at their first batch; torchdata's draws some orders that it drops. The last counts.
     """
     watch, process = loader.shardckpt_watch, get_rng_state(every_device=False)
     if again is None:
@@ -213,11 +210,11 @@ def _drawing_order(loader: StatefulLoader, again: dict[str, Any] | None = None) 
         set_random_state(loader, watch.begun)
     yield
     sampler = sampler_of(loader)
-    watch.order = checksum_of(drawn_order(sampler) or [])
+    watch.order = checksum_of(last_order(sampler) or [])
     if again is not None:
         set_rng_state(process)
         if again["order"] not in (None, watch.order):
-            again["order"] = None  # once is enough
+            again["order"] = None  # warn once
             warnings.warn(OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler)).__name__), stacklevel=2)
 
 
@@ -232,7 +229,7 @@ def _draw_all(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
 
 def _draw(loader: StatefulLoader, iterator: Iterator[Any], number: tuple[int, int]) -> Any:
     watch = loader.shardckpt_watch
-    draw = _Draw(number, get_rng_state(every_device=False), _present(loader))
+    draw = _Draw(number, get_rng_state(every_device=False), _current_position(loader))
     try:
         batch = next(iterator)
     except BaseException as error:
@@ -242,7 +239,7 @@ def _draw(loader: StatefulLoader, iterator: Iterator[Any], number: tuple[int, in
     return batch
 
 
-def _present(loader: StatefulLoader) -> dict[str, Any]:
+def _current_position(loader: StatefulLoader) -> dict[str, Any]:
     watch = loader.shardckpt_watch
     position = {"epoch_start": watch.begun, "own": own_states(loader), "seed": seed_of(loader), "drawn": []}
     return position | {"order": watch.order, "state": deepcopy(watch.kind.state_dict(loader))}

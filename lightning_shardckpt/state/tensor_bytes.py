@@ -1,7 +1,7 @@
 """Tensor memory as host bytes, and the stored names of dtypes.
 
-A contiguous CPU tensor is its own host memory. Everything else passes through one host copy of the piece at hand,
-so that the extra memory is bounded by the largest piece. The CUDA path is plain ``Tensor.to``.
+A contiguous CPU tensor is used in place. Any other tensor is copied to the host piece by piece, so that the extra
+memory is bounded by the largest piece. CUDA tensors are copied by ``Tensor.to``.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name,
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def dtype_name(tensor: torch.Tensor, what: str) -> str:
-    """The stored name of a tensor's dtype; ``what`` names the tensor in the error.
+def dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """Return the stored name of a tensor's dtype; ``name`` names the tensor in errors.
 
     Raises:
-        StateError: for a dtype or a tensor layout that the format does not hold.
+        StateError: for a dtype or a tensor layout that cannot be stored.
     """
     local = local_part(tensor)
-    if hasattr(type(local), "__tensor_flatten__"):  # its values are in other tensors; it has no memory to read
+    if hasattr(type(local), "__tensor_flatten__"):  # has no memory of its own to read
         kind = f"{type(local).__module__}.{type(local).__qualname__}"
         raise StateError(
-            f"{what}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
+            f"{name}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
             "an optimizer only. Return the tensors inside, or tensor.dequantize(), from the state_dict that holds it."
         )
-    name = DTYPES.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        known = sorted(DTYPES.values())
-        found = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
-        raw = "; return tensor.view(torch.uint8) from the state_dict that holds it" if name is None else ""
-        raise StateError(f"{what}: a {found} cannot be stored; only dense ones of {known}{raw}")
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
+        raw = "; return tensor.view(torch.uint8) from the state_dict that holds it" if dtype is None else ""
+        raise StateError(f"{name}: a {kind} cannot be stored; only dense ones of {sorted(DTYPES.values())}{raw}")
     if tensor.is_meta:
-        raise StateError(f"{what}: the tensor is on the meta device, it has no values to store")
-    return name
+        raise StateError(f"{name}: the tensor is on the meta device, it has no values to store")
+    return dtype
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Row-major bytes of a tensor, without a copy where its memory already is that. Keeps the memory alive."""
+    """Return the row-major bytes of a tensor, without a copy if possible. They keep the memory alive."""
     if is_host_memory(tensor):
         return bytes_of(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -52,7 +51,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The writable memory of a contiguous CPU tensor."""
+    """Return the writable memory of a contiguous CPU tensor."""
     nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
@@ -62,13 +61,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def new_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor like a local one, without values; for much memory of the host, of huge pages where there are some."""
-    found = torch.empty_like(local, dtype=dtype, requires_grad=False)
-    if found.is_cpu:
-        prefer_huge_pages(found.data_ptr(), found.nbytes)
-    return found
+    """Return an uninitialized tensor like a local one; large host memory uses huge pages if available."""
+    new = torch.empty_like(local, dtype=dtype, requires_grad=False)
+    if new.is_cpu:
+        prefer_huge_pages(new.data_ptr(), new.nbytes)
+    return new
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``bytes_of`` can give the tensor's own memory."""
+    """Return whether ``bytes_of`` accepts the tensor."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,7 +1,7 @@
-"""Lightning's checkpoint dict as a snapshot, and what a checkpoint holds as that dict again.
+"""Lightning's checkpoint dict as a snapshot.
 
-``state_dict`` and ``optimizer_states`` become the components model and optimizer. Everything else is the trainer's
-state, whatever its keys: a JSON tree, with its larger tensors in the component trainer.
+``state_dict`` and ``optimizer_states`` become the components model and optimizer. All other keys are the trainer's
+state: a JSON tree, with its larger tensors in the component trainer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_sm
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.peft_modules import adapters_of, unchanging, without
+from lightning_shardckpt.state.peft_modules import adapters_of, frozen_base_parameters, leave_out
 from lightning_shardckpt.state.peft_names import adapters_to_json
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Keys whose unstorable values are replaced by placeholders, with a warning: users put anything there."""
+"""Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""
 
 _LIGHTNINGS = (*HYPER_PARAMETERS, "callbacks", "loops", "lr_schedulers")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -40,22 +40,22 @@ def snapshot(
     adapters_only: bool = False,
     pickle_objects: bool = False,
 ) -> Snapshot:
-    """Return what this rank contributes to a save of Lightning's checkpoint dict.
+    """Return this rank's part of a save of Lightning's checkpoint dict.
 
     Args:
-        checkpoint: as Lightning's ``dump_checkpoint`` made it.
+        checkpoint: the result of Lightning's ``dump_checkpoint``.
         module: the live module, which tells buffers and ties; see ``model_leaves``.
-        rank_state: what only this rank knows, such as its random state.
+        rank_state: state of this rank alone, such as its random state.
         whole: names of the model over all pipeline stages.
         adapters_only: leave out the parameters of ``module`` that training does not change.
-        pickle_objects: pickle what is no plain value.
+        pickle_objects: pickle objects that JSON cannot hold.
 
     Raises:
-        StateError: listing every value that cannot be stored, by path, or every callback whose key cannot.
+        StateError: listing all values that cannot be stored, by path, or all callbacks whose key cannot.
     """
     _check_state_keys(checkpoint, module)
     encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
-    tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if not _is_elsewhere(k, v)}
+    tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if _is_trainer_state(k, v)}
     encoder.check()
     dropped = (
         "hyper-parameters that cannot be stored without pickle are left out of the checkpoint: "
@@ -68,9 +68,9 @@ def snapshot(
         leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
         documents["versions"] = versions_of(checkpoint["state_dict"], encode_small)
         if adapters_only and module is not None:
-            frozen = unchanging(module, checkpoint.get("optimizer_states", ()))
+            frozen = frozen_base_parameters(module, checkpoint.get("optimizer_states", ()))
             records = leaves["model"].records
-            leaves["model"], documents["frozen"] = without(leaves["model"], frozen)
+            leaves["model"], documents["frozen"] = leave_out(leaves["model"], frozen)
             for key in records.keys() - leaves["model"].records.keys():
                 del documents["model"][key]
     if module is not None and (adapters := adapters_of(module)):
@@ -78,38 +78,38 @@ def snapshot(
     if "optimizer_states" in checkpoint:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(checkpoint["optimizer_states"])
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
-    given = {key: tensor for key, tensor in encoder.plain.items() if _is_given(key)}
-    return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), given)
+    replicated = {key: tensor for key, tensor in encoder.plain.items() if _must_be_replicated(key)}
+    return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), replicated)
 
 
-def _is_given(key: str) -> bool:
-    """Return whether a plain tensor of the trainer's state is to be the same on all ranks.
+def _must_be_replicated(key: str) -> bool:
+    """Return whether a plain tensor of the trainer's state must be equal on all ranks.
 
-    Not that of a callback, whose metrics may be of a rank's own batches, nor a statistic of a norm, as in buffers.
+    False for callbacks, whose metrics may come from a rank's own batches, and for running statistics of norms.
     """
     return key.partition("/")[0] not in _LIGHTNINGS and key.replace("/", ".").rpartition(".")[2] not in _STATISTICS
 
 
-def _is_elsewhere(key: str, value: Any) -> bool:
-    """Return whether an entry of the checkpoint dict is no part of the trainer's state.
+def _is_trainer_state(key: str, value: Any) -> bool:
+    """Return whether an entry of the checkpoint dict is part of the trainer's state.
 
-    That OmegaConf is the class of hyper-parameters follows from what they are.
+    The class of hyper-parameters is not: whether it is OmegaConf's follows from their value.
     """
-    return key in ("state_dict", "optimizer_states") or (key == "hparams_type" and isinstance(value, type))
+    return key not in ("state_dict", "optimizer_states") and not (key == "hparams_type" and isinstance(value, type))
 
 
 def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:
-    """Refuse the state of a callback whose key would come back as another one: it would not be found again.
+    """Refuse callbacks whose state key would differ after a load, so that Lightning would not find their state.
 
     Raises:
-        StateError: naming every such callback, as far as ``module`` knows its Trainer.
+        StateError: naming every such callback, if ``module`` has a Trainer.
     """
     states = checkpoint.get("callbacks")
     if not isinstance(states, Mapping):
         return
     callbacks = getattr(attached_trainer(module), "callbacks", ())
     lost = []
-    for key in (key for key in states if type(key) is not str and not _comes_back(key)):
+    for key in (key for key in states if type(key) is not str and not _survives_json(key)):
         owners = [type(callback) for callback in callbacks if callback.state_key == key]
         if not owners and isinstance(key, type):
             owners = [key]
@@ -127,28 +127,28 @@ def _qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _comes_back(key: Any) -> bool:
+def _survives_json(key: Any) -> bool:
     try:
-        found = decode_small(encode_small(key, "callbacks"))
-        return bool(found == key) and hash(found) == hash(key)
-    except (StateError, TypeError):  # not storable, or not hashable any more
+        decoded = decode_small(encode_small(key, "callbacks"))
+        return bool(decoded == key) and hash(decoded) == hash(key)
+    except (StateError, TypeError):  # cannot be stored, or cannot be hashed any more
         return False
 
 
-def sharded_like(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The live DTensor of that shape whose FQN is the tail of a trainer key, such as an average of it; None if none.
+def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the live DTensor of a shape whose FQN ends a key of trainer state; None if there is none.
 
-    Averages of sharded weights must not be gathered to be restored: they are laid out like the weights.
+    Averages of sharded weights are restored sharded like the weights, without gathering.
     """
     for name in fqns_of(key):
-        found = live.get(name)
-        if isinstance(found, DTensor) and tuple(found.shape) == shape:
-            return found
+        tensor = live.get(name)
+        if isinstance(tensor, DTensor) and tuple(tensor.shape) == shape:
+            return tensor
     return None
 
 
 def fqns_of(key: str) -> Iterator[str]:
-    """The names of model entries that a key of trainer state can be about, the longest first.
+    """Yield the possible FQNs at the end of a key of trainer state, the longest first.
 
     >>> list(fqns_of("callbacks/Average/module.head.weight"))
     ['module.head.weight', 'head.weight', 'weight']
@@ -160,18 +160,18 @@ def fqns_of(key: str) -> Iterator[str]:
 
 
 def entry_of(key: str, entries: Collection[str]) -> str | None:
-    """Return which of the model's entries a key of trainer state is about; None if it is about none."""
+    """Return the model's entry whose name ends a key of trainer state; None if there is none."""
     return next((name for name in fqns_of(key) if name in entries), None)
 
 
 def drop_elsewhere(state: Any, is_elsewhere: Callable[[str], bool], path: str = "") -> None:
-    """Take tensors and extra state of model entries that are elsewhere out of decoded trainer state, by their keys.
+    """Remove tensors and extra state of other pipeline stages from decoded trainer state, by their keys. In place.
 
-    So what a callback keeps by parameter name is of this stage's names when it comes back to a pipeline stage.
+    So state that a callback keeps by parameter name has only names of this stage after a load.
 
     Args:
-        state: changed in place.
-        is_elsewhere: given the key of trainer state.
+        state: decoded trainer state.
+        is_elsewhere: takes a key of trainer state.
         path: the key of ``state``.
     """
     if isinstance(state, argparse.Namespace):

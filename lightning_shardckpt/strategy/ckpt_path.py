@@ -27,15 +27,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shardckpt.compat.lightning_trainer import (
     ScriptLauncher,
     assigned_path,
-    is_word_of_lightning,
-    path_of_word,
+    is_lightning_keyword,
+    resolve_keyword,
     save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.did_you_mean import READABLE
-from lightning_shardckpt.sources.paths import dcp_place, leaves_out
+from lightning_shardckpt.sources.paths import find_dcp_directory, leaves_out_frozen
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -142,7 +142,7 @@ def needs_weights(trainer: pl.Trainer, launcher: object) -> bool:
     if not is_url(path) and not os.path.lexists(path):
         return True
     if os.path.isfile(path):
-        return leaves_out(os.fspath(path))
+        return leaves_out_frozen(os.fspath(path))
     try:
         with Checkpoint(_storage_of(trainer), os.fspath(path)) as checkpoint:
             return any(name.startswith("frozen-state-dist-") for name in checkpoint.root.documents)
@@ -171,7 +171,7 @@ def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool
     if ckpt_path is None and SLURMEnvironment.detect():
         with suppress(ValueError):  # by Lightning, if the job was not requeued
             return _ask_lightning(trainer, "hpc")
-    if is_word_of_lightning(ckpt_path):
+    if is_lightning_keyword(ckpt_path):
         return _ask_lightning(trainer, str(ckpt_path))
     fitting = trainer.state.fn == TrainerFn.FITTING
     savers = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def _ask_lightning(trainer: pl.Trainer, word: str) -> str:
         CheckpointNotFoundError: for a model of the registry that was not downloaded.
         ValueError: by Lightning, for "hpc" without a checkpoint.
     """
-    path = path_of_word(trainer, word)
+    path = resolve_keyword(trainer, word)
     if path == word and not os.path.lexists(word):
         raise CheckpointNotFoundError(
             f"ckpt_path={word!r} is a model of Lightning's registry, which needs the package litmodels: install it, or "
@@ -279,7 +279,7 @@ def _inspect(path: str, *, storage: StorageRouter, fitting: bool, weights_only: 
             stored = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             problem = has_weights_only if fitting and "optimizer_states" not in stored else None
             return Candidate(path, int(stored["global_step"]), problem, ours=False)
-        if dcp_place(path) == path:  # else it was not saved by a Trainer
+        if find_dcp_directory(path) == path:  # else it was not saved by a Trainer
             step, resumes = step_of(path, weights_only=weights_only)
             return Candidate(path, step, None if resumes or not fitting else has_weights_only, ours=False)
         with Checkpoint(storage, path) as checkpoint:

@@ -16,16 +16,23 @@ from torch import nn
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.sources.hooked_entries import HookedEntries
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, first_lines, fit, report
-from lightning_shardckpt.sources.open_source import opened
-from lightning_shardckpt.sources.set_aside import SetAside
+from lightning_shardckpt.sources.match import Match, apply_match, first_lines, match_model, report_match
+from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import converts, read_converted
-from lightning_shardckpt.sources.state_dict_views import with_objects
+from lightning_shardckpt.sources.state_dict_views import with_model
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, tied_names
-from lightning_shardckpt.state.module_io import ForCode, LoadCode, Scopes, entries_loaded, load_rest, not_live
+from lightning_shardckpt.state.module_io import (
+    HookedState,
+    LoadHooks,
+    Prefixes,
+    find_copies,
+    load_remaining,
+    loaded_state_dict,
+)
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text
@@ -43,7 +50,7 @@ class Pretrained:
 class PretrainedWeights:
     """Stored weights that were compared with a model; only they fill the parameters and buffers in ``names``."""
 
-    def __init__(self, source: Source | None, match: Match | None, by_code: Scopes, *, strict: bool) -> None:
+    def __init__(self, source: Source | None, match: Match | None, by_code: Prefixes, *, strict: bool) -> None:
         self._source, self._match, self._strict = source, match, strict
         self.names = frozenset(n for n in match.names if not by_code(n)) if match is not None else frozenset()
 
@@ -55,29 +62,29 @@ class PretrainedWeights:
         if self._source is None or self._match is None:
             return
         source, match, state_dict = self._source, self._match, module.state_dict()
-        modules, for_code, loaded = {"": module}, ForCode(), dict[str, Any]()
+        modules, hooked, loaded = {"": module}, HookedState(), dict[str, Any]()
 
         def read() -> None:
-            nonlocal for_code, loaded
+            nonlocal hooked, loaded
             values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
             fitted, names = apply_match(source, match), names_of(leaves, whole.ties)
             elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
-            aside = SetAside(LoadCode.of(modules), fitted, leaves, values, names, elsewhere)
-            rest = aside.rest_of(leaves)
+            aside = HookedEntries(LoadHooks.of(modules), fitted, leaves, values, names, elsewhere)
+            rest = aside.filled_in_place(leaves)
             matched = {key: tensor for key, tensor in rest.tensors.items() if key in match.names}
-            aside.note_absent(rest, matched, (), ())
-            for_code, targets = aside.allocate()
+            aside.note_unmatched(rest, matched, (), ())
+            hooked, targets = aside.allocate()
             stored = fitted.document("model") or {}
-            loaded = {name: decode_small(stored[name]) for name in aside.outside(values) if name in stored}
+            loaded = {name: decode_small(stored[name]) for name in aside.unhooked(values) if name in stored}
             targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in matched.items()]
             read_converted(fitted, targets)()
 
         def load() -> list[str]:
-            entries = entries_loaded(modules, state_dict, loaded, for_code)
-            copies, strict = not_live(module, state_dict), self._strict
-            return load_rest(modules, state_dict, entries, copies, for_code, whole, strict=strict, keep_parameters=True)
+            now = loaded_state_dict(modules, state_dict, loaded, hooked)
+            copies, strict = find_copies(module, state_dict), self._strict
+            return load_remaining(modules, state_dict, now, copies, hooked, whole, strict=strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
@@ -99,14 +106,14 @@ def compare_pretrained(
         Exception: the error of opening the source, on all ranks.
     """
     if pretrained is None:
-        yield PretrainedWeights(None, None, Scopes(()), strict=False)
+        yield PretrainedWeights(None, None, Prefixes(()), strict=False)
         return
     with _open(pretrained.path, ranks, storage) as source:
-        matches: list[tuple[Match, Scopes]] = []
+        matches: list[tuple[Match, Prefixes]] = []
 
         def compare() -> dict[str, list[str]]:
             matches.append(_compare(source, module, pretrained))
-            return {"problems": matches[0][0].problems, "report": report(matches[0][0], source.path)}
+            return {"problems": matches[0][0].problems, "report": report_match(matches[0][0], source.path)}
 
         phase = f"comparing pretrained weights at {source.path!r} with the model"
         notes = ranks.step(phase, compare, partial(_check_reports, source.path, pretrained.strict))
@@ -119,7 +126,7 @@ def compare_pretrained(
 def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
     with ExitStack() as closing:
         try:
-            source = with_objects(closing.enter_context(opened(path, ranks=ranks, storage=storage)))
+            source = with_model(closing.enter_context(open_on_ranks(path, ranks=ranks, storage=storage)))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "
@@ -128,15 +135,15 @@ def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, Scopes]:
+def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, Prefixes]:
     """Return the matching names with all problems, and the scopes that the model's own code loads."""
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    match, code = fit(source, module, whole, pretrained.key_mapping), LoadCode.of({"": module})
+    match, hooks = match_model(source, module, whole, pretrained.key_mapping), LoadHooks.of({"": module})
     stored = apply_match(source, match).components()["model"].tensors
     shapes = {name: spec.shape for name, spec in stored.items()}
-    by_code = code.scopes(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
-    by_hooks = Scopes(code.after if pretrained.strict else ())  # hooks may accept differences
+    by_code = hooks.prefixes_seen(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
+    by_hooks = Prefixes(hooks.after if pretrained.strict else ())  # hooks may accept differences
     match.missing = [name for name in match.missing if not by_code(name) and not by_hooks(name)]
     accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}
     match.unexpected = [name for name in match.unexpected if name not in accepted]

@@ -25,7 +25,6 @@ from lightning_shardckpt.compat.lightning_loops import (
     begin_next_epoch,
     cycles_loaders,
     ends_within_epoch,
-    go_on_with_validation,
     is_accumulating,
     is_batch_begun,
     is_last_batch,
@@ -34,6 +33,7 @@ from lightning_shardckpt.compat.lightning_loops import (
     logged_in_training,
     move_in_epoch,
     repeat_last_batch,
+    resume_validation,
     set_loaders_begun,
     step_plateaus_now,
     take_back_step,
@@ -298,7 +298,7 @@ class Continuation:
         if self._batches:
             schedule_accumulation(trainer)
         if self.validates:
-            go_on_with_validation(trainer)
+            resume_validation(trainer)
         self._recount(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)  # in before_loaders

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.dtensor import copied_state_dict
+from lightning_shardckpt.compat.dtensor import copy_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful, skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
@@ -45,8 +45,8 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import load_rest, not_live
-from lightning_shardckpt.state.stateful_loader import StatefulLoader, wait, watch_state
+from lightning_shardckpt.state.module_io import find_copies, load_remaining
+from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_empty, watch_state
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
@@ -249,13 +249,13 @@ class RunCheckpoints:
         """
         if self._loaded is None:
             return
-        (path, live, for_code, _), self._loaded = self._loaded, None
+        (path, live, hooked, _), self._loaded = self._loaded, None
 
         def load() -> list[str]:
-            copies = not_live(module, live)
+            copies = find_copies(module, live)
             strict, fit = module.strict_loading, self._current.is_fit
             modules = {"": module}
-            return load_rest(modules, live, state_dict, copies, for_code, names, strict=strict, keep_parameters=fit)
+            return load_remaining(modules, live, state_dict, copies, hooked, names, strict=strict, keep_parameters=fit)
 
         with mark_half_filled(module, path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
@@ -265,7 +265,7 @@ class RunCheckpoints:
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
         callbacks: list[Callback] = self._current.trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
-            state_dict.update(copied_state_dict(state_dict))
+            state_dict.update(copy_state_dict(state_dict))
 
     @property
     def shows_optimizers(self) -> bool:
@@ -287,14 +287,14 @@ class RunCheckpoints:
         if run is None or not (run.trainer.training and run.is_fit):
             return
         if isinstance(loader, ResumableLoader):
-            loader.train()
+            loader.deal_global_order()
         elif is_stateful(loader):
             resumable = watch_state(loader, partial(batches_drawn, run.trainer))
         if resumable and (self._continuation is not None or run.will_resume()):
             if isinstance(loader, StatefulLoader):
-                wait(loader)
+                make_next_empty(loader)
             elif isinstance(loader, ResumableLoader):
-                loader.wait()
+                loader.make_next_empty()
             self._loaders_wait = True
         elif not resumable and self._continuation is not None:
             self._continuation.before_loaders()

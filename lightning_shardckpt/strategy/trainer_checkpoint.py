@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
-from lightning_shardckpt.compat.dtensor import copied_state_dict, live_state_dict
+from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.state_dict_views import with_objects
+from lightning_shardckpt.sources.state_dict_views import with_model
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
-from lightning_shardckpt.state.module_io import ForCode, LoadCode, entries_loaded, parameter_names
+from lightning_shardckpt.state.module_io import HookedState, LoadHooks, loaded_state_dict, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors
 from lightning_shardckpt.strategy.lightning_module import mark_half_filled, restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
@@ -61,7 +61,7 @@ class Loaded(NamedTuple):
 
     path: str
     live: dict[str, Any]
-    for_code: ForCode
+    hooked: HookedState
     optimizers: LoadedOptimizers | None
 
 
@@ -114,7 +114,7 @@ def load_checkpoint(
     with gc_paused():
         state_dict = live_state_dict(module)
     if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may read the old tensors of the module
-        state_dict = copied_state_dict(state_dict)
+        state_dict = copy_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
@@ -134,7 +134,7 @@ def load_checkpoint(
     for note in loaded.skipped:
         rank_zero_info(note)
     checkpoint = loaded.trainer
-    checkpoint["state_dict"] = entries_loaded({"": module}, state_dict, loaded.extra_state, loaded.for_code)
+    checkpoint["state_dict"] = loaded_state_dict({"": module}, state_dict, loaded.extra_state, loaded.hooked)
     checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show()
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
@@ -142,7 +142,7 @@ def load_checkpoint(
     _leave_out(checkpoint, trainer, parts)
     if skipped := [part for part in PARTS if part not in parts]:
         rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(skipped)}, which begin anew")
-    return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.for_code, of_optimizers)
+    return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.hooked, of_optimizers)
 
 
 def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:
@@ -198,8 +198,8 @@ def module_targets(
     adapters = adapter_tensors(module, leaves.tensors)
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
-        return fit_to(with_objects(source), module=module, live=leaves, whole=whole)
+        return fit_to(with_model(source), module=module, live=leaves, whole=whole)
 
     names = parameter_names(module, whole) if optimizers is not None else {}
-    code = LoadCode.of({"": module})
-    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, match_names, code=code)
+    hooks = LoadHooks.of({"": module})
+    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, match_names, hooks=hooks)

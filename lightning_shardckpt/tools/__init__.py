@@ -1,4 +1,4 @@
 """Answers about checkpoints and runs: inspect, verify, diff, explain, map, digest, prove-resume. No torch.
 
-In come opened checkpoints, or the command that starts a run. Nothing here changes a checkpoint, or knows live objects.
+Takes paths of checkpoints, or the command that starts a run. Nothing here changes a checkpoint, or knows live objects.
 """

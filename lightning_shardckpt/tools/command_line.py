@@ -1,6 +1,6 @@
-"""Run a tool as a command: problems become messages on stderr and an exit status, never a traceback.
+"""Running of a tool as a command: problems become messages on stderr and an exit status, not a traceback.
 
-Knows no tool. ``execute`` is for tests, too: it returns the status where ``run_process`` ends the process with it.
+Knows no tool. ``run_process`` ends the process with the exit status that ``execute`` returns.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ PROGRAM = "python -m lightning_shardckpt"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A tool by name, with its parsed arguments; ``run`` returns the exit status."""
+    """A tool with parsed arguments; its exit status for an error is 2 if it returns 1 as a result."""
 
     tool: str
     run: Callable[[Namespace], int]
     arguments: Namespace
-    trouble_status: int = 1
-    """The exit status for a problem: 2 for tools that return 1 as a result."""
+    error_status: int = 1
 
 
 def run_process(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
-    """Run a command as this process, which ends with its exit status."""
+    """Run a command and end this process with its exit status."""
     signal.signal(signal.SIGTERM, _terminate)  # so that unfinished files are removed
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have characters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may have characters that the terminal can't encode
     sys.exit(main(arguments))
 
 
@@ -45,7 +44,7 @@ def execute(parse: Callable[[], Command]) -> int:
     """Parse and run a command, and return its exit status: 0, 1 for a problem, 2 for wrong usage.
 
     Args:
-        parse: gives the command; may raise SystemExit, as parsers do for help and for wrong usage.
+        parse: returns the command; may raise SystemExit, as parsers do for help and for wrong usage.
     """
     try:
         return _status(parse())
@@ -54,7 +53,7 @@ def execute(parse: Callable[[], Command]) -> int:
 
 
 def add_storage_options(parser: ArgumentParser) -> None:
-    """Let a tool take ``--storage_options``, which go to fsspec."""
+    """Add ``--storage_options``, which go to fsspec, to a tool."""
     known = "for URLs, as fsspec takes them: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
     parser.add_argument("--storage_options", type=dict[str, Any] | None, metavar="OPTIONS", help=known)
 
@@ -72,7 +71,7 @@ def _status(command: Command) -> int:
         return _fail(command, str(error))
     except KeyboardInterrupt:
         return 130
-    except ImportError as error:  # such as no torch, or none that will do
+    except ImportError as error:  # such as a missing or unsupported torch
         return _fail(command, f"{type(error).__name__}: {error}")
     except Exception as error:  # the libraries that read URLs raise classes of their own
         if not any(isinstance(value, str) and is_url(value) for value in vars(command.arguments).values()):
@@ -80,9 +79,9 @@ def _status(command: Command) -> int:
         return _fail(command, f"{type(error).__name__}: {error}")
 
 
-def _fail(command: Command, why: str) -> int:
-    print(f"{PROGRAM} {command.tool}: {why}", file=sys.stderr)
-    return command.trouble_status
+def _fail(command: Command, message: str) -> int:
+    print(f"{PROGRAM} {command.tool}: {message}", file=sys.stderr)
+    return command.error_status
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

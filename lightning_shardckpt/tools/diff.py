@@ -1,7 +1,7 @@
-"""Compare two checkpoints of any topologies: ``python -m lightning_shardckpt diff A B``. No torch.
+"""Comparison of two checkpoints of any topologies: ``python -m lightning_shardckpt diff A B``. No torch.
 
-Every tensor that both have is read a window at a time from both, verified, and compared; a quick comparison looks at
-the checksums in the indexes, which decide where both store a tensor in the same boxes.
+Every tensor of both checkpoints is read from both a window at a time, verified, and compared. A quick comparison uses
+the checksums in the indexes, which decide if both checkpoints store a tensor in the same boxes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
 
-_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and as much again to scatter boxes
+_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and the same again to scatter boxes
 _LISTED = 20
 _ABSENT = "–"
 _SAVED = ("trainer/hyper_parameters/", "trainer/datamodule_hyper_parameters/")
@@ -53,14 +53,13 @@ def diff(
         a: a checkpoint.
         b: another one.
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        quick: read no tensor; what the indexes cannot tell, since the two sides store it in different boxes,
-            is ``undecided``.
-        advance: told of the bytes of tensors as they are compared.
-        expect: told once, before, how many bytes that will be.
+        quick: read no tensor; tensors that the two sides store in different boxes are ``undecided``.
+        advance: called with the bytes of tensors as they are compared.
+        expect: called once before with the total of these bytes.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
         CorruptionError: naming file, tensor and rank of corrupted data.
         ValueError: if no name matches ``tensors``.
     """
@@ -106,16 +105,16 @@ def _about(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]]:
-    """Return both values by name, where they differ."""
+    """Return both values of names whose values differ."""
     return {name: [a.get(name), b.get(name)] for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
-# ── which tensors ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pairs of tensors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A tensor by the name that it is compared under, and by its keys; None where it is not there."""
+    """A tensor by a common name, and its key in each checkpoint; None if a checkpoint lacks it."""
 
     component: str
     name: str
@@ -142,7 +141,7 @@ def _describe(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _compared_bytes(pair: _Pair, first: Checkpoint, second: Checkpoint) -> int:
-    """Return the bytes of a tensor that both have; 0 if it differs in dtype or shape, or one lacks it."""
+    """Return the bytes of a tensor to compare; 0 if dtypes or shapes differ, or a checkpoint lacks it."""
     if pair.a is None or pair.b is None:
         return 0
     a, b = (c.root.components[pair.component].tensors[key] for c, key in ((first, pair.a), (second, pair.b)))
@@ -164,14 +163,14 @@ def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare
     return kind, _describe(a) | more
 
 
-# ── whether they are equal ────────────────────────────────────────────────────────────────────────────────────────
+# ── equality ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any]]]
-"""From component, keys and the common spec to "same", "different" or "undecided", and the numbers of the difference."""
+"""Takes component, keys and the common spec; returns "same", "different" or "undecided", and numbers."""
 
 
 def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
-    """Compare checksums of blocks, which decide where both tensors are stored in the same boxes and blocks."""
+    """Return a comparison of block checksums, which decide if both tensors are stored in the same boxes and blocks."""
 
     def read_checksums(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
         replica = checkpoint.replicas(component)[key]
@@ -189,7 +188,7 @@ def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
 
 
 class _ByValue:
-    """Reads both tensors, a window at a time; every byte is verified, and the memory is that of four windows."""
+    """A comparison that reads and verifies both tensors a window at a time, with the memory of four windows."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
         both = (first, second)
@@ -218,7 +217,7 @@ class _ByValue:
         }
 
 
-# ── by how much they differ ───────────────────────────────────────────────────────────────────────────────────────────
+# ── distance ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _NUMPY = {
     "F64": "f8",
@@ -229,11 +228,11 @@ _NUMPY = {
     "BOOL": "u1",
     **{f"{kind}{bits}": f"{kind.lower()}{bits // 8}" for kind in "IU" for bits in (8, 16, 32, 64)},
 }
-_AT_ONCE = 1 << 18  # elements: as doubles they still lie in a cache
+_AT_ONCE = 1 << 18  # elements: as doubles they still fit into a cache
 
 
 def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
-    """Return the elements of a tensor as numbers of a dtype that numpy has, exactly; bfloat16 as float32.
+    """Return the elements of a tensor as an array of equal values; bfloat16 becomes float32.
 
     >>> numbers(memoryview(bytes([0x80, 0x3F])), "BF16").tolist()
     [1.0]
@@ -246,11 +245,11 @@ def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
 
 @dataclass(slots=True)
 class TensorDistance:
-    """The distance of two tensors of one dtype, summed over windows; of 8-bit floats only the number of elements.
+    """The distance of two tensors of one dtype, summed over windows; for 8-bit floats only the number of elements.
 
     Attributes:
         elements: number of elements with different bits.
-        not_finite: how many of these are infinite or NaN on either side; the magnitudes are those of the others.
+        not_finite: how many of these are infinite or NaN on either side; they do not count for magnitudes.
         max_abs: the largest difference.
     """
 
@@ -263,7 +262,7 @@ class TensorDistance:
     def add(self, first: memoryview, second: memoryview, dtype: str) -> None:
         """Add a window of both tensors."""
         step = _AT_ONCE * DTYPE_BYTES[dtype]
-        with numpy.errstate(all="ignore"):  # NaNs, and squares of the largest doubles, which become infinite
+        with numpy.errstate(all="ignore"):  # for NaNs, and squares of large doubles that overflow
             for begin in range(0, len(first), step):
                 self._add(first[begin : begin + step], second[begin : begin + step], dtype)
 
@@ -290,7 +289,7 @@ class TensorDistance:
 
     @property
     def relative_l2(self) -> float | None:
-        """The norm of the difference divided by that of the first tensor; None if that is 0 or not finite."""
+        """The norm of the difference divided by the norm of the first tensor; None if that is 0 or not finite."""
         if self._of_first in (0.0, inf) or self._squares == inf:
             return None
         ratio = sqrt(self._squares) / sqrt(self._of_first)
@@ -305,13 +304,13 @@ def _squares(values: NDArray[Any]) -> float:
 
 
 def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return hyper-parameters of the model and the optimizers, as text, by names such as ``…/param_groups/0/lr``.
+    """Return hyper-parameters of the model and the optimizers as text, by names such as ``…/param_groups/0/lr``.
 
-    They are JSON with tags; nothing is built from these.
+    Tagged JSON is not decoded.
 
     Raises:
         CorruptionError: if a document is corrupted.
-        FormatError: if it is no JSON that this package writes.
+        FormatError: if a document is malformed.
     """
     trainer, optimizer = (entries_of(role, document_of(checkpoint, role)) for role in ("trainer", "optimizer"))
     values = {name.removeprefix("trainer/"): e.value for name, e in trainer.items() if name.startswith(_SAVED)}
@@ -344,7 +343,7 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
 
 
 def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
-    """Return the table of tensors whose values differ, the one that has changed most first."""
+    """Return the table of tensors whose values differ, the largest change first."""
     rows: list[tuple[str, ...]] = []
     own = [t for t in tensors["different"] if t["component"] == component]
     for t in sorted(own, key=lambda t: (-(t.get("relative_l2") or 0.0), t["name"])):
@@ -379,8 +378,8 @@ def _rows_table(
 def _verdict(report: dict[str, Any]) -> str:
     tensors = report["tensors"]
     counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added", "undecided")]
-    said = [f"{number:,} {kind}" for kind, number in counts if number]
-    text = f"{count_text(tensors['same'], 'tensor')} the same" + "".join(f", {part}" for part in said)
+    text = f"{count_text(tensors['same'], 'tensor')} the same"
+    text += "".join(f", {number:,} {kind}" for kind, number in counts if number)
     if tensors["undecided"]:
         text += "; of those that are cut otherwise, indexes cannot tell: run without --quick"
     return text

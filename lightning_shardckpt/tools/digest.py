@@ -1,4 +1,4 @@
-"""Show digests that are the same on every topology and in every format: ``python -m lightning_shardckpt digest PATH``.
+"""Digests that are equal on every topology and in every format: ``python -m lightning_shardckpt digest PATH``.
 
 Every byte is read and verified. A tensor's digest is the xxh3-64 of its bytes; FORMAT.md defines the others.
 Checkpoints of this package need no torch.
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.assemble import StoredCheckpoint
-from lightning_shardckpt.sources.detect import recognise
+from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -38,7 +38,7 @@ Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
 _WINDOW_BYTES = MAX_BLOCK_BYTES
 _LISTED = 20
-_DIGESTED = ("model", "optimizer")  # the trainer's tensors are of random streams and callbacks, partly of one rank
+_DIGESTED = ("model", "optimizer")  # not the trainer's tensors: random states and callbacks, some of a single rank
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -53,17 +53,17 @@ class NamedDigest:
 
 
 def component_digest(tensors: Iterable[NamedDigest]) -> str:
-    """Return the digest of a component; each tensor is given once under each of its names."""
+    """Return the digest of a component from its tensors, each under each of its names."""
     return checksum(*(_line([of.name, of.dtype, of.shape, of.digest]) for of in sorted(tensors)))
 
 
 def values_digest(values: Iterable[tuple[Any, ...]]) -> str:
-    """Return the digest of values, each with the names of its place, in whatever order they come."""
+    """Return the digest of values with the names of their places, in any order."""
     return checksum(*sorted(map(_line, values)))
 
 
 def whole_digest(digests: Mapping[str, str]) -> str:
-    """Return the digest of a checkpoint from those of its components by name."""
+    """Return the digest of a checkpoint from the digests of its components."""
     return checksum(_line(dict(digests)))
 
 
@@ -82,23 +82,23 @@ def digest(
 ) -> dict[str, Any]:
     """Return digests of a checkpoint, as values that JSON can hold: 16 hexadecimal digits each.
 
-    They are equal for equal state: on any topology, and in any format that is read (DCP, Lightning, a file of
-    ``torch.save``, Hugging Face). ``components`` has those of ``model`` and ``optimizer``, each of all its tensors
-    under all their names; ``optimizer_values`` is of the rest of the optimizers' state (steps, param groups);
-    ``whole`` is of these three, whatever ``tensors`` selects.
+    Equal state has equal digests on any topology, and in any format that is read (DCP, Lightning, a file of
+    ``torch.save``, Hugging Face). ``components`` has the digests of ``model`` and ``optimizer``, of all their tensors
+    under all names; ``optimizer_values`` covers the rest of the optimizers' state (steps, param groups); ``whole``
+    covers these three. ``tensors`` does not change them.
 
     Args:
         path: a checkpoint of this package or of another program, or a URL.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        names: ``"huggingface"`` for the model alone, as ``consolidate --format huggingface`` names and splits it.
-        advance: told of the bytes of tensors as they are read.
-        expect: told once, before, how many bytes that will be.
+        names: ``"huggingface"`` for the model alone, named and split as by ``consolidate --format huggingface``.
+        advance: called with the bytes of tensors as they are read.
+        expect: called once before with the total of these bytes.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
         CorruptionError: naming file, tensor and rank of corrupted data.
-        ValueError: for Hugging Face names of a checkpoint that does not tell of such a model, or if no name matches
+        ValueError: for Hugging Face names of a checkpoint without a model of transformers, or if no name matches
             ``tensors``.
     """
     if names not in get_args(Names):
@@ -124,7 +124,7 @@ def digest(
             raise ValueError(f"{os.fspath(path)} has no tensor whose name matches {tensors!r} or contains it")
         return {
             "path": os.fspath(path),
-            "tensors": [_as_json(component, row) for component, row in listed],
+            "tensors": [{"component": of, **asdict(row), "shape": list(row.shape)} for of, row in listed],
             "components": components,
             "counts": {name: len(rows) for name, rows in rows_of.items()},
             "optimizer_values": every.get("optimizer_values"),
@@ -138,35 +138,30 @@ def digest(
 @contextmanager
 def _open(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
     with ExitStack() as stack:
-        if is_url(path) or recognise(path) is None:
+        if is_url(path) or detect_format(path) is None:
             yield StoredCheckpoint(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
             return
         from lightning_shardckpt.distributed.ranks import Ranks
-        from lightning_shardckpt.sources.open_source import opened  # torch, which ours do without
+        from lightning_shardckpt.sources.open_source import open_on_ranks  # imports torch
 
-        yield stack.enter_context(opened(path, ranks=Ranks.alone(), storage=StorageRouter()))
+        yield stack.enter_context(open_on_ranks(path, ranks=Ranks.alone(), storage=StorageRouter()))
 
 
 # ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _name_digests(described: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
+def _name_digests(component: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
     """Return the digests under each name of each tensor."""
-    names = [*((key, key) for key in described.tensors), *described.aliases.items()]
-    specs = ((name, key, described.tensors[key]) for name, key in names)
+    names = [*((key, key) for key in component.tensors), *component.aliases.items()]
+    specs = ((name, key, component.tensors[key]) for name, key in names)
     return [NamedDigest(name, spec.dtype, spec.shape, digests[key]) for name, key, spec in specs]
-
-
-def _as_json(component: str, row: NamedDigest) -> dict[str, Any]:
-    about = {"component": component, "name": row.name, "dtype": row.dtype, "shape": list(row.shape)}
-    return about | {"digest": row.digest}
 
 
 # ── computing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Reading:
-    """Reads tensors a window at a time; every byte is verified where the format has checksums."""
+    """Reads tensors a window at a time; every byte is verified if the format has checksums."""
 
     def __init__(self, stored: StoredTensors, advance: Callable[[int], Any]) -> None:
         self._stored, self._advance = stored, advance
@@ -185,7 +180,7 @@ class _Reading:
         return hasher.hexdigest()
 
     def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
-        """Return the digests of the tensors that an export makes of a stored one, which is read once."""
+        """Return the digests of the tensors that an export makes of a stored tensor, which is read once."""
         from lightning_shardckpt.transfer.strided_copy import gather
 
         spec = self._stored.spec(component, key)
@@ -193,12 +188,12 @@ class _Reading:
         for window, data in self._windows(component, key):
             for number, part in enumerate(parts):
                 common = window.intersect(part.box or whole) if spec.shape else window
-                if common is not None:  # its bytes are the next ones of this part, as windows ascend
+                if common is not None:  # the next bytes of this part, since windows ascend
                     sums[number].update(gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype]))
         return [NamedDigest(of.name, of.dtype, of.shape, one.hexdigest()) for of, one in zip(parts, sums, strict=True)]
 
     def _windows(self, component: str, key: str) -> Iterator[tuple[Box, memoryview]]:
-        """Yield a tensor's bytes in order, each with the box that they are of."""
+        """Yield a tensor's bytes in order, with their boxes."""
         spec = self._stored.spec(component, key)
         if not prod(spec.shape):
             return
@@ -211,9 +206,9 @@ class _Reading:
 
 def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component) -> dict[str, list[OutputTensor]]:
     """Return the tensors that an export makes of each tensor of the model, by key."""
-    model = hf_directory.pick(stored.document("huggingface"), "")
+    model = hf_directory.pick_model(stored.document("huggingface"), "")
     if model is None:
-        raise ValueError("the checkpoint does not tell of a model of transformers, so it has no names of Hugging Face")
+        raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
     parts: dict[str, list[OutputTensor]] = {}
     for part in model.tensors(component):
         parts.setdefault(part.source[1], []).append(part)
@@ -221,7 +216,7 @@ def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component)
 
 
 def _digest_values(document: Mapping[str, Any]) -> str:
-    """Return the digest of the optimizers' state that is not tensors: each value, under its parameter's name."""
+    """Return the digest of the optimizers' state except tensors: each value under its parameter's name."""
     values = list[tuple[Any, ...]]()
     for number, of in document.items():
         for group in of["groups"].values():

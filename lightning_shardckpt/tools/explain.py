@@ -1,8 +1,8 @@
-"""Plan a resume on another topology: ``python -m lightning_shardckpt explain PATH --onto tp=4,fsdp=2``.
+"""Plan of a resume on another topology: ``python -m lightning_shardckpt explain PATH --onto tp=4,fsdp=2``.
 
 The planner of the real load runs for every rank of the target. Reads indexes only: no model, no torch. Layouts on the
-target follow from the checkpoint's own: FSDP shards dim 0 of every parameter, tensor parallelism the dims that it
-sharded before, and pipeline stages hold what they held. What is assumed is noted.
+target follow from the checkpoint's own: FSDP shards dim 0 of every parameter, tensor parallelism shards the same dims
+as before, and pipeline stages hold the same tensors. Assumptions are reported.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def explain(
 ) -> dict[str, Any]:
     """Return the bytes that each rank of a target topology would need and read, as values that JSON can hold.
 
-    Each item of ``ranks`` has the bytes that the rank ``needs``; those it ``reads`` and verifies, which are whole
-    checksum blocks and small gaps between them; the number of ``calls``; and the ranks of the checkpoint ``from`` which
-    it reads, with the bytes needed of each. This holds for a resume where every rank reads for itself, into host
-    memory. Fabric, functions and ``verify="first"`` read live tensors once more.
+    Each item of ``ranks`` has the bytes that the rank ``needs``; the bytes that it ``reads`` and verifies: whole
+    checksum blocks and small gaps between them; the number of ``calls``; and the needed bytes by rank of the checkpoint
+    ``from`` which it reads. This holds for a resume in which every rank reads for itself, into host memory. Fabric,
+    functions and ``verify="first"`` read live tensors once more.
 
     Args:
         path: the checkpoint.
@@ -77,11 +77,11 @@ def explain(
         tuning: sizes of the load.
 
     Returns:
-        The costs by rank and in total, what was assumed, and what would not continue exactly.
+        The costs by rank and in total, the assumptions, and the state that would not continue exactly.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
-        TopologyError: if the target is none, or has another pipeline than the checkpoint.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        TopologyError: if the target is malformed, or has another pipeline than the checkpoint.
     """
     text = onto if isinstance(onto, str) else ",".join(f"{axis}={size}" for axis, size in onto.items())
     sizes = parse_topology(text)
@@ -98,18 +98,18 @@ def explain(
         "totals": {key: sum(rank[key] for rank in ranks) for key in ("needs", "reads", "calls")},
         "imbalance": max(reads) / mean if mean else 1.0,
         "assumed": note_assumptions(root, sizes),
-        "continues": what_continues(root, sizes),
+        "continues": _describe_continuation(root, sizes),
     }
 
 
 def parse_topology(text: str) -> dict[str, int]:
-    """Return sizes by axis from text such as ``tp=4,fsdp=2``; axes that are not named have one rank.
+    """Return sizes by axis from text such as ``tp=4,fsdp=2``; other axes have size 1.
 
     >>> parse_topology("tp=4, data_parallel_shard_size=2")
     {'pipeline': 1, 'replicate': 1, 'shard': 2, 'tensor': 4}
 
     Raises:
-        TopologyError: for an unknown axis, a size that is none, or an axis that is named twice.
+        TopologyError: for an unknown or repeated axis, or a malformed size.
     """
     sizes: dict[str, int] = {}
     for item in text.replace("×", ",").split(","):
@@ -127,7 +127,7 @@ def parse_topology(text: str) -> dict[str, int]:
 
 
 def topology_text(sizes: Mapping[str, int]) -> str:
-    """Return the axes that have more than one rank as text.
+    """Return a text of the axes with more than one rank.
 
     >>> topology_text({"pipeline": 1, "shard": 2, "tensor": 4}), topology_text({})
     ('shard 2 × tensor 4', 'one rank')
@@ -147,7 +147,7 @@ class TargetLayout:
 
 
 def target_layouts(root: RootIndex, sizes: Mapping[str, int]) -> dict[str, dict[str, TargetLayout]]:
-    """Return how a target topology shards every tensor of a checkpoint, by component and key.
+    """Return the layout of every tensor on a target topology, by component and key.
 
     Raises:
         TopologyError: if the target has a pipeline of another size than the checkpoint.
@@ -174,7 +174,7 @@ def target_layouts(root: RootIndex, sizes: Mapping[str, int]) -> dict[str, dict[
     }
 
     def like_weight(component: str, key: str, spec: TensorSpec) -> TargetLayout:
-        """Return the layout of the weight of that name and shape, for optimizer state and the tensors of callbacks."""
+        """Return the layout of the weight of the same name and shape, for optimizer state and tensors of callbacks."""
         everywhere, is_optimizer = TargetLayout(REPLICATED, ((0, world),)), component == "optimizer"
         name = key.partition("/")[2].rpartition("/")[0] if is_optimizer else key.rpartition("/")[2]
         while name and not spec.pinned:
@@ -214,17 +214,17 @@ def _tensor_parallel_dim(spec: TensorSpec) -> tuple[int, int] | None:
 def _is_parameter(spec: TensorSpec, model: Component) -> bool:
     if not spec.shape:
         return False
-    return not spec.pinned if _tells_buffers(model) else not spec.dtype.startswith(_NOT_FLOATING)
+    return not spec.pinned if _has_buffers_marked(model) else not spec.dtype.startswith(_NOT_FLOATING)
 
 
-def _tells_buffers(model: Component) -> bool:
+def _has_buffers_marked(model: Component) -> bool:
     return any(spec.layout.axes or spec.pinned for spec in model.tensors.values())
 
 
 def note_assumptions(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
-    """Return sentences about what `target_layouts` assumes."""
+    """Return sentences on the assumptions of `target_layouts`."""
     model, notes = root.components.get("model", Component({})), list[str]()
-    if not _tells_buffers(model) and model.tensors:
+    if not _has_buffers_marked(model) and model.tensors:
         notes.append("Nothing tells buffers from parameters: floating tensors with dims are taken for those.")
     if sizes["tensor"] > 1 and any(map(_tensor_parallel_dim, model.tensors.values())):
         notes.append("Tensor parallelism is taken to shard the dims that it sharded when this was saved.")
@@ -242,7 +242,7 @@ def note_assumptions(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _plan_ranks(checkpoint: Checkpoint, sizes: Mapping[str, int], tuning: Tuning) -> list[dict[str, Any]]:
-    """Return the costs of all ranks; replicas read the same, so they are planned once."""
+    """Return the costs of all ranks; replicas read the same bytes, so they are planned once."""
     layouts = target_layouts(checkpoint.root, sizes)
     per_replica = sizes["shard"] * sizes["tensor"]
     per_stage = per_replica * sizes["replicate"]
@@ -251,7 +251,7 @@ def _plan_ranks(checkpoint: Checkpoint, sizes: Mapping[str, int], tuning: Tuning
     def overlaps_of(
         spec: TensorSpec, replica: int | None, parts: tuple[Part, ...]
     ) -> tuple[Shape, list[tuple[Overlap, tuple[int, int, int] | None]]]:
-        """Return the shape of a rank's slice, and the stored boxes that fill it, as ``sources.source`` plans them."""
+        """Return the shape of a rank's part, and the overlaps that fill it, as ``sources.source`` plans them."""
         shape = tuple(max(ends) for ends in zip(*(part.local.stop for part in parts), strict=True))
         shape = shape if parts else (0,) * len(spec.shape)
         size = DTYPE_BYTES[spec.dtype]
@@ -271,11 +271,11 @@ def _plan_ranks(checkpoint: Checkpoint, sizes: Mapping[str, int], tuning: Tuning
                         entry = checkpoint.entry(name, key, one)
                         requests.append(Request(key, one, entry, shape, run, memoryview(b"")))
         reads = list(plan_reads(checkpoint, requests, verify=True, tuning=tuning))
-        given = Counter[int]()
+        by_writer = Counter[int]()
         for request in requests:
-            given[request.overlap.writer] += request.nbytes
+            by_writer[request.overlap.writer] += request.nbytes
         totals = {"needs": needs, "reads": sum(length for _, _, length in reads), "calls": len(reads)}
-        return totals | {"from": dict(sorted(given.items()))}
+        return totals | {"from": dict(sorted(by_writer.items()))}
 
     cost_of_replica = cache(lambda stage, place: cost(stage * per_stage + place))
     return [
@@ -286,8 +286,8 @@ def _plan_ranks(checkpoint: Checkpoint, sizes: Mapping[str, int], tuning: Tuning
 # ── continuation ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def what_continues(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
-    """Return sentences about everything that a resume there would not continue exactly; see "Resume" in the guide."""
+def _describe_continuation(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
+    """Return sentences on all state that a resume would not continue exactly; see "Resume" in the guide."""
     before = {axis: root.topology.get(axis, 1) for axis in sizes}
     data_before, data = before["replicate"] * before["shard"], sizes["replicate"] * sizes["shard"]
     if not root.topology:

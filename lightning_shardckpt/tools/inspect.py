@@ -1,4 +1,4 @@
-"""Show what is in a checkpoint: ``python -m lightning_shardckpt inspect PATH``. Reads indexes only; no torch."""
+"""Contents of a checkpoint: ``python -m lightning_shardckpt inspect PATH``. Reads indexes only; no torch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def inspect(
     Args:
         path: the checkpoint.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        ranks: tell in ``by_rank`` what each rank holds and wrote; of these tensors alone if there is a pattern.
+        ranks: add ``by_rank``, the share of the listed tensors that each rank holds and wrote.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
     """
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         root = checkpoint.root
@@ -102,9 +102,9 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
 
 
 def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield every file with its size according to the indexes; an index that cannot be read goes to ``problems``.
+    """Yield every file with its size from the indexes; an unreadable index goes to ``problems``.
 
-    A file of an earlier save, which this one linked or had copied, is listed with the id of that.
+    A linked or copied file of an earlier save is listed with the id of that save.
     """
     root = checkpoint.root
     yield {"name": ROOT_NAME, "rank": None, "bytes": checkpoint.reader.size(ROOT_NAME)}
@@ -212,7 +212,7 @@ def _tensors_table(report: dict[str, Any], limit: int | None) -> str:
 
 
 def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
-    """Return how a tensor is divided, the ranks that hold it where these are not all, and its other names."""
+    """Return a text of a tensor's cuts, the ranks that hold it if these are not all, and its aliases."""
     cuts = [
         f"dim {c['dim']} / {c['parts']} over {c['axis']}" + (f" in {c['blocks']} blocks" if c["blocks"] > 1 else "")
         for c in tensor["cuts"]
@@ -234,7 +234,7 @@ def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
 
 
 def _ranks_table(report: dict[str, Any], limit: int | None) -> str:
-    """Sum up components by rank; a rank holds more than it wrote where there are replicas."""
+    """Return the table of sums over components by rank; with replicas, a rank holds more than it wrote."""
 
     def row(one: dict[str, Any]) -> tuple[str, ...]:
         sums = [[sum(owned[k] for owned in one[kind].values()) for k in _OWNED] for kind in ("holds", "wrote")]

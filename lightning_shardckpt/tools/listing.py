@@ -1,6 +1,6 @@
-"""Lists of tensors by name, and the ownership of boxes, in memory and in files, by rank, as the root index implies.
+"""Lists of tensors by name, and the shares of ranks, in memory and in files, that follow from the root index.
 
-A box is *held* by every rank whose shard it belongs to, and *written* by one of them. No file is read.
+Every rank of a shard *holds* its boxes, and one of them *wrote* each. No file is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_shardckpt.system.text import count_text, table
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The share of a rank: tensors of which it has elements, their boxes, and the bytes of these."""
+    """The share of a rank: the number of tensors of which it has elements, their boxes, and the boxes' bytes."""
 
     tensors: int = 0
     boxes: int = 0
@@ -31,14 +31,10 @@ class Owned:
     def __add__(self, other: Owned) -> Owned:
         return Owned(self.tensors + other.tensors, self.boxes + other.boxes, self.nbytes + other.nbytes)
 
-    def times(self, count: int) -> Owned:
-        """Return the sum over so many tensors that are alike."""
-        return Owned(self.tensors * count, self.boxes * count, self.nbytes * count)
-
 
 @dataclass(frozen=True, slots=True)
 class OwnedBox:
-    """A box as it is stored: the rank that wrote it, and all that hold it, ascending."""
+    """A stored box, the rank that wrote it, and all ranks that hold it, ascending."""
 
     box: Box
     writer: int
@@ -54,7 +50,7 @@ def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
 
     Args:
         spec: the tensor.
-        replica: which replica wrote it, as ``plan.choose_replicas`` chose.
+        replica: the replica that wrote it, from ``plan.choose_replicas``.
     """
     for part, holders in held_parts(spec):
         for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
@@ -62,7 +58,7 @@ def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
 
 
 def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
-    """Yield the parts of every shard that has elements, each with its holders."""
+    """Yield the parts of every non-empty shard, each with its holders."""
     if not prod(spec.shape):
         return
     for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
@@ -72,7 +68,7 @@ def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
 
 
 def sum_held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
-    """Return the share of the tensors that every rank holds, by rank; every replica counts."""
+    """Return the share that each rank holds; every replica counts."""
     total: dict[int, Owned] = {}
     for spec, count in Counter(tensors.values()).items():
         by_rank: dict[int, Owned] = {}
@@ -84,7 +80,7 @@ def sum_held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
 
 
 def sum_written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
-    """Return the share of the tensors that every rank wrote, by rank.
+    """Return the share that each rank wrote.
 
     Args:
         tensors: of one component.
@@ -100,7 +96,7 @@ def sum_written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | No
 
 
 def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
-    """Return where a rank is in the mesh, by axis, outermost first; nothing if the topology is not that of the world.
+    """Return a rank's coordinates by axis, outermost first; an empty dict if the topology does not fit the world.
 
     >>> coordinates(RootIndex("", 4, {}, {}, topology={"shard": 2, "tensor": 2}), 1)
     {'shard': 0, 'tensor': 1}
@@ -112,13 +108,12 @@ def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
 
 
 def _add(by_rank: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
-    known = by_rank.get(rank, Owned(tensors=1))
-    by_rank[rank] = known + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
+    by_rank[rank] = by_rank.get(rank, Owned(tensors=1)) + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
 
 
 def _merge(total: dict[int, Owned], by_rank: Mapping[int, Owned], count: int) -> None:
     for rank, one in by_rank.items():
-        total[rank] = total.get(rank, Owned()) + one.times(count)
+        total[rank] = total.get(rank, Owned()) + Owned(one.tensors * count, one.boxes * count, one.nbytes * count)
 
 
 # ── lists ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +132,7 @@ def long_table(
     hint: str = "--all lists them",
     right: Sequence[str] = ("size",),
 ) -> str:
-    """Return a table of the first items, with a last line that counts the others and says how to see them.
+    """Return a table of the first items, with a last line that counts the others and tells how to list them.
 
     >>> print(long_table(("file", "size"), range(3), lambda i: (f"f{i}", f"{i} B"), limit=1, noun="file"))
     file  size
@@ -147,10 +142,10 @@ def long_table(
     Args:
         header: the names of the columns.
         items: one for each row.
-        row: makes the cells of one item; called for those that are shown.
-        limit: number of rows; None for all.
+        row: returns the cells of an item; called for listed items only.
+        limit: the number of rows; None for all.
         noun: the name of an item, in the singular.
-        hint: how to see the others.
+        hint: how to list the others.
         right: the columns that are aligned to the right.
     """
     text = table(header, [row(item) for item in items[:limit]], right)
@@ -169,7 +164,7 @@ def is_selected(names: Iterable[str], pattern: str | None) -> bool:
 
 
 def aliases_by_key(component: Component) -> dict[str, list[str]]:
-    """Return the further names of each tensor that has any (tied weights), by the name under which it is stored."""
+    """Return the aliases of each tied tensor, by its stored name."""
     names: dict[str, list[str]] = {}
     for alias, key in component.aliases.items():
         names.setdefault(key, []).append(alias)

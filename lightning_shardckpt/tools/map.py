@@ -1,10 +1,10 @@
-"""Page that shows which rank has which slice of every tensor: ``python -m lightning_shardckpt map PATH``.
+"""A page that shows the slices of every tensor by rank: ``python -m lightning_shardckpt map PATH``.
 
-All that is shown is computed here, from the root index, without torch. The script of the page places, colors, searches
-and sorts. Names are data in the page, never markup, and it loads nothing else.
+Its content is computed here from the root index, without torch. The script of the page lays out, colors, searches and
+sorts. Names are data in the page, never markup, and the page loads nothing else.
 
 To keep the page small, tensors of one dtype, shape and layout share a *kind*, and kinds share *drawings*. A drawing is
-a grid: the edges of its cells along each dim, and in row-major order the number of the group of ranks that has each.
+a grid: the edges of its cells along each dim, and for each cell in row-major order the number of its group of ranks.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def write_map(
 
     Args:
         path: the checkpoint.
-        output: the page; may not lie inside a checkpoint, where nothing else belongs.
-        onto: a topology such as ``tp=4,fsdp=2``; the page then shows what a resume there would read.
+        output: the page; may not be inside a checkpoint.
+        onto: a topology such as ``tp=4,fsdp=2``; the page then shows the reads of a resume there.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Returns:
         The path of the page.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
-        TopologyError: if ``onto`` fits neither itself nor the checkpoint.
-        ValueError: if the page would lie inside a checkpoint.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
+        TopologyError: if ``onto`` is malformed, or has another pipeline than the checkpoint.
+        ValueError: if the page would be inside a checkpoint.
     """
     target = Path(output)
     if (target.absolute().parent / ROOT_NAME).exists():
@@ -79,7 +79,7 @@ def _fill_template(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Values that the page has once, each with its number."""
+    """Distinct values of the page by number."""
 
     kinds: dict[TensorSpec, int] = field(default_factory=dict)
     drawings: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class _Tables:
         return self.known[spec, replica]
 
     def _add_drawing(self, shape: Shape, boxes: Iterable[tuple[Box, Sequence[int]]]) -> int:
-        """Return the number of a drawing of boxes, each with its ranks; cells that no box covers are of group -1."""
+        """Return the number of a drawing of boxes with their ranks; cells outside of all boxes have group -1."""
         elements, group_of = Counter[int](), dict[Box, int]()
         for box, ranks in boxes:
             group_of[box] = _number(self.groups, tuple(chain.from_iterable(as_holders(list(ranks)))))
@@ -144,7 +144,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _describe_component(checkpoint: Checkpoint, name: str, tables: _Tables) -> dict[str, Any]:
-    """Return bytes by rank; per tensor its name, the numbers of its kind and its drawing as written, and aliases."""
+    """Return a component's bytes by rank; per tensor its name, the numbers of its kind and drawing, and aliases."""
     component = checkpoint.root.components[name]
     specs, chosen, aliases = component.tensors, checkpoint.replicas(name), aliases_by_key(component)
     rows = [[key, *tables.add_tensor(spec, chosen[key]), *aliases.get(key, ())] for key, spec in specs.items()]
@@ -177,7 +177,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def _describe_resume(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an answer of ``explain`` that the page shows."""
+    """Return the part of a result of ``explain`` that the page shows."""
     ranks = [{"needs": one["needs"], "reads": one["reads"], "from": list(one["from"].items())} for one in plan["ranks"]]
     about = {"topology": topology_text(plan["onto"]), "imbalance": plan["imbalance"], **plan["totals"]}
     return {**about, "ranks": ranks, "notes": plan["assumed"] + plan["continues"]}

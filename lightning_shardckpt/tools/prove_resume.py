@@ -1,14 +1,14 @@
-"""Prove that a training resumes: run it straight, run it interrupted and resumed, and compare both, step by step.
+"""Proof that a training resumes: comparison of a straight run with an interrupted and resumed run, step by step.
 
-Three runs of the script: all steps; the first part, which saves a checkpoint and ends as if it was killed; the rest,
-from that checkpoint. The first part is compared with the straight run, too: a training that does not repeat itself
-cannot be judged. The recorder (``recording``) reaches every rank, however it is started, by an entry point of Lightning
-that is found by ``PYTHONPATH``.
+The script runs three times: all steps; the first part, which saves a checkpoint and ends as if it was killed; the rest,
+from that checkpoint. The first part is compared with the straight run, too, since a resume of a training that is not
+reproducible cannot be judged. An entry point of Lightning, found by ``PYTHONPATH``, brings the recorder (``recording``)
+to every rank, however it is started.
 
 Each rank of a run writes JSON lines: its setting, then entries by section and name for each moment of each step. A
-tensor is recorded by its boxes, whose digests add up, so that it can be compared over all ranks on any topology. On the
-same topology runs are compared bit by bit. On another one sums are in another order, so that values may differ within a
-tolerance, except for state that has just been loaded.
+tensor is recorded by its boxes, whose digests add up, so that it can be compared over all ranks on any topology. Runs
+on the same topology are compared bit by bit. On another topology sums have another order, so that values may differ
+within a tolerance, except for state that has just been loaded.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ SECTIONS: dict[Phase, tuple[str, ...]] = {
 
 _OF_A_TOPOLOGY = {
     "batch": "each rank has its own share",
-    "random": "each rank draws random numbers of its own",
+    "random": "each rank draws its own random numbers",
     "loss": "each rank has the loss of its own share; values logged with sync_dist=True are compared",
-    "logged_by_rank": "each rank has a value of its own (self.log without sync_dist=True, or over an epoch)",
+    "logged_by_rank": "each rank has its own value (self.log without sync_dist=True, or over an epoch)",
     "gradients": "until the optimizer steps they may be sums over some of the ranks; the weights are compared",
     "metrics": "each rank counts its own share until the metric is computed",
 }
-"""Sections that are not compared on another topology, and why."""
+"""Sections that are not compared on another topology, and the reasons."""
 _PHASES = {"restored": "as loaded after step {}", "before": "step {}, at its start", "after": "step {}"}
-_FLOOR = 1e-4  # a tensor whose norm is less than this part of the largest one of its section counts as noise
+_FLOOR = 1e-4  # a tensor whose norm is less than this part of its section's largest norm counts as noise
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -69,16 +69,16 @@ _FLOOR = 1e-4  # a tensor whose norm is less than this part of the largest one o
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The orders of a recorder.
+    """The plan of a run, for its recorders.
 
     Attributes:
         records: the folder for the records of all ranks.
         files: the folder that replaces ``default_root_dir``; a LightningCLI writes its config there once.
         saves: the folder that replaces ``dirpath`` of the script's own ModelCheckpoints.
-        first_step: batches that were trained before this run.
+        first_step: the number of batches trained before this run.
         last_step: the batch after which the run ends, counted from the beginning of training.
         save_to: the checkpoint to save after the last batch, if any.
-        resume_from: the checkpoint to resume from; None leaves ``ckpt_path`` as the script gives it.
+        resume_from: the checkpoint to resume from; None leaves the script's ``ckpt_path``.
     """
 
     records: str
@@ -94,8 +94,8 @@ class RunPlan:
 class BoxRecord:
     """A box of a tensor: its start, its lengths, the digest of its elements, and their moments.
 
-    Digests and moments of boxes add up to those of the tensor. The moments are the sum of squares, then projections on
-    fixed pseudo-random vectors.
+    Digests and moments of boxes add up to digest and moments of the tensor. The moments are the sum of squares, and
+    projections on fixed pseudo-random vectors.
     """
 
     start: tuple[int, ...]
@@ -106,14 +106,14 @@ class BoxRecord:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value or a tensor.
+    """A recorded value or tensor.
 
     Attributes:
         text: of a value, which may be a digest; the dtype of a tensor.
         number: of a value that is a number.
         shared: whether the value is the same on all ranks, on any topology.
-        shape: of a tensor: the global one.
-        boxes: of a tensor: those that the rank has.
+        shape: the global shape of a tensor.
+        boxes: this rank's boxes of a tensor.
     """
 
     text: str
@@ -129,12 +129,12 @@ class Entry:
 
     @property
     def moments(self) -> list[float]:
-        """The moments of the whole tensor; nothing where a box has none."""
+        """The moments of the whole tensor; empty if a box has none."""
         return [math.fsum(column) for column in zip(*(box.moments for box in self.boxes), strict=False)]
 
     @property
     def norm(self) -> float:
-        """The L2 norm of a tensor; 0 if it has none, or not a finite one."""
+        """The L2 norm of a tensor; 0 if it has no moments, or is not finite."""
         total = (self.moments or [0.0])[0]
         return math.sqrt(total) if math.isfinite(total) else 0.0
 
@@ -158,7 +158,7 @@ class Setting:
 
 @dataclass(slots=True)
 class RankRecords:
-    """The records of one rank: sections by step and phase; why something could not be recorded, by name."""
+    """The records of one rank: sections by step and phase, and reasons why entries could not be recorded, by name."""
 
     setting: Setting
     moments: dict[tuple[int, Phase], Sections] = field(default_factory=dict)
@@ -181,12 +181,12 @@ def to_line(**values: Any) -> str:
 
 
 def read_records(folder: str) -> list[RankRecords]:
-    """Read the records of all ranks of a run, in the order of ranks; none if none recorded."""
+    """Read the records of all ranks of a run that recorded, in the order of ranks."""
     return [_read(path) for path in sorted(Path(folder).glob("rank-*.jsonl")) if path.stat().st_size]
 
 
 def _read(path: Path) -> RankRecords:
-    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # a kill cuts the last
+    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))  # a kill may cut it
     first, *moments = map(json.loads, whole)
     records = RankRecords(Setting(*first["setting"]))
     for moment in moments:
@@ -211,13 +211,13 @@ class Difference:
     """A difference of two runs.
 
     Attributes:
-        step: counted in batches from 1; of ``restored``, the step after which the checkpoint was saved.
-        phase: the moment of that step.
+        step: counted in batches from 1; with ``restored``, the step after which the checkpoint was saved.
+        phase: the moment of the step.
         section: such as ``weights``.
-        name: in that section.
+        name: in the section.
         rank: None for a tensor or value over all ranks.
         expected: the value of the straight run.
-        found: the value of the other one.
+        found: the value of the other run.
     """
 
     step: int
@@ -236,9 +236,9 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """All differences of the first section of the first moment that differ.
+    """All differences of two runs in the first moment and section that differ.
 
-    ``compared``: the number of entries by section; ``skipped``: why something was not compared, by name.
+    ``compared`` has the number of entries by section, ``skipped`` the reasons why entries were not compared, by name.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -247,7 +247,7 @@ class Comparison:
 
 
 def same_topology(a: Sequence[RankRecords], b: Sequence[RankRecords]) -> bool:
-    """Return whether two runs have the same ranks, which hold the same boxes of the weights."""
+    """Return whether two runs have the same ranks, with the same boxes of the weights."""
     return [(of.setting, _weight_boxes(of)) for of in a] == [(of.setting, _weight_boxes(of)) for of in b]
 
 
@@ -273,11 +273,11 @@ def compare_runs(
 
     Args:
         straight: of all ranks of a run that was not interrupted.
-        other: of all ranks of another one, which may have another topology.
-        first: the number of batches after which the other one began.
+        other: of all ranks of another run, which may have another topology.
+        first: the number of batches after which the other run began.
         last: the last batch to compare.
-        tolerance: the relative L2 norm of a difference of tensors that is accepted; the relative one of numbers.
-        ignore: patterns of ``SECTION/NAME`` that are not compared.
+        tolerance: the accepted relative difference of numbers, and relative L2 norm of a difference of tensors.
+        ignore: patterns of ``SECTION/NAME`` to leave out.
     """
     result, same = Comparison(), same_topology(straight, other)
     steps: list[tuple[int, Phase]] = [(n, when) for n in range(first + 1, last + 1) for when in ("before", "after")]
@@ -312,14 +312,14 @@ def compare_runs(
 
 _Named = Mapping[str, Entry]
 _Pair = tuple[int | None, str, Entry | None, Entry | None]
-"""Rank, name, and the entries of the straight run and of the other one."""
+"""Rank, name, and the entries of the straight run and of the other run."""
 
 
 def _pairs(a: Sequence[_Named], b: Sequence[_Named], same: bool) -> Iterator[_Pair]:
-    """Yield the entries to compare: of each rank on the same topology, else over all ranks.
+    """Yield the entries to compare: by rank on the same topology, else over all ranks.
 
-    Even on the same topology, a tensor of which the ranks have other boxes than before is compared over all ranks: an
-    optimizer may make state whole on every rank, and get it back in slices.
+    Even on the same topology, a tensor whose boxes have changed is compared over all ranks: an optimizer may create
+    whole state on every rank, and get it back sharded.
     """
     for name in dict.fromkeys(name for entries in (*a, *b) for name in entries):
         left, right = ([entries.get(name) for entries in side] for side in (a, b))
@@ -331,17 +331,17 @@ def _pairs(a: Sequence[_Named], b: Sequence[_Named], same: bool) -> Iterator[_Pa
 
 
 def _merge(entries: Iterable[Entry | None]) -> Entry | None:
-    """Return an entry over all ranks: a tensor with each box once; a value of the lowest rank that has it."""
+    """Return an entry over all ranks: a tensor with each box once, or the value of the lowest rank that has it."""
     present = [entry for entry in entries if entry is not None]
     boxes = {(box.start, box.lengths): box for entry in reversed(present) for box in entry.boxes}
     return replace(present[0], boxes=tuple(boxes.values())) if present else None
 
 
 def _distance(a: Entry | None, b: Entry | None, floor: float) -> float:
-    """Return the relative difference of two entries: 0 if they are equal, infinite if they are not of one kind.
+    """Return the relative difference of two entries: 0 if they are equal, infinite if they are of different kinds.
 
-    Of tensors it estimates the L2 norm of the difference: a projection on uniform numbers of [-1, 1] has a third of its
-    square. ``floor`` is the smallest norm that it is divided by.
+    For tensors it estimates the L2 norm of the difference: the square of a projection on uniform numbers of [-1, 1] is
+    a third of its square on average. The norm is divided by at least ``floor``.
     """
     if a is None or b is None:
         return math.inf
@@ -365,15 +365,15 @@ class ResumeReport:
     """The result of a proof.
 
     Attributes:
-        equal: None if the training does not repeat itself, so that a resume cannot be judged.
-        differences: all of the first section of the first moment that differ.
-        straight: the ranks of the run that was not interrupted.
-        resumed: the ranks of the one that was.
+        equal: None if the training is not reproducible, so that a resume cannot be judged.
+        differences: all differences in the first moment and section that differ.
+        straight: the ranks of the uninterrupted run.
+        resumed: the ranks of the resumed run.
         steps: batches of training.
         interrupt_at: batches before the checkpoint.
         tolerance: of values, relative; 0 if bits were compared.
-        compared: the number of entries that were compared, by section.
-        not_compared: why something was not compared, by name.
+        compared: the number of compared entries by section.
+        not_compared: reasons why entries were not compared, by name.
         folder: the folder of records, outputs and the checkpoint; None if it was removed.
     """
 
@@ -390,7 +390,7 @@ class ResumeReport:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 equal, 1 different, 2 if it cannot be told."""
+        """The exit status: 0 for equal, 1 for different, 2 for not reproducible."""
         return 2 if self.equal is None else int(not self.equal)
 
     def __str__(self) -> str:
@@ -416,7 +416,7 @@ class ResumeReport:
 
 
 def _cut(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield indented lines, at most so many; then how many more ``--json`` lists."""
+    """Yield at most ``most`` indented lines, and a line with the number of further lines."""
     lines = [f"  {text}" for text in texts]
     yield from lines[:most]
     if len(lines) > most:
@@ -434,21 +434,20 @@ def prove_resume(
     output: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ResumeReport:
-    """Run a training straight, and interrupted and resumed, and compare both.
+    """Run a training straight, and interrupted and resumed, and compare both runs.
 
-    The script is not changed: every Trainer of it gets a callback, which records, and ends the process after the last
-    step, so that nothing after the first ``fit`` runs. The files of its own ModelCheckpoints, and those written to
-    ``default_root_dir``, go to the folder of the proof; its loggers write nothing. A file that the script itself writes
-    elsewhere is written three times.
+    The script is unchanged: each of its Trainers gets a callback that records, and ends the process after the last
+    step, so that no code after the first ``fit`` runs. Files of its ModelCheckpoints and in ``default_root_dir`` go to
+    the folder of the proof; its loggers write nothing. Other files that the script writes are written three times.
 
     Args:
         command: a Python script and its arguments, or a program that starts one, such as ``torchrun``.
-        steps: batches of training that each rank gets, over epochs.
-        interrupt_at: batches after which the checkpoint is saved; by default half of them.
-        resumed_args: more arguments, for the resumed run alone, such as those of another topology.
-        tolerance: of values, relative; by default 0, and 1e-4 where the resumed run has another topology.
-        ignore: patterns of ``SECTION/NAME`` that are not compared, such as ``callbacks/Timer*``.
-        output: a folder that is new or empty, which stays; by default a temporary one, which stays if the runs differ.
+        steps: batches of training on each rank, over epochs.
+        interrupt_at: batches before the checkpoint; by default half of them.
+        resumed_args: further arguments for the resumed run only, such as options of another topology.
+        tolerance: of values, relative; by default 0, and 1e-4 if the resumed run has another topology.
+        ignore: patterns of ``SECTION/NAME`` to leave out, such as ``callbacks/Timer*``.
+        output: a new or empty folder, which is kept; by default a temporary folder, which is kept if the runs differ.
         timeout_s: seconds for each of the three runs.
 
     Returns:
@@ -456,7 +455,7 @@ def prove_resume(
 
     Raises:
         RankError: if a run fails, takes too long, or records nothing.
-        ValueError: for arguments that make no proof.
+        ValueError: for an empty command, steps without an interruption, or a folder that is not empty.
     """
     middle = steps // 2 if interrupt_at is None else interrupt_at
     if not command or not 0 < middle < steps:
@@ -485,13 +484,13 @@ def prove_runs(
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
 ) -> ResumeReport:
-    """Do the three runs of a proof, however they are done, and compare their records.
+    """Do the three runs of a proof by ``run``, and compare their records.
 
     Args:
-        run: trains under a plan, with a ``RunRecorder`` on each rank; gets ``straight``, ``interrupted`` or
-            ``resumed``, and returns a description of that run for errors.
+        run: trains under a plan, with a ``RunRecorder`` on each rank; its first argument is ``straight``,
+            ``interrupted`` or ``resumed``; returns a description of the run for errors.
         folder: for records and the checkpoint; absolute.
-        steps, interrupt_at, tolerance, ignore: as of `prove_resume`.
+        steps, interrupt_at, tolerance, ignore: see `prove_resume`.
 
     Returns:
         The report of the comparison.
@@ -505,10 +504,12 @@ def prove_runs(
         saves_of = "straight" if name == "straight" else "interrupted"  # a resumed run finds its own checkpoints
         records, files = (str(folder / name / part) for part in ("records", "files"))
         plan = RunPlan(records, files, str(folder / saves_of / "saves"), first, last, save_to, resume_from)
-        said = run(name, plan)
+        description = run(name, plan)
         ranks = read_records(plan.records)
         if not ranks:
-            raise RankError(f"the {name} run ended by itself and recorded nothing: {_NO_FIT}\nThe command was {said}")
+            raise RankError(
+                f"the {name} run ended by itself and recorded nothing: {_NO_FIT}\nThe command was {description}"
+            )
         if len(ranks) != ranks[0].setting.world:
             raise RankError(f"the {name} run has {ranks[0].setting.world} ranks, of which {len(ranks)} recorded here")
         for one in ranks:
@@ -516,7 +517,7 @@ def prove_runs(
                 raise RankError(
                     f"the {name} run ended by itself after step {one.last_step} (rank {one.setting.rank}), "
                     f"before step {last}. The first fit counts. Let it train for longer, or prove fewer --steps.\n"
-                    f"The command was {said}"
+                    f"The command was {description}"
                 )
         return ranks
 
@@ -548,10 +549,9 @@ def prove_runs(
 
 
 _NO_FIT = (
-    "it began no fit of a Trainer of Lightning. Give the command that trains, with the arguments by which it does. A "
-    "loop of the script's own, such as Fabric's, is not recorded: save at the end of a run that went straight and of "
-    "one that resumed, and compare both by `python -m lightning_shardckpt diff A B`. Nor is a Python that was started "
-    "without PYTHONPATH (-I, -E)."
+    "it began no fit of a Trainer of Lightning. Give the command that trains, with its arguments. A training loop in "
+    "the script, such as Fabric's, is not recorded: save at the end of a straight and of a resumed run, and compare "
+    "both by `python -m lightning_shardckpt diff A B`. Neither is a Python that ignores PYTHONPATH (-I, -E)."
 )
 
 
@@ -566,7 +566,7 @@ _PACKAGE = Path(__file__).parents[1]
 _ENTRY_POINTS = """[lightning.pytorch.callbacks_factory]
 prove_resume = shardckpt_prove_resume:callbacks
 """
-_HOOK = '''"""Made by prove-resume: every Trainer of this run is given a recorder."""
+_HOOK = '''"""Written by prove-resume: gives a recorder to every Trainer of this run."""
 
 
 def callbacks():
@@ -577,13 +577,13 @@ def callbacks():
 
 
 def _run_command(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s: float) -> str:
-    """Run a training command under a plan, and wait until it has ended. Returns the command and the end of its output.
+    """Run a training command under a plan, wait for its end, and return the command and the end of its output.
 
     Args:
         command: a program and its arguments; a Python script is run by this Python.
-        plan: the orders of every rank's recorder.
+        plan: of the run.
         folder: for the output of the run, and the modules that are added to it.
-        timeout_s: after which all of its processes are killed.
+        timeout_s: seconds after which all of its processes are killed.
 
     Raises:
         RankError: if it fails or takes too long; with the end of its output.
@@ -605,19 +605,19 @@ def _run_command(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s:
             status = None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with ranks that its first process has left
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the first process, too
             process.wait()
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    said = "\n".join([" ".join(command), f"The last lines of {log}:", *(f"  {line}" for line in lines)])
+    description = "\n".join([" ".join(command), f"The last lines of {log}:", *(f"  {line}" for line in lines)])
     if status is None:
-        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed: {said}")
+        raise RankError(f"the {folder.name} run did not end in {timeout_s:g} s and was killed: {description}")
     if status:
-        raise RankError(f"the {folder.name} run ended with status {status}: {said}")
-    return said
+        raise RankError(f"the {folder.name} run ended with status {status}: {description}")
+    return description
 
 
 def _python_path(folder: Path, plan: RunPlan) -> str:
-    """Write an entry point, and return a search path on which it, and this very package, are found first."""
+    """Write an entry point, and return a ``PYTHONPATH`` that begins with it and this package."""
     added = folder / "added"
     about = added / "shardckpt_prove_resume-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Check that a checkpoint is whole: ``python -m lightning_shardckpt verify PATH`` compares every byte with the save.
+"""Verification of a checkpoint, byte by byte: ``python -m lightning_shardckpt verify PATH``. No torch.
 
-The root index says which boxes and files there must be; the rank indexes where in which file; the headers of the shard
-files repeat it; checksums cover everything. All findings are collected. No torch.
+The root index determines the boxes and files of a checkpoint, the rank indexes the places of boxes in files, which the
+headers of shard files repeat; checksums cover everything. All findings are collected.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightning_shardckpt.format.safetensors_header import (
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
-from lightning_shardckpt.state.documents import HUGGING_FACE, checked
-from lightning_shardckpt.state.hf_directory import pick
+from lightning_shardckpt.state.documents import HUGGING_FACE, parse_document
+from lightning_shardckpt.state.hf_directory import pick_model
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.system.text import count_text, one_line, size_text
 from lightning_shardckpt.system.workers import run_tasks
@@ -49,14 +49,14 @@ from lightning_shardckpt.transfer.whole_tensors import windows
 _CHUNK_BYTES = 4 << 20
 _NAMED = 5
 _TENSORS = ".safetensors"
-_MORE_BOXES = 16  # than an index has that was found: so many are compared before the rest is given up
+_MORE_BOXES = 16  # compare at most this many times the boxes that the indexes have for a tensor
 _THREADS = 4  # one reads while another computes checksums
 Boxes = dict[tuple[str, Box], TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it was saved."""
+    """A difference from the saved state."""
 
     file: str
     problem: str
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The findings, and how many files and bytes were checked."""
+    """The findings, and the numbers of checked files and bytes."""
 
     findings: tuple[Finding, ...]
     files: int
@@ -90,13 +90,13 @@ def verify(
 
     Args:
         path: the checkpoint.
-        quick: structure and sizes only; the content of tensors and documents is not read.
-        advance: told of the bytes of shard files as they are checked, by any thread, one at a time.
-        expect: told once, before, of the bytes of all shard files.
+        quick: check structure and sizes only, without the content of tensors and documents.
+        advance: called with the bytes of shard files as they are checked, by any thread, one at a time.
+        expect: called once before with the bytes of all shard files.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: if there is none; says what is there.
+        CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
     """
     try:
         checkpoint = open_checkpoint(path, storage_options=storage_options)
@@ -130,7 +130,7 @@ def render(report: VerifyReport, path: str, *, quick: bool) -> str:
 
 
 class _Verification:
-    """One run: the names and indexes known so far, and the findings."""
+    """One verification: the file names and indexes so far, and the findings."""
 
     def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
         self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
@@ -148,7 +148,7 @@ class _Verification:
         self.findings.append(Finding(file, problem, tensor, rank))
 
     def check_indexes(self, name: str) -> None:
-        """The rank indexes of a component: there, intact, and with the boxes that the root index implies."""
+        """Check that the rank indexes of a component are intact and have the boxes that the root index implies."""
         component = self._root.components[name]
         indexes: dict[int, RankIndex] = {}
         for rank, info in sorted(component.indexes.items()):
@@ -173,9 +173,9 @@ class _Verification:
             self._check_cover(name, suspects, indexes)
 
     def _expected(self, name: str, indexes: Mapping[int, RankIndex]) -> dict[int, Boxes]:
-        """The boxes of each rank, as the root index implies them; a tensor that they do not cover is a finding.
+        """Return the boxes of each rank that the root index implies; a tensor that they do not cover is a finding.
 
-        Of a tensor that has many more boxes than the indexes have for it, some are enough: the rest is missing, too.
+        The number of boxes of a tensor is limited by the number in the indexes, since all others are missing, too.
         """
         tensors = self._root.components[name].tensors
         chosen, expected = choose_replicas(tensors), dict[int, Boxes]()
@@ -195,7 +195,7 @@ class _Verification:
         return expected
 
     def _compare(self, index: RankIndex, expected: Boxes, rank: int) -> Iterator[str]:
-        """Yield the tensors with other boxes than the rank should have written."""
+        """Yield the tensors whose boxes differ from those that the rank should have written."""
         file = self._root.components[index.component].indexes[rank].name
         found: Boxes = {}
         for key, entries in index.shards.items():
@@ -221,12 +221,12 @@ class _Verification:
         for key in sorted(suspects):
             spec = self._root.components[name].tensors.get(key)
             boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
-            wrong = find_cover_error(spec.shape, boxes) if spec is not None else "it is not in the root index"
-            if wrong is not None:
-                self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {wrong}", f"{name}: {key}")
+            problem = find_cover_error(spec.shape, boxes) if spec is not None else "it is not in the root index"
+            if problem is not None:
+                self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {problem}", f"{name}: {key}")
 
     def check_shard_files(self, advance: Callable[[int], Any]) -> None:
-        """Check all shard files, several at a time; each with a reader of its own, so that few files are open."""
+        """Check all shard files, several at a time, each with its own reader, so that few files are open."""
         save_id = self._root.save_id
 
         of_files: list[list[Finding]] = [[] for _ in self.files]
@@ -234,10 +234,10 @@ class _Verification:
 
         def check(number: int) -> None:
             _, index, info = self.files[number]
-            entries = {k: e for k, found in index.shards.items() for e in found if e.file == info.name}
+            entries = {k: e for k, every in index.shards.items() for e in every if e.file == info.name}
             reader, left = self._checkpoint.reader.clone(), info.nbytes
 
-            def told(nbytes: int) -> None:
+            def advance_file(nbytes: int) -> None:
                 nonlocal left
                 left -= nbytes
                 with advancing:
@@ -245,17 +245,17 @@ class _Verification:
 
             try:
                 shard_file = ShardFile(info, index.rank, info.save_id or save_id, entries)
-                of_files[number] = list(check_shard_file(reader, shard_file, self._quick, told))
+                of_files[number] = list(check_shard_file(reader, shard_file, self._quick, advance_file))
             finally:
                 reader.close()
-            told(left)  # its header, and unreadable data
+            advance_file(left)  # the header, and unreadable data
 
         numbers = range(len(self.files))
         run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
-        self.findings += [finding for found in of_files for finding in found]
+        self.findings += [finding for findings in of_files for finding in findings]
 
     def check_documents(self) -> None:
-        """The JSON documents: there, intact, and referring only to tensors that are stored."""
+        """Check that the JSON documents are intact, and refer only to stored tensors."""
         component = self._root.components.get("trainer")
         stored = component.tensors.keys() if component is not None else set[str]()
         for name, info in self._root.documents.items():
@@ -273,7 +273,7 @@ class _Verification:
                 self._find(name, _short(error, name))
 
     def check_names(self) -> None:
-        """Find files that no index names; files of a rank with an unreadable index are not judged."""
+        """Find files that no index names, except files of a rank with an unreadable index."""
         for name in self._checkpoint.reader.names():
             if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards:
                 self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")
@@ -284,7 +284,7 @@ def _extent(box: Box) -> str:
 
 
 def _short(error: Exception, name: str) -> str:
-    """Return the message without the place, which the finding has."""
+    """Return the message without the file, which the finding has."""
     text = str(error)
     return text.partition(f", file {name}: ")[2] or text
 
@@ -306,7 +306,7 @@ def _references(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A shard file as the index of a rank describes it."""
+    """The description of a shard file in the index of a rank."""
 
     info: FileInfo
     rank: int
@@ -319,13 +319,13 @@ class ShardFile:
 
 
 def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]) -> Iterator[Finding]:
-    """Yield how a shard file differs from its index: size, header, save id, positions, and every block of data.
+    """Yield the differences of a shard file from its index: size, header, save id, positions, and blocks of data.
 
     Args:
         reader: reads the file.
         file: its description.
-        quick: does not look at the data.
-        advance: told of the bytes of data as they are read.
+        quick: whether to skip the data.
+        advance: called with the bytes of data as they are read.
     """
     try:
         size = reader.size(file.info.name)
@@ -343,7 +343,7 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Call
 
 
 def _lost(file: ShardFile, size: int) -> str:
-    """Name the tensors with data beyond ``size`` bytes."""
+    """Return a text that names the tensors with data beyond ``size`` bytes."""
     lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return f"; it held data of {', '.join(map(repr, lost[:_NAMED]))}{more}" if lost else ""
@@ -366,8 +366,8 @@ def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
         return
     save_id = save_id_of(header)
     if save_id != file.save_id:
-        what = "file is of" if file.info.save_id else "checkpoint is"
-        yield file.finding(f"belongs to save {save_id}, this {what} save {file.save_id}")
+        subject = "file is of" if file.info.save_id else "checkpoint is"
+        yield file.finding(f"belongs to save {save_id}, this {subject} save {file.save_id}")
     elif not intact:
         yield file.finding("the header is damaged: it does not match its checksum")
     if save_id == file.save_id:
@@ -375,7 +375,7 @@ def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
 
 
 def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return each tensor's position in the header's entry for torch."""
+    """Return each tensor's offsets in the header's entry for torch."""
     try:
         info = parse_json(metadata["DCP_SHARDING_INFO"].encode(), "header")
         return {key: value["saved_offsets"] for key, value in info.items()}
@@ -432,13 +432,13 @@ def _check_data(
 
 
 def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:
-    """Yield how the files of a mirror differ from the shards; ``quick``: by size and header."""
+    """Yield the differences of a mirror's files from the shards; with ``quick``, of sizes and headers only."""
     files = checkpoint.root.mirror
     if not files:
         return
     try:
-        document = checked("huggingface", checkpoint.document(HUGGING_FACE), HUGGING_FACE)
-        model = pick(document, "")
+        document = parse_document("huggingface", checkpoint.document(HUGGING_FACE), HUGGING_FACE)
+        model = pick_model(document, "")
         expected = {one.name: one for one in model.tensors(checkpoint.root.components["model"])} if model else {}
     except (ShardCkptError, OSError, LookupError, ValueError) as error:
         yield Finding(HUGGING_FACE, f"what {sorted(files)} should be cannot be told: {error}")
@@ -468,39 +468,39 @@ def _check_whole(checkpoint: Checkpoint, info: FileInfo) -> None:
 def _check_tensors(
     checkpoint: Checkpoint, info: FileInfo, expected: dict[str, OutputTensor], quick: bool
 ) -> Iterator[Finding]:
-    """Compare one file, and take the tensors that it has out of ``expected``."""
+    """Compare one file, and remove its tensors from ``expected``."""
     reader = checkpoint.reader
     if reader.size(info.name) != info.nbytes:
         yield Finding(info.name, f"{reader.size(info.name)} bytes, expected {info.nbytes}")
     start = read_header(partial(reader.read_into, info.name), info.nbytes)
     if checksum(start) != info.checksum:
         raise CorruptionError("the header is damaged, or it is of another save")
-    for name, there in parse_header(start, info.name).tensors.items():
+    for name, stored in parse_header(start, info.name).tensors.items():
         one = expected.pop(name, None)
-        if one is None or (one.dtype, one.shape) != (there.dtype, there.shape):
-            yield Finding(info.name, f"{there.dtype} {there.shape}, expected {one and (one.dtype, one.shape)}", name)
+        if one is None or (one.dtype, one.shape) != (stored.dtype, stored.shape):
+            yield Finding(info.name, f"{stored.dtype} {stored.shape}, expected {one and (one.dtype, one.shape)}", name)
         elif not quick:
-            yield from _compare_tensor(checkpoint, info.name, one, there.begin)
+            yield from _compare_tensor(checkpoint, info.name, one, stored.begin)
 
 
 def _compare_tensor(checkpoint: Checkpoint, file: str, one: OutputTensor, begin: int) -> Iterator[Finding]:
-    """Compare a tensor with its box in the shards, a window at a time; a corrupted shard is a finding elsewhere."""
+    """Compare a tensor with its box in the shards, a window at a time."""
     size, at = DTYPE_BYTES[one.dtype], begin
     box = one.box or Box.whole(one.shape)
     memory = [memoryview(bytearray(min(one.nbytes, max(_CHUNK_BYTES, size)))) for _ in range(2)]
     for window in windows(box.shape, _CHUNK_BYTES // size) if one.nbytes else ():
-        here, there = (data[: window.numel * size] for data in memory)
+        in_shards, in_file = (data[: window.numel * size] for data in memory)
         part = Part(window.shift(box.start), (0,) * len(window.start))
         try:
-            fetch(checkpoint, _requests(checkpoint, one, part, here), verify=True)
+            fetch(checkpoint, _requests(checkpoint, one, part, in_shards), verify=True)
         except CorruptionError as error:
             yield Finding(file, f"cannot be compared: {error}", one.name)
             return
-        checkpoint.reader.read_into(file, at, there)
-        if here != there:
-            yield Finding(file, f"bytes {at} to {at + len(there)} are not those of the shards", one.name)
+        checkpoint.reader.read_into(file, at, in_file)
+        if in_shards != in_file:
+            yield Finding(file, f"bytes {at} to {at + len(in_file)} differ from the shards", one.name)
             return
-        at += len(there)
+        at += len(in_file)
 
 
 def _requests(checkpoint: Checkpoint, one: OutputTensor, part: Part, target: memoryview) -> Iterator[Request]:

@@ -32,7 +32,7 @@ from lightning_shardckpt.format.index_json import MANY_RANKS, rank_index_from_js
 from lightning_shardckpt.format.plan import check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.state import json_tree
-from lightning_shardckpt.state.documents import checked
+from lightning_shardckpt.state.documents import parse_document
 from tests.support import small
 from tests.support.memory_storage import MemoryStorage
 from tests.support.pool import run_ranks
@@ -203,7 +203,7 @@ class Target:
             rank_index_from_json(text, self.name)
         else:
             role = self.name.partition("-")[0]
-            value = checked("rank" if "-dist-" in self.name and role == "trainer" else role, text, self.name)
+            value = parse_document("rank" if "-dist-" in self.name and role == "trainer" else role, text, self.name)
             json_tree.decode(value, dict[str, torch.Tensor]().__getitem__)
 
     def placed(self, files: Files, text: bytes) -> Files:

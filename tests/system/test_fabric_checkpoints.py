@@ -261,7 +261,7 @@ def with_loaders(directory: str) -> dict[str, Any]:
             warnings.simplefilter("always")
             keep(f"{directory}/{name}", state)
         rest = take(f"{directory}/{name}", fresh)
-        said = len([one for one in told if "'train_dataloader': a DataLoader has no state" in str(one.message)])
+        said = len([one for one in told if "'train_dataloader': a DataLoader has no state dict" in str(one.message)])
         found[name] = (
             said,
             rest,

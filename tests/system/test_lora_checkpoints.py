@@ -17,7 +17,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.state.peft_modules import unchanging
+from lightning_shardckpt.state.peft_modules import frozen_base_parameters
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import adapters, small, tiny
@@ -211,7 +211,7 @@ def left_out(options: dict[str, Any] | None) -> set[str]:
     """What of a frozen model checkpoints of adapters leave out, by the names that it has without adapters."""
     model = adapters.llama().requires_grad_(False)
     wrapped = model if options is None else adapters.lora(model, **options)
-    return {base_fqn(f"net.{name}") for name in unchanging(wrapped)}
+    return {base_fqn(f"net.{name}") for name in frozen_base_parameters(wrapped)}
 
 
 def check_left_out() -> None:

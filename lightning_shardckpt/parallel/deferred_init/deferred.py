@@ -31,7 +31,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_shardckpt.compat.pytree import tree_leaves
-from lightning_shardckpt.compat.torch_modules import after_unpickling, buffer_slots, parameter_slots, parameters_made_of
+from lightning_shardckpt.compat.torch_modules import (
+    after_unpickling,
+    buffer_slots,
+    parameter_slots,
+    replace_parameter_data,
+)
 from lightning_shardckpt.compat.torch_tensors import below_modes, version_of, without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
@@ -90,7 +95,7 @@ class DeferredInit:
             frame = frame.f_back
         with ExitStack() as undo:
             undo.callback(self._finish)
-            undo.enter_context(parameters_made_of(self._mirrored))
+            undo.enter_context(replace_parameter_data(self._mirrored))
             undo.enter_context(after_unpickling(self._remember_all))
             undo.callback(register_module_parameter_registration_hook(self._remember).remove)
             undo.enter_context(Recorder(self._log, self._in_distributed))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.torch_distributed import pickled, unpickled
+from lightning_shardckpt.compat.torch_distributed import pickle_to_tensors, unpickle_tensors
 from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
@@ -81,7 +81,7 @@ def agree_on_report(
     if count > content.numel():
         content = torch.empty(count, dtype=torch.uint8) if own is None else own[0]
         dist.broadcast(content, group=group, group_src=source)
-    return unpickled(content, torch.tensor([count]), group), numbers
+    return unpickle_tensors(content, torch.tensor([count]), group), numbers
 
 
 def _agree(
@@ -128,7 +128,7 @@ def pickle_report(value: Any, group: dist.ProcessGroup) -> PickledReport:
         UnsupportedCodeError: if it cannot be pickled.
     """
     try:
-        return pickled(value, group, torch.device("cpu"))
+        return pickle_to_tensors(value, group, torch.device("cpu"))
     except Exception as error:
         raise UnsupportedCodeError(
             "a pipelined step sends its output, its logged values and changed attributes to the other pipeline stages, "

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import packing_hook
-from lightning_shardckpt.compat.torch_distributed import watched_collectives
+from lightning_shardckpt.compat.torch_distributed import watch_collectives
 from lightning_shardckpt.compat.torch_modules import (
     BatchNorm,
     any_global_hook,
@@ -28,7 +28,7 @@ from lightning_shardckpt.compat.torch_modules import (
     result_hooks,
     withholds_state,
 )
-from lightning_shardckpt.compat.torch_tensors import version_of, watched_hooks, without_torch_function
+from lightning_shardckpt.compat.torch_tensors import version_of, watch_hooks, without_torch_function
 from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -306,12 +306,12 @@ def guard_step() -> Iterator[None]:
 
 def guard_hooks() -> AbstractContextManager[None]:
     """Refuse users' hooks on gradients and saved tensors, and ``retain_grad``, in this thread."""
-    return watched_hooks(refuse_hook, _refuse_retain_grad, lambda context: _check_packing(context.pack_hook))
+    return watch_hooks(refuse_hook, _refuse_retain_grad, lambda context: _check_packing(context.pack_hook))
 
 
 def refuse_world_collectives() -> AbstractContextManager[None]:
     """Refuse collectives over all processes in this thread; others, such as FSDP's, are allowed."""
-    return watched_collectives(_refuse_world)
+    return watch_collectives(_refuse_world)
 
 
 def _refuse_retain_grad(tensor: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shardckpt.compat.torch_modules import not_compiled, withholds_state
+from lightning_shardckpt.compat.torch_modules import run_eagerly, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
@@ -108,7 +108,7 @@ class MicrobatchCheck:
         gradients: list[list[list[Tensor | None]]] = [[] for _ in range(_SLICES)]  # of autograd functions, by slice
         trial.watch_attributes = lambda stage, number: self._restore_modules(gradients[number])
         precision, bounds = _Precision(), (0, 0, 0)
-        with torch.no_grad(), not_compiled(), _eval_mode(self._root), precision:
+        with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
             try:
                 trial.batches, bounds = slice_for_trial(state.step.batch, len(state.batches))
             except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_shardckpt.compat.dtensor import look_for_anomalies_in_rows
+from lightning_shardckpt.compat.dtensor import detect_local_anomalies
 from lightning_shardckpt.compat.torch_autograd import allow_lists_of, change_arguments, on_node_hook
 from lightning_shardckpt.compat.torch_modules import on_deepcopy
 from lightning_shardckpt.parallel.sharding.gathered_parameters import resolve_outliving
@@ -30,7 +30,7 @@ def replace_functions() -> None:
     """
     if not _restore:
         _restore.extend([change_arguments(_prepare_arguments), on_deepcopy(average_gradients_of_copy)])
-        _restore.extend([look_for_anomalies_in_rows(), on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
+        _restore.extend([detect_local_anomalies(), on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
 
 
 def restore_functions() -> None:

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shardckpt.compat.torch_distributed import (
     Store,
     all_gather_single,
+    clone_store,
     default_store,
     group_of_name,
-    own_view,
 )
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
@@ -226,7 +226,7 @@ class Peers:
 
     def _open_store(self) -> Store:
         if self._store is None:
-            self._store = own_view(default_store(), f"shardckpt-reads-{self.reads_name}")
+            self._store = clone_store(default_store(), f"shardckpt-reads-{self.reads_name}")
         return self._store
 
 

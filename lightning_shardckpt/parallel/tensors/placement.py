@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, joined_mesh, local_tensor
+from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")
@@ -100,7 +100,7 @@ def _joined(data_mesh: DeviceMesh, model_mesh: DeviceMesh, root: DeviceMesh) -> 
     names = (*(data_mesh.mesh_dim_names or ()), *model_names)
     if set(names) <= set(root.mesh_dim_names or ()) and root[model_names] == model_mesh:
         return root[names]
-    return joined_mesh([data_mesh, model_mesh])
+    return join_meshes([data_mesh, model_mesh])
 
 
 def rows_of(count: int, peers: Peers) -> tuple[int, int]:

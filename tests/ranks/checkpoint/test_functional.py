@@ -357,16 +357,16 @@ def optimizer_with(state: Callable[[Tensor], State]) -> State:
 @pytest.mark.parametrize(
     ("state", "error"),
     [
-        ({"state_dict": {"a": 1}}, "'state_dict' of the state means something else"),
+        ({"state_dict": {"a": 1}}, "'state_dict' of the state has another meaning"),
         ({"pair": (nn.Linear(1, 1), 1)}, "'pair' is a tuple that holds a Linear"),
         ({"what": object()}, "what: builtins.object"),
         ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
-        ({"a/b": nn.Linear(1, 1), "a": {"b": nn.Linear(1, 1)}}, "'a/b', 'a/b'] are spelled like another one"),
+        ({"a/b": nn.Linear(1, 1), "a": {"b": nn.Linear(1, 1)}}, "'a/b', 'a/b'] have the same key"),
         ({"lazy": nn.LazyLinear(1)}, "model/weight: a UninitializedParameter cannot be stored"),
         ({"sparse": sparse_buffer()}, "model/b: a torch.sparse_coo tensor cannot be stored"),
-        (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is no parameter"),
-        (optimizer_with(lambda p: {p: torch.ones(3)}), "no dict with texts as keys"),
-        (optimizer_with(lambda p: {p: {1: torch.ones(3)}}), "no dict with texts as keys"),
+        (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is not a parameter"),
+        (optimizer_with(lambda p: {p: torch.ones(3)}), "not a dict with string keys"),
+        (optimizer_with(lambda p: {p: {1: torch.ones(3)}}), "not a dict with string keys"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -525,7 +525,7 @@ def test_a_checkpoint_that_lies_about_its_objects_is_refused(keys: Any, tmp_path
 
     small.edit(tmp_path / "a", small.DOCUMENT, lie)
     for state in ({"model": nn.Linear(1, 1)}, None):
-        with pytest.raises(FormatError, match="names no modules and optimizers"):
+        with pytest.raises(FormatError, match="does not name modules and optimizers"):
             load(tmp_path / "a", state)
 
 

@@ -16,11 +16,11 @@ from lightning_shardckpt.compat.dtensor import (
     DTensorSpec,
     StridedShard,
     TensorMeta,
-    copied_state_dict,
-    joined_mesh,
+    copy_state_dict,
+    detect_local_anomalies,
+    join_meshes,
     live_state_dict,
     local_tensor,
-    look_for_anomalies_in_rows,
     new_dtensor,
     replace_local,
     shape_of,
@@ -57,7 +57,7 @@ def check_parts() -> None:
 def check_nan_of_rows() -> None:
     """One rank has a row whose gradient is NaN: it raises, the other one has nothing to raise for."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    end = look_for_anomalies_in_rows()
+    end = detect_local_anomalies()
     values = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)]).requires_grad_()
     gradient = distribute_tensor(torch.tensor([1.0, 0.0]), mesh, [Shard(0)])
     with pytest.warns(UserWarning, match="Anomaly Detection"):
@@ -96,7 +96,7 @@ def test_a_strided_shard_is_of_what_the_inner_axes_leave() -> None:
 def check_joined() -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     groups = dist.distributed_c10d._world.group_count
-    joined = joined_mesh([root["b"], root["a"]])
+    joined = join_meshes([root["b"], root["a"]])
     assert dist.distributed_c10d._world.group_count == groups  # none was made
     assert joined.mesh_dim_names == ("b", "a")
     assert joined.mesh.tolist() == root.mesh.T.tolist()
@@ -192,7 +192,7 @@ def check_hooks_see_what_torch_shows_them() -> None:
 def check_copies_are_equal_and_share_no_memory() -> None:
     module = sharded_module()
     live = module.state_dict()
-    found = copied_state_dict(live)
+    found = copy_state_dict(live)
     assert list(found) == list(live) and found._metadata == live._metadata  # type: ignore[attr-defined]
     for name, value in live.items():
         if isinstance(value, torch.Tensor):

@@ -14,10 +14,10 @@ from lightning_shardckpt.compat.torch_distributed import (
     abort_accelerators,
     all_gather_single,
     backend_name,
+    clone_store,
     default_store,
-    get_if_there,
+    get_if_set,
     group_of_name,
-    own_view,
     put_bytes,
     reduce_scatter_single,
 )
@@ -120,21 +120,21 @@ def test_what_one_rank_puts_into_the_default_store_the_others_get() -> None:
 
 def test_a_view_has_keys_of_its_own() -> None:
     store = dist.HashStore()
-    first, second = own_view(store, "first"), own_view(store, "second")
+    first, second = clone_store(store, "first"), clone_store(store, "second")
     put_bytes(first, "key", b"1")
     assert first.get("key") == b"1" and not second.check(["key"]) and not store.check(["key"])
-    assert own_view(store, "first").get("key") == b"1"
+    assert clone_store(store, "first").get("key") == b"1"
 
 
 def test_a_view_has_a_connection_of_its_own() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", store.port, 1, is_master=False)
-    waits = own_view(client, "view")
+    waits = clone_store(client, "view")
     found = list[bytes]()
     thread = threading.Thread(target=lambda: found.append(waits.get("late")))  # waits inside the client
     thread.start()
     put_bytes(client, "meanwhile", b"1")  # with the same client this would wait for the other thread
-    put_bytes(own_view(client, "view"), "late", b"2")
+    put_bytes(clone_store(client, "view"), "late", b"2")
     thread.join(60)
     assert found == [b"2"]
 
@@ -147,8 +147,8 @@ def test_asking_for_a_key_neither_waits_for_it_nor_changes_it(kind: str, tmp_pat
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False),
     }
     kept = stores[kind]()
-    store = own_view(kept, "tests")
-    assert [get_if_there(store, "key") for _ in range(2)] == [None, None] and not store.check(["key"])
+    store = clone_store(kept, "tests")
+    assert [get_if_set(store, "key") for _ in range(2)] == [None, None] and not store.check(["key"])
     for value in (b"{}", b"\xff\x00", b'"?"', b"x" * 100_000):
         put_bytes(store, "key", value)
-        assert [get_if_there(store, "key") for _ in range(2)] == [value] * 2 == [store.get("key")] * 2
+        assert [get_if_set(store, "key") for _ in range(2)] == [value] * 2 == [store.get("key")] * 2

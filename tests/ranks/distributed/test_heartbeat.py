@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 
-from lightning_shardckpt.compat.torch_distributed import Store, own_view, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, clone_store, put_bytes
 from lightning_shardckpt.distributed.heartbeat import Heartbeat
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -62,14 +62,14 @@ def texts(hearts: list[Heartbeat], rounds: int) -> list[str | None]:
 
 
 def test_a_rank_that_falls_silent_is_named_on_all_others(store: Store) -> None:
-    put_bytes(own_view(store, "hearts"), "2", b"7")
+    put_bytes(clone_store(store, "hearts"), "2", b"7")
     with beating(store, 0, 1, 3, tuning=QUICK) as hearts:
         found = texts(hearts, 1000)
     assert all(text is not None and text.startswith("rank 2 gave no sign of life for 0.5 s") for text in found)
 
 
 def test_ranks_that_have_left_or_not_begun_are_not_lost(store: Store) -> None:
-    put_bytes(own_view(store, "hearts"), "2", b"left")
+    put_bytes(clone_store(store, "hearts"), "2", b"left")
     with beating(store, 0, 1, tuning=QUICK) as hearts:
         assert texts(hearts, 60) == [None, None]
 

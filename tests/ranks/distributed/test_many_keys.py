@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_distributed import own_view
+from lightning_shardckpt.compat.torch_distributed import clone_store
 from lightning_shardckpt.distributed.host_ranks import Arrivals, absent_keys, get_present
 
 COUNT = 1100  # more than two requests ask for
@@ -24,7 +24,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False),
     }
     kept = stores[request.param]()
-    yield own_view(kept, "tests")
+    yield clone_store(kept, "tests")
 
 
 def keys_of(numbers: Sequence[int]) -> list[str]:

@@ -31,7 +31,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_archive import Simplifier
 from lightning_shardckpt.export.torch_export import plan_torch, write_torch
-from lightning_shardckpt.sources.open_source import opened
+from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.state.json_values import Dropped
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
@@ -101,7 +101,7 @@ def test_the_file_is_byte_for_byte_what_zipfile_writes_of_the_same_records(saved
 def test_a_record_beyond_the_32_bit_limits_is_written_and_read(saved: Path, tmp_path: Path) -> None:
     expected = torch.load(consolidate(saved, tmp_path / "out.pt"))
     file = tmp_path / "zip64.pt"
-    with opened(str(saved), ranks=Ranks.alone(), storage=LocalStorage()) as source:
+    with open_on_ranks(str(saved), ranks=Ranks.alone(), storage=LocalStorage()) as source:
         planned = plan_torch(source, Options(), zip64_bytes=1)  # the fields of zip64, without the gigabytes
         with LocalOutputs().file(str(file), planned.file_nbytes, overwrite=False) as (output, _):
             write_torch(source, planned, output, lambda nbytes: None)
@@ -259,7 +259,7 @@ WRONG_FOLDERS = {
     "parent": (lambda c: c.parent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
     "grandparent": (_grandparent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
     "plain file": (_plain_file, r"must be a folder, .* is a file that torch\.load reads, not sharded"),
-    "unfinished": (_unfinished, r"what an unfinished save left: it has no checkpoint\.index\.json"),
+    "unfinished": (_unfinished, r"the rest of an unfinished save: it has no checkpoint\.index\.json"),
 }
 
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_format_is_converted_as_ours_is(
         yield source
         source.close()
 
-    monkeypatch.setattr("lightning_shardckpt.sources.open_source.opened", opened)
+    monkeypatch.setattr("lightning_shardckpt.sources.open_source.open_on_ranks", opened)
     for options in ({}, {"dtype": "float32"}):
         out = consolidate(tmp_path / "foreign", tmp_path / f"out{len(options)}", format=format, **options)
         found = torch.load(out) if format == "torch" else load_file(out / "model.safetensors" if out.is_dir() else out)

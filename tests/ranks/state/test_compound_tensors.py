@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import FormatError, MismatchError, StateError
-from lightning_shardckpt.state.compound_tensors import put_together, take_apart
+from lightning_shardckpt.state.compound_tensors import flatten_compound, unflatten_compound
 from tests.support.pool import run_ranks
 
 BLOCK = 4
@@ -229,21 +229,21 @@ def test_a_context_that_is_no_data_is_refused(tmp_path: Path) -> None:
 def test_classes_are_never_imported_and_records_are_checked() -> None:
     from lightning_shardckpt.state.json_tree import decode_small
 
-    tensors, records = take_apart("m", Blocks.of(torch.ones(4, 4)))
+    tensors, records = flatten_compound("m", Blocks.of(torch.ones(4, 4)))
     like = torch.empty(4, 4)
 
     def loaded(**changes: Any) -> dict[str, Any]:
         return {**tensors, "m#": {**decode_small(records["m#"]), **changes}}
 
     values = loaded()
-    put_together("m", values, like)
+    unflatten_compound("m", values, like)
     assert torch.equal(values["m"].whole(), torch.ones(4, 4))
     for name in ("this.Blocks", "os.system", "torch.Tensor", "builtins.eval", "antigravity.Any", ""):
         with pytest.raises(StateError, match="m was saved as a"):
-            put_together("m", loaded(**{"class": name}), like)
+            unflatten_compound("m", loaded(**{"class": name}), like)
     for changes in ({"tensors": ["codes", "more"]}, {"tensors": [3]}, {"class": None}):
         with pytest.raises(FormatError, match="m: "):
-            put_together("m", loaded(**changes), like)
+            unflatten_compound("m", loaded(**changes), like)
 
 
 @pytest.mark.slow

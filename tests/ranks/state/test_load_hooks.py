@@ -27,10 +27,10 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.set_aside import SetAside
+from lightning_shardckpt.sources.hooked_entries import HookedEntries
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.model import model_leaves, names_of
-from lightning_shardckpt.state.module_io import LoadCode
+from lightning_shardckpt.state.module_io import LoadHooks
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
@@ -470,10 +470,10 @@ def test_only_so_much_is_read_whole_for_hooks(tmp_path: Path) -> None:
     torch.save(OldName().state_dict(), path)
     source, model = TorchFileSource(path), Renamed()
     leaves, _ = model_leaves(model.state_dict(), model)
-    aside = SetAside(LoadCode.of({"": model}), source, leaves, (), names_of(leaves, ()), frozenset())
+    hooked = HookedEntries(LoadHooks.of({"": model}), source, leaves, (), names_of(leaves, ()), frozenset())
     with pytest.raises(StateError, match=r"the largest is 'kernel'.*in one process"):
-        aside.allocate(most_bytes=95)
-    assert aside.allocate(most_bytes=96)[0].entries.keys() == {"kernel", "count"}
+        hooked.allocate(most_bytes=95)
+    assert hooked.allocate(most_bytes=96)[0].entries.keys() == {"kernel", "count"}
 
 
 def llama(**options: Any) -> Any:
@@ -493,6 +493,6 @@ PLAIN: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", PLAIN)
 def test_what_does_nothing_to_a_checkpoint_of_the_same_model_stays_on_the_direct_path(kind: str) -> None:
     module = PLAIN[kind]()
-    code = LoadCode.of({"": module})
+    hooks = LoadHooks.of({"": module})
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    assert code.before == code.after == () and not code.scopes(shapes, shapes, ())
+    assert hooks.before == hooks.after == () and not hooks.prefixes_seen(shapes, shapes, ())

@@ -89,11 +89,11 @@ def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
     (alone,) = run_ranks(1, train, True, "auto", True, init_process_group=False)
     assert alone == batches
     for rank, (error, remedied, by_torch) in enumerate(run_ranks(2, train_alike)):
-        assert error.startswith("LoadsBatches, whose sampler gives batches, puts each of them into a batch of 1"), error
+        assert error.startswith("LoadsBatches puts the batches of its sampler into batches of 1"), error
         assert remedied == batches
         assert by_torch == batches[rank::2], "torch's own class keeps its batches"
     for error in run_ranks(2, load_by_fabric):
-        assert error.startswith("LoadsBatches, whose sampler gives batches"), error
+        assert error.startswith("LoadsBatches puts the batches of its sampler"), error
 
 
 class Given(Net):

@@ -94,7 +94,7 @@ def save_as_once(path: str, model: Any, names: dict[str, str]) -> None:
     """As pytorch_model.bin, with names of earlier days; what is tied shares memory in it, under both names."""
     model.config.save_pretrained(path)
     state = model.state_dict()
-    found = KeyMapping.of(names).renamed(state)
+    found = KeyMapping.of(names).apply(state)
     torch.save({new: state[old] for new, old in found.items()}, f"{path}/pytorch_model.bin")
 
 

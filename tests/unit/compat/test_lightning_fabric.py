@@ -44,7 +44,7 @@ def test_a_process_alone_leaves_the_environment_as_it_was(before: dict[str, str]
 def reductions() -> list[float]:
     value, world = torch.tensor(float(dist.get_rank() + 1)), dist.group.WORLD
     assert world is not None
-    return [compat.reduced(value.clone(), world, op).item() for op in ("mean", "sum", dist.ReduceOp.MAX)]
+    return [compat.reduce_tensor(value.clone(), world, op).item() for op in ("mean", "sum", dist.ReduceOp.MAX)]
 
 
 def test_tensors_are_reduced_as_lightning_spells_it() -> None:
@@ -55,7 +55,7 @@ def means_of_integers() -> list[tuple[torch.dtype, float]]:
     world = dist.group.WORLD
     assert world is not None
     values = [torch.tensor(number + dist.get_rank() * step) for number, step in ((1, 1), (1, 2))]
-    found = [compat.reduced(value, world, "mean") for value in values]
+    found = [compat.reduce_tensor(value, world, "mean") for value in values]
     return [(one.dtype, one.item()) for one in found] + [(values[0].dtype, values[0].item())]
 
 
@@ -86,7 +86,7 @@ def test_a_backward_is_allowed_only_within() -> None:
     model = fabric.setup_module(torch.nn.Linear(2, 1))
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         model(torch.ones(1, 2)).sum().backward()
-    with compat.backward_allowed():
+    with compat.disable_backward_guard():
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         model(torch.ones(1, 2)).sum().backward()

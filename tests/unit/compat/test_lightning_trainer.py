@@ -82,10 +82,10 @@ class WithSize(BoringModel):
 def test_a_module_is_constructed_with_hyper_parameters_and_weights() -> None:
     weights = {"layer.weight": torch.full((2, 32), 3.0), "layer.bias": torch.zeros(2)}
     checkpoint = {"state_dict": weights, "hyper_parameters": {"size": 5}, "hparams_name": "kwargs"}
-    found = compat.constructed(WithSize, checkpoint, strict=True)
+    found = compat.construct_module(WithSize, checkpoint, strict=True)
     assert found.hparams["size"] == 5 and torch.equal(found.layer.weight, weights["layer.weight"])
     with pytest.raises(RuntimeError, match=r"layer\.bias"):
-        compat.constructed(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
+        compat.construct_module(WithSize, {**checkpoint, "state_dict": {}}, strict=True)
 
 
 def test_the_path_is_the_one_that_the_user_has_assigned(tmp_path: Path, saved: str) -> None:
@@ -102,14 +102,14 @@ def test_a_requeued_job_has_a_path(tmp_path: Path, saved: str) -> None:
     run = trainer(tmp_path)
     run.state.fn = TrainerFn.FITTING
     with pytest.raises(ValueError, match="hpc"):
-        compat.path_of_word(run, "hpc")
+        compat.resolve_keyword(run, "hpc")
     (tmp_path / "hpc_ckpt_3.ckpt").write_bytes(Path(saved).read_bytes())
-    assert compat.path_of_word(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
+    assert compat.resolve_keyword(run, "hpc") == str(tmp_path / "hpc_ckpt_3.ckpt")
 
 
 def test_words_of_lightning_are_known() -> None:
     words = ["hpc", "registry", "registry:net:version:v2", "last", "a/registry:net", None, Path("hpc")]
-    assert [compat.is_word_of_lightning(word) for word in words] == [True] * 3 + [False] * 4
+    assert [compat.is_lightning_keyword(word) for word in words] == [True] * 3 + [False] * 4
 
 
 def test_modules_and_callbacks_are_restored(tmp_path: Path, saved: str) -> None:
@@ -254,7 +254,7 @@ class UploadsInItsOwnWay(Uploads):
 @pytest.mark.parametrize(
     ("logger", "expected"),
     [
-        (Uploads("all"), "Uploads(log_model=…) uploads checkpoints that are a single file"),
+        (Uploads("all"), "Uploads(log_model=…) uploads single files only"),
         (Uploads(True), "Uploads(log_model=…) uploads"),
         (Uploads(False), None),
         (UploadsInItsOwnWay("all"), None),

@@ -13,10 +13,10 @@ from torch.utils import _foreach_utils
 
 from lightning_shardckpt.compat.torch_autograd import (
     allow_lists_of,
-    changed_parameters,
+    change_parameters,
     has_load_hooks,
-    loads_in_its_own_way,
-    saves_in_its_own_way,
+    has_own_load_state_dict,
+    has_own_state_dict,
 )
 
 
@@ -28,7 +28,7 @@ def test_every_optimizer_gets_what_the_change_returns_until_the_end() -> None:
         given.append(params)
         return [other]
 
-    with changed_parameters(change):
+    with change_parameters(change):
         optimizers = [torch.optim.SGD([], lr=0.1), torch.optim.AdamW([]), torch.optim.LBFGS([])]
     assert given == [[], [], []]
     assert all(optimizer.param_groups[0]["params"] == [other] for optimizer in optimizers)
@@ -62,20 +62,20 @@ def made(kind: type[SGD] = SGD) -> SGD:
 
 
 def test_an_optimizer_of_torch_has_no_own_way() -> None:
-    assert not saves_in_its_own_way(made()) and not has_load_hooks(made()) and not loads_in_its_own_way(made())
+    assert not has_own_state_dict(made()) and not has_load_hooks(made()) and not has_own_load_state_dict(made())
 
 
 def test_a_method_or_a_hook_that_adds_entries_is_seen() -> None:
-    assert saves_in_its_own_way(made(Own)) and loads_in_its_own_way(made(Own))
+    assert has_own_state_dict(made(Own)) and has_own_load_state_dict(made(Own))
     optimizer = made()
 
     def add(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "mine": 1}
 
     handle = optimizer.register_state_dict_post_hook(add)
-    assert "mine" in optimizer.state_dict() and saves_in_its_own_way(optimizer)
+    assert "mine" in optimizer.state_dict() and has_own_state_dict(optimizer)
     handle.remove()
-    assert "mine" not in optimizer.state_dict() and not saves_in_its_own_way(optimizer)
+    assert "mine" not in optimizer.state_dict() and not has_own_state_dict(optimizer)
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])

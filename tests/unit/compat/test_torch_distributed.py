@@ -19,10 +19,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from lightning_shardckpt.compat.torch_distributed import (
     actions_of,
     has_order,
-    pickled,
+    pickle_to_tensors,
     torch_schedule,
-    unpickled,
-    watched_collectives,
+    unpickle_tensors,
+    watch_collectives,
 )
 
 
@@ -36,7 +36,7 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_collectives_are_watched_with_their_group_inside_only(alone: dist.ProcessGroup) -> None:
     seen: list[tuple[str, Any]] = []
     original = dist.all_reduce
-    with watched_collectives(lambda name, group: seen.append((name, group))):
+    with watch_collectives(lambda name, group: seen.append((name, group))):
         dist.all_reduce(torch.ones(1))
         dist.broadcast(torch.ones(1), 0, alone)
         dist.barrier(group=alone)
@@ -53,17 +53,17 @@ def test_an_error_of_the_watcher_stops_the_collective_and_everything_is_restored
         raise ValueError(name)
 
     tensor, original = torch.ones(1), dist.all_reduce
-    with pytest.raises(ValueError, match="all_reduce"), watched_collectives(refuse):
+    with pytest.raises(ValueError, match="all_reduce"), watch_collectives(refuse):
         dist.all_reduce(tensor)
     assert dist.all_reduce is original
 
 
 def test_an_object_comes_back_from_its_bytes(alone: dist.ProcessGroup) -> None:
     value = {"a": [1, "two"], "b": torch.arange(3)}
-    content, count = pickled(value, alone, torch.device("cpu"))
+    content, count = pickle_to_tensors(value, alone, torch.device("cpu"))
     assert (content.dtype, count.dtype, count.item()) == (torch.uint8, torch.int64, content.numel())
     padded = torch.cat([content, torch.zeros(5, dtype=torch.uint8)])
-    found = unpickled(padded, count, alone)
+    found = unpickle_tensors(padded, count, alone)
     assert found["a"] == value["a"] and torch.equal(found["b"], torch.arange(3))
 
 
@@ -77,7 +77,7 @@ def test_every_collective_of_this_torch_is_watched() -> None:
         function = originals.get(name)
         if type(function) is FunctionType and not name.startswith(tuple(silent)):
             expected |= {name} if "group" in inspect.signature(function).parameters else set()
-    with watched_collectives(lambda name, group: None):
+    with watch_collectives(lambda name, group: None):
         watched = {name for name, value in vars(dist).items() if originals.get(name) is not value}
     assert len(expected) > 18 and watched == expected
 

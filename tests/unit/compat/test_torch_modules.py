@@ -29,14 +29,13 @@ from lightning_shardckpt.compat.torch_modules import (
     change_hooks,
     child_slots,
     clear_hooks,
-    code_before,
     compiled_call,
     compiled_from,
     convert_tensors,
     forward_hooks,
-    has_code_after,
     has_compiled,
     has_own_load,
+    has_post_load_hooks,
     intercept_calls,
     is_compiled,
     is_loading,
@@ -44,14 +43,15 @@ from lightning_shardckpt.compat.torch_modules import (
     mix_in,
     mix_out,
     non_persistent_buffers,
-    not_compiled,
     on_deepcopy,
     other_hooks,
     parameter_slots,
-    parameters_made_of,
+    pre_load_origins,
     refresh_flat_weights,
+    replace_parameter_data,
     restore_flat_weights,
     result_hooks,
+    run_eagerly,
     skip_folders,
     unregister_tensors,
     withhold_state,
@@ -228,7 +228,7 @@ def test_hooks_of_all_modules_can_be_left_out_of_a_call() -> None:
 
 def test_parameters_are_made_of_other_data_inside_and_in_this_thread_only() -> None:
     found: list[Tensor] = []
-    with parameters_made_of(lambda data: data + 1):
+    with replace_parameter_data(lambda data: data + 1):
         found.append(nn.Parameter(torch.zeros(1)))
         found.append(nn.Linear(1, 1, bias=False).weight)
         other = threading.Thread(target=lambda: found.append(nn.Parameter(torch.zeros(1), requires_grad=False)))
@@ -318,19 +318,19 @@ class Overridden(nn.BatchNorm1d):
 
 
 def test_code_of_users_and_of_libraries_is_told_apart() -> None:
-    assert code_before(nn.Linear(1, 1)) == code_before(pl.LightningModule()) == set()
-    assert code_before(nn.BatchNorm1d(1)) == {"library"}
-    assert code_before(Overridden(1)) == {"user"}
+    assert pre_load_origins(nn.Linear(1, 1)) == pre_load_origins(pl.LightningModule()) == set()
+    assert pre_load_origins(nn.BatchNorm1d(1)) == {"library"}
+    assert pre_load_origins(Overridden(1)) == {"user"}
     module = nn.Linear(1, 1)
     module.register_load_state_dict_pre_hook(partial(hook, 1))  # type: ignore[no-untyped-call]  # torch's
-    assert code_before(module) == {"user"} and not has_code_after(module)
+    assert pre_load_origins(module) == {"user"} and not has_post_load_hooks(module)
     module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # torch's
-    assert has_code_after(module)
+    assert has_post_load_hooks(module)
 
 
 def test_code_of_torch_distributed_does_not_count() -> None:
     wrapped = checkpoint_wrapper(nn.Linear(1, 1))
-    assert len(wrapped._load_state_dict_pre_hooks) == 1 and code_before(wrapped) == set()
+    assert len(wrapped._load_state_dict_pre_hooks) == 1 and pre_load_origins(wrapped) == set()
 
 
 def test_a_load_state_dict_of_the_users_own_is_told() -> None:
@@ -436,7 +436,7 @@ def test_inside_nothing_is_compiled() -> None:
         return graph.forward
 
     double = torch.compile(lambda x: x * 2, backend=backend)
-    with not_compiled():
+    with run_eagerly():
         assert double(torch.ones(2)).tolist() == [2, 2]
     assert not compiled
     double(torch.ones(2))

@@ -37,7 +37,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     storage_id,
     storage_uses,
     version_of,
-    watched_hooks,
+    watch_hooks,
     with_hooks,
     with_torch_function,
     without_torch_function,
@@ -161,7 +161,7 @@ def test_hooks_of_this_thread_are_told_before_they_are_registered() -> None:
     names = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
     before = [*(getattr(Tensor, name) for name in names), saved_tensors_hooks.__enter__]
     context = saved_tensors_hooks(lambda t: t, lambda t: t)
-    with watched_hooks(lambda *args: hooked.append(args), retained.append, packed.append), context:
+    with watch_hooks(lambda *args: hooked.append(args), retained.append, packed.append), context:
         y = x * 1
         triple, none = (lambda g: g * 3), (lambda leaf: None)
         y.register_hook(triple)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout
 from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.documents import checked
+from lightning_shardckpt.state.documents import parse_document
 from lightning_shardckpt.state.json_tree import decode
 from lightning_shardckpt.state.json_values import TAGS
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
@@ -351,7 +351,7 @@ def test_f24_an_unknown_tag_is_refused() -> None:
 )
 def test_f24_a_document_has_the_structure_of_its_role(role: str, value: Any, words: str) -> None:
     with pytest.raises(FormatError, match=f"file x: {words}"):
-        checked(role, json.dumps(value).encode(), "file x")
+        parse_document(role, json.dumps(value).encode(), "file x")
 
 
 COLUMNS = to_packed_columns({rank: FileInfo("x", 1000 + rank, "fb" * 7 + f"{rank:02x}") for rank in (*range(9), 12)})

@@ -108,7 +108,7 @@ def test_a_file_that_is_too_short_or_missing_is_named(
     whole: torch.Tensor, reader: LocalReader, tmp_path: Path
 ) -> None:
     os.truncate(tmp_path / "b", 1000)
-    with pytest.raises(CorruptionError, match=r"file b: 'w' is to be at bytes 4 to 121204 of 1000"):
+    with pytest.raises(CorruptionError, match=r"file b: 'w' should be at bytes 4 to 121204 of 1000"):
         ForeignTensors("here", reader, {"model": {"w": described()}})
     (tmp_path / "b").unlink()
     reader.close()

@@ -26,7 +26,7 @@ from lightning_shardckpt.errors import (
     ShardCkptError,
     StateError,
 )
-from lightning_shardckpt.sources.detect import FORMATS, recognise
+from lightning_shardckpt.sources.detect import FORMATS, detect_format
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -61,7 +61,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def opened(path: Path) -> Source:
-    known = recognise(str(path))
+    known = detect_format(str(path))
     assert known is not None
     return known.open(str(path), True)
 
@@ -148,7 +148,7 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
     everything = (*FORMATS, FORMATS[0].__class__("a directory", os.path.isdir, FORMATS[0].open))
     monkeypatch.setattr("lightning_shardckpt.sources.detect.FORMATS", everything)
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
-        recognise(str(tmp_path))
+        detect_format(str(tmp_path))
 
 
 def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_what_is_no_file_of_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint: it has no state_dict, nor the state of a module"):
         opened(tmp_path / "x.pt")
     torch.save(TENSORS, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(FormatError, match=r"of torch before 1.6, .*write it anew"):
+    with pytest.raises(FormatError, match=r"from torch before 1.6, .*save it again"):
         opened(tmp_path / "old.bin")
-    assert recognise(str(tmp_path)) is None
+    assert detect_format(str(tmp_path)) is None
 
 
 def test_a_pickle_in_a_file_of_weights_is_not_run(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def described(**entry: Any) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "no file of safetensors"),
+    "empty": (b"", "not a safetensors file"),
     "cut off": (header(b"{}", 100), "the header claims 100 bytes of a file of 10"),
     "long": (header(b"{}", 1 << 40), "more than 67108864"),
     "longest": (header(b"{}", (1 << 64) - 1), "more than 67108864"),

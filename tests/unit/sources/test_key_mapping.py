@@ -52,10 +52,10 @@ def shout(name: str) -> str | None:
 def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
     mapping = KeyMapping.of(given)
     if found is not None:
-        assert mapping.renamed(NAMES) == found
+        assert mapping.apply(NAMES) == found
         return
     with pytest.raises(MismatchError, match=r"gives 1 name several times\n  c.w  of a.w, b.w"):
-        mapping.renamed(NAMES)
+        mapping.apply(NAMES)
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
@@ -94,8 +94,8 @@ def test_a_file_that_is_no_mapping_is_wrong_usage(tmp_path: Path) -> None:
 
 
 def test_a_function_that_makes_no_name_is_an_error() -> None:
-    with pytest.raises(MismatchError, match=r"makes 3 of 'a\.w'"):
-        KeyMapping.of(lambda name: 3).renamed(NAMES)  # type: ignore[arg-type,return-value]
+    with pytest.raises(MismatchError, match=r"returns 3 for 'a\.w'"):
+        KeyMapping.of(lambda name: 3).apply(NAMES)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize(
@@ -113,5 +113,5 @@ def test_entries_about_no_name_are_found_and_those_of_other_meanings_told(
 ) -> None:
     mapping = KeyMapping.of(entries)
     assert mapping.unused(NAMES) == unused
-    found = mapping.misunderstood(NAMES)
+    found = mapping.suggest(NAMES)
     assert found == [] if line is None else found[0].startswith(line)

@@ -19,12 +19,12 @@ from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,
     concatenate,
-    joined,
+    convert,
     stack,
 )
 from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, fit, report
+from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names
@@ -64,7 +64,7 @@ def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = 
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
-    return fit(open_file(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
+    return match_model(open_file(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,11 +118,11 @@ def test_ties_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
     stored = ["head.w", "transformer.embed.w"]
-    assert report(fitted(tmp_path, root_of(m=model), stored), "here") == []
+    assert report_match(fitted(tmp_path, root_of(m=model), stored), "here") == []
     found = fitted(tmp_path, root_of(m=model), stored, apart=True)
     assert set(found.stored.values()) == {"transformer.embed.w"}
-    (told,) = report(found, "here")
-    assert "apart in it, where the first is taken: 1 tie\n  m.transformer.embed.w, m.head.w" in told
+    (told,) = report_match(found, "here")
+    assert "with several values, of which the first is used: 1 tie\n  m.transformer.embed.w, m.head.w" in told
 
 
 def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[Fore
     assert torch.equal(read(source, twice), torch.cat([torch.stack(values[:4]), torch.stack(values[4:8])], dim))
     for found, expected in zip(chunks(some[0], 5), values[0].chunk(5), strict=True):
         assert torch.equal(read(source, found), expected)
-    with pytest.raises(UnsupportedError, match="not alike"):
+    with pytest.raises(UnsupportedError, match="that differ"):
         stack([some[0], concatenate(some[:2], 0)], 0)
 
 
@@ -189,7 +189,7 @@ def test_a_conversion_that_moves_elements_is_told_and_not_done(
     source, tensors = parts
     first = source.tensors.tensor("model", next(iter(tensors)))
     with pytest.raises(UnsupportedError, match="Transpose of a"):
-        joined(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
+        convert(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
 
 
 # ── dtypes ────────────────────────────────────────────────────────────────────────────────────────────────────────
