@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,13 @@ def assert_close(got: State, expected: State, tolerance: float = TOLERANCE) -> N
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=tolerance, msg=name)
 
 
-def plain_training(net: nn.Module, clip: float | None = None) -> State:
-    """Train in plain torch on the global batches of `tests.support.nets`; return the state as Lightning names it."""
+def plain_training(net: nn.Module) -> State:
+    """Train in plain torch on two global batches of `tests.support.nets`; return the state as Lightning names it."""
     root = nn.ModuleDict({"net": net}).double()
     optimizer = optimizer_of(root)
-    for batch in batches():
+    for batch in islice(batches(), 2):
         loss_of(net, batch).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(root.parameters(), clip)
+        nn.utils.clip_grad_norm_(root.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
     return dict(root.state_dict())
@@ -80,7 +80,6 @@ def plain_training(net: nn.Module, clip: float | None = None) -> State:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"activation_checkpointing": True},
     {"activation_checkpointing": ["Attention", "net.blocks.1"]},
     {"cpu_offload": True},
     {"fsdp_units": ["net.blocks.*.attention", "Block", "net.embed"]},
@@ -93,7 +92,7 @@ def train_with_options() -> list[tuple[list[str], State]]:
     for options in OPTIONS:
         pl.seed_everything(3, verbose=False)
         module = Module(Case(late=True))
-        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2, limit_val_batches=1)
+        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2, limit_train_batches=3, limit_val_batches=0)
         out.append((list(module.state_dict()), full_state(module)))
         assert sum(map(is_unit, module.modules())) > 3
     return out
@@ -137,7 +136,8 @@ def train_with_scaler() -> tuple[State, list[float]]:
     pl.seed_everything(3, verbose=False)
     module, scaler = Overflow(Case()), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = fit(module, ShardedStrategy(), precision=None, plugins=[plugin], gradient_clip_val=0.5)
+    options = {"precision": None, "gradient_clip_val": 0.5, "limit_val_batches": 0}
+    trainer = fit(module, ShardedStrategy(), plugins=[plugin], **options)
     steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
     return full_state(module), [scaler.get_scale(), *steps]
 
@@ -239,7 +239,7 @@ class Normed(nn.Module):
 def train_batch_norm() -> State:
     module = Module(Case(late=True))
     module.net = Normed()
-    fit(module, ShardedStrategy())
+    fit(module, ShardedStrategy(), limit_val_batches=0)
     return full_state(module)
 
 
@@ -254,7 +254,8 @@ def seeds_of_workers() -> tuple[int, Any]:
     pl.seed_everything(3, workers=True, verbose=False)
     strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
     module = Module(Case())
-    trainer = trainer_for(strategy, dist.get_world_size(), max_steps=1, use_distributed_sampler=True)
+    options = {"max_steps": 1, "limit_val_batches": 0, "use_distributed_sampler": True}
+    trainer = trainer_for(strategy, dist.get_world_size(), **options)
     module.train_dataloader = partial(DataLoader, dataset(), batch_size=6, shuffle=True)  # type: ignore[method-assign]
     trainer.fit(module)
     loader = trainer.train_dataloader
@@ -290,7 +291,7 @@ def train_with_dropout() -> State:
     torch.manual_seed(dist.get_rank())  # as without a seed: every rank would draw its own numbers
     module = WithDropout(Case(late=True))
     plan = {"net.up": "colwise", "net.down": "rowwise"}
-    fit(module, ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
+    fit(module, ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan), limit_val_batches=0)
     return {name: value.to_local() for name, value in module.state_dict().items() if not name.startswith("net.up")}
 
 
@@ -349,7 +350,8 @@ def train_what_shards_itself(tensor: int) -> list[State]:
     for how in WAYS:
         pl.seed_everything(9 if how == "early" and dist.get_rank() else 3, verbose=False)
         module = ShardsItself(how)
-        trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), gradient_clip_val=0.05)
+        options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
+        trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), **options)
         trainer.validate(module, verbose=False)
         out.append(full_state(module))
     return out
@@ -360,7 +362,7 @@ def train_feedforward() -> tuple[State, State]:
     for dtype in (torch.float32, torch.float64):
         pl.seed_everything(3, verbose=False)
         torch.set_default_dtype(dtype)
-        out.append(plain_training(Feedforward(), clip=0.05))
+        out.append(plain_training(Feedforward()))
     return out[0], out[1]
 
 
