@@ -325,12 +325,12 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
     ``module`` keep the group; it is the default of others, in callbacks and lists, until the undo. Relies on
     ``torchmetrics.metric.gather_all_tensors``, which ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
     """
-    for found in module.modules():
-        if isinstance(found, Metric) and found.dist_sync_fn is None:
-            found.dist_sync_fn = _GatherOver(group)
-    metric.gather_all_tensors = _GatherOver(group)
+    for submodule in module.modules():
+        if isinstance(submodule, Metric) and submodule.dist_sync_fn is None:
+            submodule.dist_sync_fn = _GatherOver(group)
+    metric.gather_all_tensors = _GatherOver(group)  # type: ignore[attr-defined]  # imported there
 
     def undo() -> None:
-        metric.gather_all_tensors = gather_all_tensors
+        metric.gather_all_tensors = gather_all_tensors  # type: ignore[attr-defined]  # imported there
 
     return undo
