@@ -277,4 +277,4 @@ def test_validate_from_the_command_line_takes_the_hyper_parameters_of_a_director
     both = run_ranks(2, validated, *sharded, "--trainer.devices=2", f"--ckpt_path={directory}", bare=True)
     assert [hyper for hyper, _ in both] == [expected[0]] * 2
     (told,) = alone(told_of_others, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True)
-    assert "factor=3.0 there, 1.0 here" in told and "ShardedCLI" in told
+    assert "factor=3.0 in the checkpoint, 1.0 in the module" in told and "ShardedCLI" in told
