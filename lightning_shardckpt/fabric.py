@@ -32,6 +32,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     disable_backward_guard,
     optimizer_to_device,
     reduce_tensor,
+    show_samplers_of,
 )
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
@@ -141,6 +142,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._meshes is not None:
             return
         self._setup_distributed()
+        show_samplers_of(ShardedStrategy)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         watch_until_exit(self.tuning)
         self._enable_async()

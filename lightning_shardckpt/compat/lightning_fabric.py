@@ -6,6 +6,7 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import wrappers
+from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import (
@@ -24,10 +25,31 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_shardckpt.compat.data_loading import show_samplers
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
+
+
+def show_samplers_of(kind: type) -> None:
+    """Let Fabric see the samplers that a loader was given, before it makes the loader again for a strategy of ``kind``.
+
+    Relies on ``Fabric._requires_distributed_sampler``, which it asks with each loader before that.
+    """
+    original = Fabric._requires_distributed_sampler
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def requires_distributed_sampler(self: Fabric, dataloader: DataLoader[object]) -> bool:
+        if isinstance(self.strategy, kind):
+            show_samplers(dataloader)
+        return original(self, dataloader)
+
+    Fabric._requires_distributed_sampler = requires_distributed_sampler  # type: ignore[method-assign]  # once
 
 
 def init_process_group(

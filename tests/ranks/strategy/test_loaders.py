@@ -105,7 +105,8 @@ class Given(Net):
 
     def train_dataloader(self) -> Any:
         size = 4 // self.trainer.world_size
-        some = {"rows": range(3, 11), "all": SequentialSampler(Rows()), "few": SequentialSampler(range(8))}
+        some: dict[str, Any] = {"rows": range(3, 11), "all": SequentialSampler(Rows())}
+        some["few"] = SequentialSampler(range(8))
         if self.kind == "drawn":
             drawn = RandomSampler(Rows(), True, 40, torch.Generator().manual_seed(5))
             return DataLoader(Rows(), batch_size=size, sampler=drawn)

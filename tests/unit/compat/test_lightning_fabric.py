@@ -12,8 +12,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricModule
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lightning_shardckpt.compat import lightning_fabric as compat
+from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support.pool import run_ranks
 
 
@@ -106,3 +108,19 @@ def test_fabric_asks_the_backward_sync_control() -> None:
     with fabric.no_backward_sync(model):
         assert not torch.is_grad_enabled()
     assert asked == [True]
+
+
+def batches_of_given() -> list[list[list[int]]]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy())
+    fabric.launch()  # calls show_samplers_of
+    rows: Any = range(16)
+    given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=False))
+    drawn = DataLoader(rows, batch_size=2, sampler=RandomSampler(rows, num_samples=8))
+    first, second = fabric.setup_dataloaders(given, drawn)
+    return [[batch.tolist() for batch in first], [[len(batch) for batch in second]]]
+
+
+def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None:
+    """Without show_samplers_of they give single samples, and all rows of the dataset."""
+    for rank, found in enumerate(run_ranks(2, batches_of_given)):
+        assert found == [[[rank, 2 + rank], [4 + rank, 6 + rank]], [[2, 2]]]
