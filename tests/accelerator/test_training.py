@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "a group of NCCL alone": (2, TENSOR_PARALLEL, {}, ROUNDING),
 }
 QUICK = ("FSDP", "tensor parallel")
+SWEPT = ("bf16-true", "clipped by norm", "accumulated", "offloaded replicas")
 GROUPS: dict[str, dict[str, Any]] = {
     "a communicator for each pair": {"pretend": {"eager": False}},
     "a group of NCCL alone": {"backend": "nccl"},
@@ -67,9 +68,11 @@ def _losses(strategy: Mapping[str, Any], accelerator: str, options: Mapping[str,
     return list(found)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.slow, *([pytest.mark.sweep] if name in SWEPT else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
 def test_losses_are_those_on_cpus(name: str) -> None:
     world, strategy, options, tolerance = CASES[name]
     on_cpus = run_ranks(world, _losses, strategy, "cpu", ON_CPUS.get(name, options), init_process_group=world > 1)
