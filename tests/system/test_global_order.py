@@ -267,7 +267,7 @@ def test_ranks_without_a_sample_repeat_one_and_this_is_told(seen: dict[str, list
     """53 samples, 12 of them used: 13 steps of three, and two samples are left for three ranks."""
     legs = seen["single samples"]
     assert in_epoch(legs, 0) == [*permutation(0), permutation(0)[51]]
-    assert any("1 of 3 data-parallel ranks repeat one" in said for said in legs[1].warnings)
+    assert any("1 of 3 data-parallel ranks repeat a sample" in said for said in legs[1].warnings)
 
 
 def test_an_epoch_that_is_over_is_not_gone_on_with(seen: dict[str, list[GlobalLeg]]) -> None:

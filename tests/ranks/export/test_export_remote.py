@@ -222,7 +222,7 @@ def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_for_peft(base: str, tmp_path: Path, s3: Bucket) -> None:
     path = tmp_path / "a.ckpt"
-    run_ranks(1, fit, {}, {"base": base, "save": str(path)}, 1)
+    run_ranks(1, fit, {}, {"base": base, "save": str(path)})
     expected = content(consolidate(path, tmp_path / "out", format="peft"))
     assert sorted(expected) == [f"/{CONFIG}", f"/{WEIGHTS}"]
     for url, options in ((s3.url("out"), s3.options), (f"memory:/{tmp_path}/out", {})):

@@ -259,7 +259,7 @@ def test_without_a_model_of_transformers_it_is_plain_files_and_a_note(
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"model.norm.weight": [["n", [0], [15], [15]]]}, "has 60 of 64 bytes"),
+        ({"model.norm.weight": [["n", [0], [15], [15]]]}, "have 60 of 64 bytes"),
         ({"model.norm.weight": [["n", [0], [17], [17]]]}, r"'n' is no part of 'model\.norm\.weight'"),
         ({"model.norm.weight": [["n", [0, 0], [16, 1], [16]]]}, "is no part of"),
         ({"model.norm.weight": [["n", [0], [16], [15]]]}, "is no part of"),

@@ -176,7 +176,7 @@ def test_names_are_those_that_peft_gives_for_every_option_of_lora() -> None:
 @pytest.fixture
 def checkpoint(base: str, tmp_path: Path) -> Path:
     path = tmp_path / "a.ckpt"
-    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)}, 1)
+    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)})
     return path
 
 

@@ -157,7 +157,7 @@ def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "x.pt")
     source = TorchFileSource(str(tmp_path / "x.pt"))
     assert equal(read(source), state)
-    with pytest.raises(FormatError, match=r"'turned', 'every' are not in the file in one piece"):
+    with pytest.raises(FormatError, match=r"'turned', 'every' are not contiguous in the file"):
         _ = source.tensors
 
 
@@ -216,7 +216,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "negative": (header(described(shape=[-2]), data=bytes(8)), "describes a tensor wrongly"),
     "huge": (header(described(shape=[1 << 40, 1 << 40]), data=bytes(8)), "describes a tensor wrongly"),
     "other size": (header(described(data_offsets=[0, 4]), data=bytes(8)), "does not fill 4 bytes"),
-    "behind the end": (header(described(shape=[200], data_offsets=[0, 800]), data=bytes(8)), "to be at bytes"),
+    "behind the end": (header(described(shape=[200], data_offsets=[0, 800]), data=bytes(8)), "should be at bytes"),
     "hole": (header(described(data_offsets=[8, 16]), data=bytes(16)), "follows a gap"),
     "list": (header(b'{"w": [1, 2]}'), "describes a tensor wrongly"),
 }
