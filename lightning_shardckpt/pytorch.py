@@ -204,7 +204,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._module, sharded, self.meshes, self.root_device, loss_scale=self._loss_scale
         )
         self.model = self._module
-        if self.topology.data_parallel < self.topology.world_size:
+        if self.topology.world_size > 1:
+            self._ungather_metrics()  # of a setup that had no teardown
             self._ungather_metrics = gather_metrics_over(self.meshes.data_parallel_group, self._module)
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -395,6 +396,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def teardown(self) -> None:
         """Tear down all but the model, which stays on its device: DTensors cannot leave their mesh's device."""
         assert self.cluster_environment is not None and self.accelerator is not None
+        self._ungather_metrics()
+        restore_functions()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -404,8 +407,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
-        self._ungather_metrics()
-        restore_functions()
 
     # --- checkpoints ---
 
@@ -481,7 +482,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def on_predict_start(self) -> None:
         self.on_validation_start()
         if self.topology.shard > 1 and not self._is_alone:
-            check_lengths(self._trainer.predict_loop.max_batches, self.meshes.data_parallel_group)
+            check_lengths(self._trainer.predict_loop.max_batches, self.meshes.root.get_group("shard"))
 
     @override
     def on_train_start(self) -> None:

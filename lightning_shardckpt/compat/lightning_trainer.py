@@ -321,16 +321,19 @@ class _GatherOver:
 def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable[[], None]:
     """Make metrics gather over a group, unless they have a ``dist_sync_fn``; return the undo.
 
-    They sync over the whole world by default, so that the ranks of a tensor group would count several times. Metrics in
-    ``module`` keep the group; it is the default of others, in callbacks and lists, until the undo. Relies on
-    ``torchmetrics.metric.gather_all_tensors``, which ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
+    They sync over the whole world by default, so that the ranks of a tensor group would count several times. If
+    ``group`` is smaller, metrics in ``module`` keep it. It is the default of others, in callbacks and lists, until the
+    undo, also where an outer run has set another one. Relies on ``torchmetrics.metric.gather_all_tensors``, which
+    ``Metric.sync`` takes for metrics without ``dist_sync_fn``.
     """
-    for submodule in module.modules():
+    gather, before = _GatherOver(group), metric.gather_all_tensors  # type: ignore[attr-defined]  # imported there
+    for submodule in module.modules() if group.size() < dist.get_world_size() else ():
         if isinstance(submodule, Metric) and submodule.dist_sync_fn is None:
-            submodule.dist_sync_fn = _GatherOver(group)
-    metric.gather_all_tensors = _GatherOver(group)  # type: ignore[attr-defined]  # imported there
+            submodule.dist_sync_fn = gather
+    metric.gather_all_tensors = gather  # type: ignore[attr-defined]
 
     def undo() -> None:
-        metric.gather_all_tensors = gather_all_tensors  # type: ignore[attr-defined]  # imported there
+        if metric.gather_all_tensors is gather:  # type: ignore[attr-defined]
+            metric.gather_all_tensors = before  # type: ignore[attr-defined]
 
     return undo

@@ -228,7 +228,8 @@ APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch")
 def test_code_that_cannot_train_so_is_refused_by_name(
     topology: str, name: str, said: str, request: pytest.FixtureRequest
 ) -> None:
-    way, items = (topology, name), [i for i in request.session.items if i.originalname == request.node.originalname]
+    way, test = (topology, name), request.node.originalname
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == test]
     chosen = [(item.callspec.params["topology"], item.callspec.params["name"]) for item in items]
     together = [one[:2] for one in NAMED if one[:2] in chosen and one[1] not in APART]
     ranks = _ranks(way, together if way in together else [way])

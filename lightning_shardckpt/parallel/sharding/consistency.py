@@ -32,17 +32,19 @@ _LOSS_SPREAD = 1e-4  # relative, of losses in float32
 
 
 @torch.no_grad()
-def check_batch(batch: Any, group: dist.ProcessGroup) -> None:
+def check_batch(batch: Any, group: dist.ProcessGroup, *, of_all_groups: bool = True) -> None:
     """Check that the ranks of ``group`` have equal batches, by shapes and checksums of tensors.
 
-    Collective: every rank of the world must call it.
+    Collective: every rank of the world must call it; without ``of_all_groups``, every rank of ``group``.
 
     Raises:
-        UnsupportedCodeError: on every rank, if the batches of any group differ.
+        UnsupportedCodeError: on every rank that calls it, if the batches of ``group``, or of any, differ.
     """
     tensors = [item for item in _contents(batch) if isinstance(item, Tensor)]
     own = torch.tensor([fingerprint(tensors)])
-    if any_rank(bool((gather_numbers(own, group) != own).any())):
+    every = gather_numbers(own, group)
+    differ = bool((every != every[0]).any())  # the same on each of them
+    if any_rank(differ) if of_all_groups else differ:
         ranks = dist.get_process_group_ranks(group)
         raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
@@ -94,7 +96,7 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
 
 
 def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
-    """Compare over ``group``, whose ranks share parameters, how many batches each loader of an evaluation has.
+    """Compare over ``group``, whose ranks shard the same parameters, how many batches each loader of an evaluation has.
 
     Collective: every rank of the world must call it.
 

@@ -19,6 +19,10 @@ def sums() -> list[float]:
     module = torch.nn.ModuleDict({"sum": SumMetric(), "own": own})
     undo = gather_metrics_over(mine, module)
     found = [_sum_of(metric) for metric in (module["sum"], copy.deepcopy(module["sum"]), module["own"], SumMetric())]
+    undo_inner = gather_metrics_over(dist.group.WORLD, torch.nn.ModuleDict())  # of another run, inside of this one
+    found += [_sum_of(SumMetric())]
+    undo_inner()
+    found += [_sum_of(SumMetric())]
     undo()
     return [*found, _sum_of(module["sum"]), _sum_of(SumMetric())]
 
@@ -30,4 +34,8 @@ def _sum_of(metric: SumMetric) -> float:
 
 
 def test_each_group_sums_its_own_values_until_the_undo() -> None:
-    assert run_ranks(3, sums) == [[3, 3, 3, 3, 3, 6], [3, 3, 6, 3, 3, 6], [3, 3, 9, 3, 3, 6]]
+    assert run_ranks(3, sums) == [
+        [3, 3, 3, 3, 6, 3, 3, 6],
+        [3, 3, 6, 3, 6, 3, 3, 6],
+        [3, 3, 9, 3, 6, 3, 3, 6],
+    ]
