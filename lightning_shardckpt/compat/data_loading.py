@@ -4,12 +4,15 @@ Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
@@ -20,6 +23,8 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
 )
+
+from lightning_shardckpt.system.random_generators import seed_temporarily
 
 
 class IndexSource(Protocol):
@@ -49,6 +54,11 @@ class IndexedLoader(DataLoader[Any]):
         return source
 
 
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that draws a loader's order, from its batch sampler if it has one; None without a sampler."""
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+
+
 def is_strided(sampler: object) -> bool:
     """Return whether rank r of R gets every R-th index of an order, from the r-th on.
 
@@ -74,8 +84,9 @@ class _Drawn(Sampler[Any]):
         return len(self.sampler)
 
 
-def show_samplers(loader: object) -> None:
-    """Let Lightning see, in place, what a DataLoader was given, before it makes the loader again.
+@contextmanager
+def show_samplers(loader: object) -> Iterator[None]:
+    """Let Lightning see what a DataLoader was given, while it makes the loader again inside the context.
 
     It takes torch's BatchSampler for the loader's own, and makes batches of one sample; of every batch sampler it
     distributes ``DataLoader.sampler``, which is torch's default then. In the place of a RandomSampler or
@@ -85,18 +96,46 @@ def show_samplers(loader: object) -> None:
     ``sampler``, which torch lets nobody assign.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        yield
         return
     given: Any = loader.batch_sampler if loader.batch_size is None else None
+    kind, own = type(given), loader.sampler
     sampler: Any = getattr(given, "sampler", None)
     if sampler is None:
-        sampler = loader.sampler
-    if type(given) is BatchSampler:
-        given.__class__ = GivenBatchSampler
+        sampler = own
     if isinstance(sampler, RandomSampler | SequentialSampler):
         again = getattr(sampler, "replacement", False)
-        if again or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]  # one of torch's has a length
+        if again or sized_len(sampler) != sized_len(loader.dataset):
             sampler = _Drawn(sampler)
-    vars(loader)["sampler"] = sampler  # a loader with batches does not use it
+    try:
+        if kind is BatchSampler:
+            given.__class__ = GivenBatchSampler
+        vars(loader)["sampler"] = sampler  # a loader with batches does not use it
+        yield
+    finally:
+        vars(loader)["sampler"] = own
+        if kind is BatchSampler:
+            given.__class__ = kind
+
+
+@contextmanager
+def seed_by_epoch(sampler: DistributedSampler[Any]) -> Iterator[None]:
+    """Seed all global generators with the seed and the epoch of a sampler inside the context; restore them on exit.
+
+    So ranks whose generators are in different states draw the same order.
+    """
+    with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+        yield
+
+
+def draw_alike(loader: object) -> None:
+    """Make the user's sampler in a loader that Lightning made draw the same orders on all ranks.
+
+    A sampler with its own ``generator`` does so anyway.
+    """
+    sampler = sampler_of(loader)
+    if own_generator(sampler) is None:
+        draw_orders_within(sampler, partial(seed_by_epoch, sampler))
 
 
 def makes_plain_batches(batch_sampler: object) -> bool:

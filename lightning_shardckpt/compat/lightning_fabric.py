@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt.compat.data_loading import show_samplers
+from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
@@ -37,19 +38,26 @@ class FabricScriptLauncher(_SubprocessScriptLauncher):
 def show_samplers_of(kind: type) -> None:
     """Let Fabric see the samplers that a loader was given, before it makes the loader again for a strategy of ``kind``.
 
-    Relies on ``Fabric._requires_distributed_sampler``, which it asks with each loader before that.
+    These draw alike on all ranks. Relies on ``Fabric._setup_dataloader``, which makes each loader again, and on
+    ``_FabricDataLoader._dataloader``.
     """
-    original = Fabric._requires_distributed_sampler
+    original = Fabric._setup_dataloader
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def requires_distributed_sampler(self: Fabric, dataloader: DataLoader[object]) -> bool:
-        if isinstance(self.strategy, kind):
-            show_samplers(dataloader)
-        return original(self, dataloader)
+    def setup_dataloader(
+        self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> DataLoader[Any]:
+        if not use_distributed_sampler or not isinstance(self.strategy, kind):
+            return original(self, dataloader, use_distributed_sampler, move_to_device)
+        with show_samplers(dataloader):
+            made: Any = original(self, dataloader, move_to_device=move_to_device)
+        if made._dataloader is not dataloader:
+            draw_alike(made)
+        return made  # type: ignore[no-any-return]
 
-    Fabric._requires_distributed_sampler = requires_distributed_sampler  # type: ignore[method-assign]  # once
+    Fabric._setup_dataloader = setup_dataloader  # type: ignore[method-assign]  # once
 
 
 def init_process_group(

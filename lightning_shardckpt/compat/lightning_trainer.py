@@ -24,13 +24,13 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_shardckpt.compat.data_loading import show_samplers
+from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
@@ -49,24 +49,29 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
     """Make Lightning shuffle training batches only if the loader does, as it does in validation.
 
     Lightning puts a DistributedSampler that always shuffles around the sampler of a training loader, so that a loader
-    without ``shuffle=True``, or with a user's sampler, would have another order than on one process.
+    without ``shuffle=True``, or with a user's sampler, would have another order than on one process. In validation, it
+    believes a loader's argument ``shuffle=False`` rather than a RandomSampler beside it.
 
     If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state.
-    Samplers and batch samplers that a loader was given yield the same as on one process.
+    Samplers and batch samplers that a loader was given yield the same as on one process, and draw alike on all ranks.
 
-    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage), and on
-    ``_is_dataloader_shuffled``.
+    Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage).
     """
     connector = trainer._data_connector
     prepare = type(connector)._prepare_dataloader
 
     def prepare_in_order(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        if mode != RunningStage.PREDICTING:
-            show_samplers(dataloader)
+        if mode == RunningStage.PREDICTING:
+            return prepare(connector, dataloader, shuffle, mode)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
             return dataloader
-        return prepare(connector, dataloader, shuffle and _is_dataloader_shuffled(dataloader), mode)
+        with show_samplers(dataloader):
+            shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
+            prepared = prepare(connector, dataloader, shuffle, mode)
+        if prepared is not dataloader:
+            draw_alike(prepared)
+        return prepared
 
     connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]  # of this Trainer only
 

@@ -30,10 +30,12 @@ from lightning_shardckpt.compat.data_loading import (
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
+    sampler_of,
+    seed_by_epoch,
     wrapped_sampler,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.system.random_generators import get_rng_state, seed_temporarily, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -51,11 +53,6 @@ def checksum_of(order: list[Any]) -> int | None:
         return zlib.crc32(array("q", order))
     except TypeError:
         return None
-
-
-def sampler_of(loader: Any) -> Any:
-    """Return the sampler that draws a loader's order, from its batch sampler if it has one; None without a sampler."""
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
 def random_state(loader: Any) -> dict[str, Any]:
@@ -445,7 +442,7 @@ def _draw_order_of_all_ranks(sampler: Any) -> list[Any]:
     generator = own_generator(sampler)
     own = None if generator is None else generator.get_state()
     try:
-        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+        with seed_by_epoch(sampler):
             if generator is not None:
                 generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
             return order_of_all_ranks(sampler)

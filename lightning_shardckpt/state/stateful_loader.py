@@ -18,13 +18,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, wrapped_sampler
+from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, sampler_of, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
     checksum_of,
     own_states,
     random_state,
-    sampler_of,
     seed_of,
     set_own_states,
     set_random_state,

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -22,12 +23,15 @@ from torch.utils.data import (
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
     IndexSource,
+    draw_alike,
     draw_orders_within,
     is_strided,
     last_order,
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
+    sampler_of,
+    seed_by_epoch,
     show_samplers,
     wrapped_sampler,
 )
@@ -133,13 +137,44 @@ def test_lightning_makes_a_loader_again_with_the_samplers_that_it_was_given() ->
     rows, few = range(8), RandomSampler(range(8), num_samples=4)
     given = DataLoader(rows, batch_sampler=BatchSampler(SequentialSampler(range(6)), 3, drop_last=False))  # type: ignore[arg-type]
     drawn, whole = DataLoader(rows, sampler=few), DataLoader(rows, shuffle=True)  # type: ignore[arg-type]
-    for loader in (given, drawn, whole):
-        show_samplers(loader)
-    assert [batch.tolist() for batch in given] == [[0, 1, 2], [3, 4, 5]]
-    again = _update_dataloader(given, given.sampler)
-    assert makes_plain_batches(again.batch_sampler) and [batch.tolist() for batch in again] == [[0, 1, 2], [3, 4, 5]]
-    assert len(drawn.sampler) == 4 and not isinstance(drawn.sampler, RandomSampler)  # type: ignore[arg-type]
-    assert isinstance(whole.sampler, RandomSampler), "Lightning may distribute the dataset"
+    before = [loader.sampler for loader in (given, drawn, whole)]
+    with show_samplers(given), show_samplers(drawn), show_samplers(whole):
+        again = _update_dataloader(given, given.sampler)
+        assert len(drawn.sampler) == 4 and not isinstance(drawn.sampler, RandomSampler)  # type: ignore[arg-type]
+        assert isinstance(whole.sampler, RandomSampler), "Lightning may distribute the dataset"
+    assert makes_plain_batches(again.batch_sampler)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in given] == [[0, 1, 2], [3, 4, 5]]
+    assert [loader.sampler for loader in (given, drawn, whole)] == before, "for others, the loaders are what they were"
+    assert type(given.batch_sampler) is BatchSampler
+
+
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_sampler_tells_the_rows_of_a_dataset_without_a_length() -> None:
+    loader = DataLoader(WithoutLength(), sampler=RandomSampler(range(4)))
+    with show_samplers(loader):
+        assert sorted(loader.sampler) == [0, 1, 2, 3] and not isinstance(loader.sampler, RandomSampler)
+
+
+def test_ranks_that_have_drawn_differently_draw_one_order() -> None:
+    epochs: list[list[int]] = [[], []]
+    for rank in range(2):
+        few = RandomSampler(range(99), num_samples=8)
+        sampler = DistributedSamplerWrapper(few, 2, rank, shuffle=False)
+        loader = DataLoader(range(99), sampler=sampler)  # type: ignore[arg-type]  # a Sequence does
+        draw_alike(loader)
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        for epoch, order in enumerate(epochs):
+            sampler.set_epoch(epoch)
+            order += sampler
+        assert torch.equal(torch.get_rng_state(), before)
+        with seed_by_epoch(sampler_of(loader)):
+            assert list(few)[rank::2] == epochs[1][-4:]
+    assert [len(set(order)) for order in epochs] == [8, 8] and set(epochs[0]) != set(epochs[1])
 
 
 def test_sampler_of_the_user_and_its_generator_are_found() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
@@ -50,6 +51,28 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
+
+
+@pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
+def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no(mode: RunningStage) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    compat.keep_order_of_training(trainer)
+    with _replace_dunder_methods(DataLoader, "dataset"):  # as within train_dataloader
+        loader: DataLoader[Any] = DataLoader(range(4), shuffle=False, sampler=RandomSampler(range(4)))  # type: ignore[arg-type]
+    kept: Any = trainer._data_connector._prepare_dataloader(loader, mode == RunningStage.TRAINING, mode)
+    assert kept.sampler.shuffle
+
+
+def test_a_sampler_of_validation_draws_alike_on_ranks_that_have_drawn_differently() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
+    compat.keep_order_of_training(trainer)
+    loader: DataLoader[Any] = DataLoader(range(99), sampler=RandomSampler(range(99), num_samples=8))  # type: ignore[arg-type]
+    orders = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        kept: Any = trainer._data_connector._prepare_dataloader(loader, False, RunningStage.VALIDATING)
+        orders.append(list(kept.sampler))
+    assert orders[0] == orders[1] and len(set(orders[0])) == 8
 
 
 class Asks(pl.Callback):
