@@ -173,6 +173,7 @@ class LoadResult:
         notes: sentences for the user about differences and conversions.
         skipped: sentences for the user about state that was skipped on request.
         hooked: the state that load hooks need, tensors included.
+        settings: the hyper-parameters of optimizers that were loaded: optimizer, param group and key.
     """
 
     trainer: dict[str, Any]
@@ -180,6 +181,7 @@ class LoadResult:
     notes: list[str]
     skipped: list[str]
     hooked: HookedState
+    settings: set[tuple[int, int, str]]
 
 
 def load(
@@ -242,7 +244,7 @@ def load(
             ranks.step(f"verifying {name}", read, _nothing)
         with filling():
             ranks.step(f"reading {name}", apply, _nothing)
-        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.hooked)
+        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.hooked, job.settings)
 
 
 def load_full(

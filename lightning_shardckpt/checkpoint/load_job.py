@@ -83,6 +83,7 @@ class LoadJob:
         self.notes: list[str] = []
         self.skipped: list[str] = []
         self.hooked = HookedState()
+        self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
 
     def compare(self) -> RankComparison:
@@ -299,6 +300,7 @@ class LoadJob:
         """Put the filled optimizer state in place; the model's tensors are filled in place already."""
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
+            self.settings |= optimizer.settings
 
 
 def _refuse_meta(path: str, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:

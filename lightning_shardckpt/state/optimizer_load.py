@@ -73,6 +73,9 @@ class OptimizerLoad:
         skips: returns whether a name is left out; a skipped parameter keeps its optimizer state, too. None: no names.
         dtypes: returns the stored dtype of a parameter by live FQN; None if state is not converted.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
+
+    Attributes:
+        settings: the hyper-parameters that ``apply`` has loaded: optimizer, param group and key.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class OptimizerLoad:
                 keeps = not self._takes_state or (skips is not None and skips(name))
                 rows.append(_Row(param, name, keys[0] if keys else None, keys[1:], keeps))
             self._rows.append(rows)
+        self.settings: set[tuple[int, int, str]] = set()
         if skips is not None:  # call it for every entry, since it records which patterns match a name
             for entry in self._entries():
                 self._is_skipped(*entry)
@@ -375,6 +379,7 @@ class OptimizerLoad:
                 notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
             else:
                 group[key] = copy.deepcopy(values[0])  # another group may use it, too
+                self.settings.add((self.number, number, key))
         stored_keys = {k for i in sources for k in self._stored.hyper[i]}
         missing = [k for k in group if sources and k not in stored_keys and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
         if missing:

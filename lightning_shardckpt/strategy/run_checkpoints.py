@@ -222,8 +222,11 @@ class RunCheckpoints:
             restore_modules_and_callbacks(run.trainer, None if path is None else os.fspath(path))
             keep_param_groups(run.trainer)
             self.restored = True
-            if self._place is not None:  # read only now, since hooks may have changed the loops
-                self._continuation, self._place = self._place(), None
+            self._read_place()
+
+    def _read_place(self) -> None:
+        if self._place is not None:  # after the load, since hooks may have changed the loops
+            self._continuation, self._place = self._place(), None
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
@@ -286,6 +289,7 @@ class RunCheckpoints:
         resumable = make_resumable(loader)
         if run is None or not (run.trainer.training and run.is_fit):
             return
+        self._read_place()
         if isinstance(loader, ResumableLoader):
             loader.deal_global_order()
         elif is_stateful(loader):
@@ -303,6 +307,7 @@ class RunCheckpoints:
         """Restore the position of the checkpoint. Call it when training starts."""
         trainer = self._current.trainer
         self.stop_position.watch(trainer)
+        self._read_place()  # of a load during the fit, such as that of LearningRateFinder
         if self._continuation is not None:
             self._continuation.apply(trainer)
             self._validation_rng = get_rng_state() if self._continuation.validates else None

@@ -119,7 +119,7 @@ def load_checkpoint(
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
     targets = module_targets(module, state_dict, optimizers, io.names)
-    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
+    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names, targets.whole)
     if "callbacks" in parts:
         targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
@@ -135,7 +135,7 @@ def load_checkpoint(
         rank_zero_info(note)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = loaded_state_dict({"": module}, state_dict, loaded.extra_state, loaded.hooked)
-    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show()
+    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show(loaded.settings)
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
     _compare_hyper_parameters(module, checkpoint, str(path))

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_shardckpt
@@ -359,6 +359,28 @@ def test_what_hooks_change_of_optimizers_and_loops_counts_and_callbacks_see_copi
     for (state, kept, *counts), (its_state, its_kept, *its_counts) in zip(found, expected, strict=True):
         assert tiny.differences(state, its_state) == [] and counts == its_counts
         assert torch.equal(kept, its_kept) and torch.equal(kept, saved["model/head.bias"])
+
+
+class Draws(tiny.TinyLM):
+    lr = 0.1
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.losses += [float(torch.rand(())), float(batch[0].sum())]
+
+
+def draw_after_finder() -> list[list[float]]:
+    found = []
+    for callbacks in ([], [LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)]):
+        pl.seed_everything(1, verbose=False)
+        run = tiny.trainer({}, max_steps=2, limit_val_batches=0, callbacks=callbacks)
+        run.fit(module := Draws(optimizer="sgd"), tiny.loader())
+        found.append(module.losses[-6:])
+    return found
+
+
+def test_learning_rate_finder_changes_no_random_numbers_or_data() -> None:
+    ((expected, found),) = run_ranks(1, draw_after_finder)
+    assert expected == found
 
 
 def test_what_is_no_checkpoint_or_cannot_be_removed_stays_with_a_warning(tmp_path: Path) -> None:
