@@ -7,7 +7,7 @@ dict that the hooks changed, which overwrites settings of ``on_fit_start``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_tree import encode_small
-from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import cut
 from lightning_shardckpt.state.optimizer import NOT_HYPER, load_extra_entries, optimizer_state
 
@@ -26,12 +25,11 @@ class LoadedOptimizers:
     Args:
         optimizers: all of the run.
         names: FQN by ``id`` of their parameters.
-        whole: the names of all pipeline stages.
+        elsewhere: FQNs that only other pipeline stages have.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], whole: WholeNames) -> None:
-        self._optimizers, self._names = optimizers, names
-        self._elsewhere = frozenset(whole.parameters).difference(names.values())
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], elsewhere: Set[str]) -> None:
+        self._optimizers, self._names, self._elsewhere = optimizers, names, elsewhere
         self._new = [None if _has_state(optimizer) else self._state_of(optimizer) for optimizer in optimizers]
         self._loaded: list[dict[str, Any]] = []
         self._settings: set[tuple[int, int, str]] = set()

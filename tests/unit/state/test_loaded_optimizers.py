@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
-from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import parameter_names
 
 
@@ -33,7 +32,7 @@ def loaded(*settings: tuple[int, int, str]) -> tuple[Any, LoadedOptimizers, list
     module = nn.Linear(2, 2)
     optimizer = Counts([{"params": [module.weight]}, {"params": [module.bias]}], lr=0.1)
     names = parameter_names(module)
-    of_hooks = LoadedOptimizers([optimizer], names, WholeNames(parameters=("weight", "bias", "elsewhere.weight")))
+    of_hooks = LoadedOptimizers([optimizer], names, {"elsewhere.weight"})
     module(torch.ones(2)).sum().backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"], optimizer.scale = 0.2, 2.0
