@@ -96,9 +96,8 @@ def _end_with_process(beats: Heartbeat, pid: int) -> None:
     if os.getpid() != pid:  # a fork
         return
     error: BaseException | None = getattr(sys, "last_value", None)  # the uncaught exception that Python has printed
-    was_known = beats.lost is not None
     beats.stop(error, check=error is not None and is_collective_failure(error), wait_for_others=True)
-    if beats.lost is not None and not was_known:
+    if beats.lost is not None and not beats.is_logged:
         _log.error("%s", beats.lost)
 
 
@@ -121,11 +120,13 @@ class Heartbeat:
 
     Attributes:
         lost: a sentence with the lost rank and the reason; None if no rank is lost.
+        is_logged: whether the log has that sentence.
         beats: the number of rounds of this rank.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int, tuning: Tuning) -> None:
         self.lost: str | None = None
+        self.is_logged = False
         self._report: str | None = None  # of a lost rank, until it has been there for _report_wait_s
         self._server = store  # keeps a server in this process alive while other ranks use it
         self._store, self._rank, self._size, self._tuning = clone_store(store, name), rank, world, tuning
@@ -192,6 +193,7 @@ class Heartbeat:
                 keeper = "the process that keeps the store of the process group, perhaps rank 0,"
                 self.lost = f"{keeper} {self._silence_text}"
             if self.lost is not None:
+                self.is_logged = True
                 _log.error("%s", self.lost)  # the main thread may wait in gloo, which can't be aborted
                 abort_accelerators()
                 return
