@@ -46,7 +46,10 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "a group of NCCL alone": (2, TENSOR_PARALLEL, {}, ROUNDING),
 }
 QUICK = ("FSDP", "tensor parallel")
-SWEPT = ("bf16-true", "clipped by norm", "accumulated", "offloaded replicas")
+SWEPT = (
+    *("bf16-true", "checkpointed activations", "clipped by norm", "accumulated", "fused optimizer"),
+    *("offloaded replicas", "a communicator for each pair"),
+)
 GROUPS: dict[str, dict[str, Any]] = {
     "a communicator for each pair": {"pretend": {"eager": False}},
     "a group of NCCL alone": {"backend": "nccl"},

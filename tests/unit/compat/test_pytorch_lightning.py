@@ -40,7 +40,10 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [UNIFIED, LATE], ids=["unify_lightning", "late"])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(UNIFIED, id="unify_lightning"), pytest.param(LATE, id="late", marks=pytest.mark.sweep)],
+)
 def test_both_names_are_one_lightning(program: str) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
