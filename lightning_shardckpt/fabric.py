@@ -142,7 +142,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self._meshes is not None:
             return
         self._setup_distributed()
-        show_samplers_of(ShardedStrategy)
+        show_samplers_of(self)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         watch_until_exit(self.tuning)
         self._enable_async()

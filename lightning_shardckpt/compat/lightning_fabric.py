@@ -6,8 +6,8 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,29 +35,37 @@ class FabricScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
 
 
-def show_samplers_of(kind: type) -> None:
-    """Let Fabric see the samplers that a loader was given, before it makes the loader again for a strategy of ``kind``.
+_showing: set[int] = set()  # the ids of the living strategies of `show_samplers_of`
+_original_setup = Fabric._setup_dataloader
 
-    These draw alike on all ranks. Relies on ``Fabric._setup_dataloader``, which makes each loader again, and on
-    ``_FabricDataLoader._dataloader``.
+
+def show_samplers_of(strategy: object) -> None:
+    """Let the Fabric of ``strategy`` see the samplers that a loader was given, before it makes the loader again.
+
+    These draw alike on all ranks. Ends with the last such strategy, since Fabric has no teardown. Relies on
+    ``Fabric._setup_dataloader``, which makes each loader again, and on ``_FabricDataLoader._dataloader``.
     """
-    original = Fabric._setup_dataloader
-    if hasattr(original, "__wrapped__"):
-        return
+    _showing.add(id(strategy))
+    weakref.finalize(strategy, _end_showing, id(strategy)).atexit = False
+    Fabric._setup_dataloader = _setup_shown_dataloader  # type: ignore[method-assign]  # see _end_showing
 
-    @functools.wraps(original)
-    def setup_dataloader(
-        self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
-    ) -> DataLoader[Any]:
-        if not use_distributed_sampler or not isinstance(self.strategy, kind):
-            return original(self, dataloader, use_distributed_sampler, move_to_device)
-        with show_samplers(dataloader):
-            made: Any = original(self, dataloader, move_to_device=move_to_device)
-        if made._dataloader is not dataloader:
-            draw_alike(made)
-        return made  # type: ignore[no-any-return]
 
-    Fabric._setup_dataloader = setup_dataloader  # type: ignore[method-assign]  # once
+def _end_showing(strategy: int) -> None:
+    _showing.discard(strategy)
+    if not _showing:
+        Fabric._setup_dataloader = _original_setup  # type: ignore[method-assign]
+
+
+def _setup_shown_dataloader(
+    self: Fabric, dataloader: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+) -> DataLoader[Any]:
+    if not use_distributed_sampler or id(self.strategy) not in _showing:
+        return _original_setup(self, dataloader, use_distributed_sampler, move_to_device)
+    with show_samplers(dataloader):
+        made: Any = _original_setup(self, dataloader, move_to_device=move_to_device)
+    if made._dataloader is not dataloader:
+        draw_alike(made)
+    return made  # type: ignore[no-any-return]
 
 
 def init_process_group(

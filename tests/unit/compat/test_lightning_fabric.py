@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -120,6 +121,18 @@ def batches_of_given() -> list[list[list[int]]]:
     first, second = fabric.setup_dataloaders(given, drawn)
     assert type(given.batch_sampler) is BatchSampler, "for others, the loader is what it was"
     return [[batch.tolist() for batch in loader] for loader in (first, second)]
+
+
+def test_fabric_is_what_it_was_when_the_last_strategy_is_gone() -> None:
+    before, first, second = Fabric._setup_dataloader, ShardedStrategy(), ShardedStrategy()
+    compat.show_samplers_of(first)
+    compat.show_samplers_of(second)
+    del first
+    gc.collect()
+    assert Fabric._setup_dataloader is not before
+    del second
+    gc.collect()
+    assert Fabric._setup_dataloader is before
 
 
 def test_loaders_are_made_again_with_the_samplers_that_they_were_given() -> None:
