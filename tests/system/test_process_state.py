@@ -13,11 +13,13 @@ from tests.support.warm_python import Run
 TRAINING = """
 import copy, sys, warnings
 warnings.simplefilter("ignore")
-import lightning.pytorch as pl, torch, torch.distributed as dist
+import lightning.pytorch as pl, torch, torch.distributed as dist, torchmetrics.metric
 from lightning.fabric import strategies as fabric_strategies, wrappers
 from lightning.pytorch import cli, strategies
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 class Model(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -29,7 +31,7 @@ OWNERS = (
     *(torch, dist, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, torch.autograd.Function),
     *(torch.autograd, DTensor, pl.Trainer, pl.LightningModule, copy, warnings, cli.LightningCLI),
     *(strategies.Strategy, fabric_strategies.Strategy, fabric_strategies.FSDPStrategy),
-    *(wrappers, wrappers._FabricModule),
+    *(wrappers, wrappers._FabricModule, torchmetrics.metric),
 )
 
 def state():
@@ -39,6 +41,8 @@ def state():
     }
     found |= {f"deepcopy of {kind.__name__}": how for kind, how in copy._deepcopy_dispatch.items()}
     found |= {f"DTensor handler of {op}": how for op, how in DTensor._op_dispatcher._custom_op_handlers.items()}
+    for module in (optimizer, _foreach_utils):
+        found[f"lists of {module.__name__}"] = tuple(module._foreach_supported_types)
     return found | {f"finder {finder}": finder for finder in sys.meta_path if "shardckpt" in type(finder).__module__}
 
 def changed():
@@ -61,6 +65,9 @@ WHILE_IT_TRAINS = {
     "Function.apply",  # custom functions get whole tensors
     "deepcopy of Parameter",  # the gradients of copies are averaged
     "DTensor handler of aten._is_any_true.default",  # detect_anomaly
+    "lists of torch.optim.optimizer",  # sharded tensors among them
+    "lists of torch.utils._foreach_utils",
+    "torchmetrics.metric.gather_all_tensors",  # over the data-parallel ranks
 }
 
 
