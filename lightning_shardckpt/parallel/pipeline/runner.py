@@ -38,7 +38,7 @@ from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.consistency import fingerprint_without_wait
+from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
@@ -257,9 +257,8 @@ class Pipeline:
     def _batches_differ(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
         return UnsupportedCodeError(
             f"the ranks of a pipeline got different batches for {step.name}: ranks "
-            f"{dist.get_process_group_ranks(self._group)} have the numbers of microbatches or checksums {marks}. Every "
-            "rank of a pipeline must load the same samples: use strategy.distributed_sampler_kwargs (Lightning does "
-            "for the samplers that it adds), and seed random augmentations by the data-parallel rank."
+            f"{dist.get_process_group_ranks(self._group)} have the numbers of microbatches or checksums "
+            f"{marks}. {SAME_SAMPLES}"
         )
 
     def _check_microbatches(self, state: StepState, failure: Exception | None) -> None:

@@ -29,6 +29,11 @@ _PROJECTIONS = 4  # the number of random directions
 _PIECE = 1 << 18  # elements that are projected together
 _STEP = 0x1E3779B97F4A7C15  # odd
 _LOSS_SPREAD = 1e-4  # relative, of losses in float32
+SAME_SAMPLES = (
+    "Every rank of the group must load the same samples: call seed_everything before the script draws random data, use "
+    "strategy.distributed_sampler_kwargs (Lightning does for samplers that it adds), and seed random augmentations by "
+    "the data-parallel rank."
+)
 
 
 @torch.no_grad()
@@ -48,8 +53,7 @@ def check_batch(batch: Any, group: dist.ProcessGroup, *, of_all_groups: bool = T
         ranks = dist.get_process_group_ranks(group)
         raise UnsupportedCodeError(
             f"the ranks of a tensor-parallel group got different batches; rank {dist.get_rank()} compared ranks "
-            f"{ranks}. Every rank of a group must load the same samples: use strategy.distributed_sampler_kwargs "
-            "(Lightning does for samplers that it adds), and seed random augmentations by the data-parallel rank."
+            f"{ranks}. {SAME_SAMPLES}"
         )
 
 
