@@ -56,6 +56,9 @@ STAGES_PER_RANK = {
     "1f1b": 1,
     "looped_bfs": 2,
     "interleaved_1f1b": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv_zero_bubble": 2,
+    "dualpipe_v": 2,
 }
 NO_SIZE = {"width": 8, "length": 8, "steps": 1}
 BYTES = 256

@@ -7,13 +7,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer, optimizer
 from torch.utils import _foreach_utils as clipping
+
+
+def accumulated_leaf(node: Node) -> Tensor | None:
+    """Return the leaf whose gradient a node accumulates; None for other nodes.
+
+    Relies on the name of AccumulateGrad nodes, and on their attribute ``variable``.
+    """
+    if node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    return cast(Tensor, cast(Any, node).variable)
 
 
 def in_backward() -> bool:

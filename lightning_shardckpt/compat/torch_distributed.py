@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -212,22 +212,36 @@ def get_if_set(store: Store, key: str) -> bytes | None:
 # ── orders of operations of pipelines ─────────────────────────────────────────────────────────────────────────────────
 
 
-def interleaved_1f1b(
-    ranks: int, stages_per_rank: int, microbatches: int
-) -> list[list[tuple[Literal["forward", "backward"], int, int]]]:
-    """Return the order of torch's Interleaved1F1B on each rank, as (direction, stage, microbatch).
+def torch_schedule(name: str) -> type:
+    """Return the class of a schedule of torch by name, such as ``ZBVZeroBubble``; raises ValueError for others."""
+    from torch.distributed.pipelining.schedules import get_schedule_class  # takes half a second
 
-    Relies on ``pipeline_order``, on the names of its actions' kinds, and on the attributes of stages that the
-    constructor reads.
+    schedule: type = get_schedule_class(name)
+    return schedule
+
+
+def has_order(schedule: type) -> bool:
+    """Return whether a schedule class has a ``pipeline_order``; torch's with one stage per rank do not."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    return issubclass(schedule, PipelineScheduleMulti)
+
+
+def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
+    """Return each rank's actions in the notation of torch's CSV files, such as ``0F1``.
+
+    Relies on ``pipeline_order``, and on the attributes of stages that the constructor reads.
 
     Args:
+        schedule: a class with an order.
         ranks: of the pipeline.
         stages_per_rank: the number of stages on each rank.
-        microbatches: of a step; if more than ``ranks``, a multiple of ``microbatches // ranks``.
-    """
-    from torch.distributed.pipelining import ScheduleInterleaved1F1B  # takes half a second
+        microbatches: the number of microbatches of a step.
 
-    stage: Any = SimpleNamespace(
+    Raises:
+        ValueError: if the schedule is not defined for these numbers.
+    """
+    stage = SimpleNamespace(
         num_stages=ranks * stages_per_rank,
         group_size=ranks,
         group_rank=0,
@@ -238,12 +252,6 @@ def interleaved_1f1b(
         stage_index_to_group_rank=None,
         submod=nn.Identity(),
     )
-    order = ScheduleInterleaved1F1B([stage] * stages_per_rank, microbatches, loss_fn=lambda *_: None).pipeline_order
-    return [
-        [
-            ("forward" if a.computation_type.name == "FORWARD" else "backward", a.stage_index, a.microbatch_index or 0)
-            for a in order[rank]
-            if a is not None
-        ]
-        for rank in range(ranks)
-    ]
+    built = schedule([stage] * stages_per_rank, microbatches, loss_fn=lambda *_: None)
+    order = built.pipeline_order
+    return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]

@@ -86,7 +86,7 @@ class MeshStrategy(PickleByArguments):
         pipeline_layers: list[str] | None = None,
         pipeline_split: str | list[str] = "even",
         pipeline_modules: dict[str, Literal["first", "last", "every"]] | None = None,
-        pipeline_schedule: str = "gpipe",
+        pipeline_schedule: str | type = "gpipe",
         pipeline_microbatches: int | None = None,
         pipeline_loss: Literal["batch", "microbatch"] = "batch",
         pipeline_stages_per_rank: int = 1,
@@ -119,8 +119,10 @@ class MeshStrategy(PickleByArguments):
                 modules; or the names of the first layers of all stages but the first.
             pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers.
                 By default modules registered before the layers are on the first stage, modules after them on the last.
-            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"`` or ``"looped_bfs"``; torch's spellings
-                are accepted, too.
+            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble
+                schedules ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are
+                accepted, too. Or a schedule of your own for torch.distributed.pipelining: the path of a CSV file
+                (``.csv``) in the format of its ``_PipelineScheduleRuntime``, or a subclass of PipelineScheduleMulti.
             pipeline_microbatches: The number of microbatches of a batch; by default twice the number of processes, and
                 never more than it has samples.
             pipeline_loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for

@@ -49,21 +49,25 @@ RUNS: dict[int, dict[str, Run]] = {
         "1f1b": (by("1f1b"), {}),
         "looped_bfs": (by("looped_bfs", 2, 2), {}),
         "interleaved_1f1b": (by("interleaved_1f1b", 2, 2), {}),
+        "interleaved_zero_bubble": (by("interleaved_zero_bubble", 2, 2), {}),
+        "zbv_zero_bubble": (by("zbv_zero_bubble", 2, 2), {}),
+        "dualpipe_v": (by("dualpipe_v", 2, 2), {}),
         "bf16-mixed": (by("gpipe"), {"precision": "bf16-mixed"}),
         "clipped, accumulated": (by("gpipe"), {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     },
     4: {
         "gpipe, four ranks": (by("gpipe", 4), {}),
         "1f1b, four ranks": (by("1f1b", 4), {}),
-        "interleaved_1f1b, four ranks": (by("interleaved_1f1b", 4, 2), {}),
+        "interleaved_zero_bubble, four ranks": (by("interleaved_zero_bubble", 4, 2), {}),
+        "zbv_zero_bubble, four ranks": (by("zbv_zero_bubble", 4, 2), {}),
         "1f1b, FSDP": (by("1f1b", data_parallel_shard_size=2), {}),
         "gpipe, tensor parallel": (by("gpipe", **TENSOR_PARALLEL), {}),
     },
 }
 
 SWEPT = (
-    *("1f1b", "looped_bfs"),
-    *("gpipe, four ranks", "interleaved_1f1b, four ranks", "gpipe, tensor parallel"),
+    *("1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipe_v"),
+    *("gpipe, four ranks", "zbv_zero_bubble, four ranks", "gpipe, tensor parallel"),
 )
 """Orders of messages that others have, too; the sweeps run all of them."""
 
@@ -241,7 +245,7 @@ def test_a_checkpoint_of_stages_resumes_exactly_and_loads_on_other_topologies(tm
     (_, whole), *_ = run_ranks(1, _resume, ({}, {}), "cpu", path, 2, init_process_group=False)
     (_, sharded), *_ = run_on_gpus(2, _resume, ({}, {}), "cuda", path, 2)
     assert whole and differences(whole, sharded) == []
-    losses, _ = run_on_gpus(2, _resume, (by("interleaved_1f1b", 2, 2), {}), "cuda", path, 3, again)[0]
+    losses, _ = run_on_gpus(2, _resume, (by("zbv_zero_bubble", 2, 2), {}), "cuda", path, 3, again)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[2:3]), rtol=ROUNDING, atol=0)
     (_, next_), *_ = run_ranks(1, _resume, ({}, {}), "cpu", again, 3, init_process_group=False)
     assert len(differences(whole, next_)) > 50  # it has trained

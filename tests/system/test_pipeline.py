@@ -37,12 +37,16 @@ LOOPED = {"pipeline_parallel_size": 2, "pipeline_stages_per_rank": 2}
 BY_MICROBATCH = options(pipeline_loss="microbatch")
 ONE_F_ONE_B = options(pipeline_schedule="1f1b", pipeline_loss="microbatch")
 INTERLEAVED = options(pipeline_schedule="interleaved_1f1b", pipeline_loss="microbatch")
+OF_A_USER = Path(__file__).parents[1] / "support" / "order.csv"
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step")
 DEEP = replace(HARD, net="tied deep net")
 
 TOGETHER = 8  # cases in the same processes: each run leaves a dozen groups behind, whose threads slow down the next
 
 State = dict[str, Tensor]
+
+# Beside interleaved_1f1b: those that split the backward, and those whose last stage is on the first rank.
+LOOPED_SCHEDULES = ["looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"]
 
 
 class Group(NamedTuple):
@@ -95,6 +99,9 @@ GROUPS = {
         {
             "gpipe by microbatch": replace(HARD, sizes=RAGGED, strategy=BY_MICROBATCH),
             "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("activation_checkpointing", True))),
+            "a user's file": replace(
+                HARD, sizes=RAGGED, strategy=options(pipeline_schedule=str(OF_A_USER), pipeline_loss="microbatch")
+            ),
         },
     ),
     "two stages per rank": Group(
@@ -102,7 +109,10 @@ GROUPS = {
         LOOPED,
         {
             "interleaved_1f1b, sizes change": replace(DEEP, sizes=RAGGED, strategy=INTERLEAVED),
-            "looped_bfs": replace(DEEP, strategy=options(pipeline_schedule="looped_bfs", pipeline_loss="microbatch")),
+            **{
+                name: replace(DEEP, strategy=options(pipeline_schedule=name, pipeline_loss="microbatch"))
+                for name in LOOPED_SCHEDULES
+            },
         },
     ),
     "three ranks": Group(3, {"pipeline_parallel_size": 3}, {"1f1b": replace(HARD, strategy=ONE_F_ONE_B)}),
@@ -129,7 +139,7 @@ QUICK = {
     ("schedules", "1f1b"),
 }
 SWEPT = {
-    ("two stages per rank", "looped_bfs"),
+    *(("two stages per rank", name) for name in ("looped_bfs", "interleaved_zero_bubble", "dualpipe_v")),
     *(("with fsdp", "tied llama"), ("with tensor", "metrics"), ("with fsdp and tensor", "gpipe")),
     *(("with replicas", "1f1b"), ("schedules", "gpipe by microbatch"), ("models", "head first")),
 }

@@ -29,7 +29,7 @@ PP2 = {"pipeline_parallel_size": 2}
 PP3 = {"pipeline_parallel_size": 3}
 PP4 = {"pipeline_parallel_size": 4}
 LOOPED = {**PP2, "pipeline_stages_per_rank": 2}
-INTERLEAVED = {**LOOPED, "pipeline_schedule": "interleaved_1f1b", "pipeline_loss": "microbatch"}
+IN_V = {**LOOPED, "pipeline_schedule": "zbv_zero_bubble", "pipeline_loss": "microbatch"}
 TP2 = {"tensor_parallel_size": 2, **TP}
 
 
@@ -69,7 +69,7 @@ def union(states: list[State]) -> State:
 
 CASES = [
     ("pp2", 2, PP2, "adamw", [(1, FSDP), (2, LOOPED)]),
-    ("interleaved", 2, INTERLEAVED, "momentum", [(3, PP3)]),
+    ("in a v", 2, IN_V, "momentum", [(3, PP3)]),
     ("pp2-fsdp2", 4, PP2, "adamw", [(4, {**PP2, **TP2}), (4, PP4)]),
     ("fsdp2", 2, FSDP, "amsgrad", [(4, PP2)]),
 ]

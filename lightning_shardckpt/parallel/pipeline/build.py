@@ -43,7 +43,7 @@ class PipelineRecipe:
     layers: Sequence[str] | None = None
     split: Split = "even"
     modules: Mapping[str, Where] = field(default_factory=dict)
-    schedule: str = "gpipe"
+    schedule: str | type = "gpipe"
     microbatches: int | None = None
     loss: LossOf = "batch"
     stages_per_rank: int = 1
@@ -61,6 +61,12 @@ class PipelineRecipe:
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
+        limit = schedule.max_microbatches
+        if limit is not None and (self.microbatches or limit) > limit:
+            raise TopologyError(
+                f"pipeline_schedule={self.schedule!r} is an order for {limit} microbatches, so pipeline_microbatches "
+                f"can be {limit} at most, found {self.microbatches}"
+            )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
                 f"pipeline_schedule={self.schedule!r} runs backward passes before the last forward pass, so it needs "
@@ -159,6 +165,7 @@ class StagedModule:
             module = self.modules[name] if owned else self.copies[name]
             add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
         common = [m for name, m in root.named_modules() if not is_inside(clean_fqn(name), places)]
+        topology = self.meshes.topology
         return Pipeline(
             root,
             gates,
@@ -168,7 +175,7 @@ class StagedModule:
             device,
             gradients,
             absent,
-            microbatches=self.recipe.microbatches or 2 * self.meshes.topology.pipeline,
+            microbatches=self.recipe.microbatches or self.schedule.max_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             common=common,
         )

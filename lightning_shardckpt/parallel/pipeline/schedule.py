@@ -1,35 +1,47 @@
 """Pipeline schedules: the order of passes and messages of each rank. Pure: no tensors, no communication.
 
-A rank's list has each operation of its stages exactly once:
+Orders come from ``torch.distributed.pipelining``, or from a user's class or CSV file for it. GPipe and 1F1B are defined
+here, since torch has them only as code. A rank's list has each operation of its stages exactly once:
 
 - ``forward`` of stage s needs ``forward`` of stage s - 1 on the same microbatch
-- ``backward`` of stage s needs its ``forward``, and ``backward`` of s + 1
+- ``backward`` and ``backward_input`` of stage s need its ``forward``, and ``backward`` or ``backward_input`` of s + 1
+- ``backward_weight`` needs its ``backward_input``; no operation waits for it, so it fills idle time
 
-No microbatch waits for another, so an order remains valid without some of its microbatches. That is how an order that
-is defined only for some numbers of microbatches runs fewer.
+No microbatch waits for another, so an order remains valid without some of its microbatches. That is how schedules that
+are defined only for many microbatches run fewer.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import csv
+import re
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
-from lightning_shardckpt.compat.torch_distributed import interleaved_1f1b
+from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule
 from lightning_shardckpt.errors import TopologyError
 
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 Direction = Literal["forward", "backward"]
 Part = Literal["forward", "backward", "step"]
 """A part of a step: its forward or backward operations, or all."""
+Table = tuple[tuple[str, ...], ...]
+"""The actions of each rank, as in torch's CSV files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of one stage on one microbatch."""
+    """One operation of one stage on one microbatch.
 
-    kind: Direction
+    ``backward`` is the whole backward pass; ``backward_input`` computes the gradients for the previous stage, and
+    ``backward_weight`` the rest.
+    """
+
+    kind: Kind
     stage: int
     microbatch: int
 
@@ -50,11 +62,16 @@ class Schedule:
     >>> schedule = resolve_schedule("1F1B", ranks=2, stages_per_rank=1)
     >>> " ".join(f"{op.kind[0]}{op.microbatch}" for op in schedule.operations(0, microbatches=4))
     'f0 f1 b0 f2 b1 f3 b2 b3'
+
+    Attributes:
+        name: for error messages.
+        source: "gpipe", "1f1b", torch's class or a subclass of it, or the content of a CSV file.
     """
 
     name: str
     ranks: int
     stages_per_rank: int
+    source: str | type | Table
 
     @property
     def stages(self) -> int:
@@ -62,17 +79,24 @@ class Schedule:
         return self.ranks * self.stages_per_rank
 
     @property
+    def max_microbatches(self) -> int | None:
+        """The number of microbatches in a CSV file; None for schedules with an order for any number."""
+        if not isinstance(self.source, tuple):
+            return None
+        return 1 + max((op.microbatch for row in _parse(self.source) for op in row), default=-1)
+
+    @property
     def interleaves_backward(self) -> bool:
         """True if a backward may run before a rank's last forward, so that each microbatch needs its own loss."""
-        return self.name in ("1f1b", "interleaved_1f1b")
+        return _interleaves_backward(self)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of ``stage``."""
-        return stage % self.ranks
+        return _ranks_of_stages(self)[stage]
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of ``rank``, ascending."""
-        return list(range(rank, self.stages, self.ranks))
+        return [stage for stage, holder in enumerate(_ranks_of_stages(self)) if holder == rank]
 
     def operations(self, rank: int, microbatches: int) -> Sequence[Op]:
         """Return ``rank``'s operations of one step, in order, for any number of microbatches."""
@@ -88,46 +112,37 @@ class Schedule:
         return _plans(self, microbatches, part)[rank]
 
 
-def resolve_schedule(wanted: str, ranks: int, stages_per_rank: int) -> Schedule:
+def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Schedule:
     """Return a schedule.
 
     Args:
-        wanted: a name, as in the documentation or torch's, in any case.
+        wanted: a name, as in the documentation or torch's, in any case; the path of a CSV file in torch's format; or a
+            subclass of torch's ``PipelineScheduleMulti``.
         ranks: the number of ranks of the pipeline.
         stages_per_rank: the number of stages of each rank.
 
     Raises:
-        TopologyError: if there is no such schedule, or it does not fit ``ranks`` or ``stages_per_rank``.
+        TopologyError: if there is no such schedule, it does not fit ``ranks`` or ``stages_per_rank``, or its order
+            cannot run.
     """
     if ranks < 1 or stages_per_rank < 1:
         raise TopologyError(
             f"pipeline schedule {wanted!r}: expected at least 1 rank and 1 stage per rank, "
             f"found {ranks} and {stages_per_rank}."
         )
-    name = {_normalize(known): known for known in _NAMES}.get(_normalize(str(wanted)))
-    if name is None:
-        raise TopologyError(
-            f"unknown pipeline schedule {wanted!r}. Expected one of: {', '.join(_NAMES)}. Schedules that compute the "
-            "gradients of inputs and of weights in two passes (zero bubble, DualPipeV), and schedules of your own, are "
-            'not supported: for a small bubble use "interleaved_1f1b".'
-        )
-    if name == "1f1b" and stages_per_rank > 1:
-        raise TopologyError(
-            f"pipeline schedule '1f1b' needs exactly 1 stage per rank, found {stages_per_rank}. With more use "
-            "'interleaved_1f1b'."
-        )
-    if name == "interleaved_1f1b" and stages_per_rank == 1:
-        raise TopologyError(
-            "pipeline schedule 'interleaved_1f1b' needs at least 2 stages per rank, found 1. With 1 use '1f1b'."
-        )
-    return Schedule(name, ranks, stages_per_rank)
-
-
-_NAMES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b")
-
-
-def _normalize(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
+    if isinstance(wanted, type):
+        if not has_order(wanted):
+            raise TopologyError(
+                f"pipeline_schedule={wanted.__qualname__} is no subclass of "
+                "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
+            )
+        schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
+    elif wanted.lower().endswith(".csv"):
+        schedule = Schedule(wanted, ranks, stages_per_rank, _read_csv(wanted))
+    else:
+        return _resolve_name(wanted, ranks, stages_per_rank)
+    _check(schedule)
+    return schedule
 
 
 def bubble_fraction(schedule: Schedule, microbatches: int, *, forward: float = 1.0, backward: float = 2.0) -> float:
@@ -137,13 +152,13 @@ def bubble_fraction(schedule: Schedule, microbatches: int, *, forward: float = 1
         schedule: the order to simulate.
         microbatches: the number of microbatches, at least 1.
         forward: the time of one stage's forward on one microbatch, in any unit.
-        backward: the time of its backward in the same unit.
+        backward: the time of its backward in the same unit; each of the two parts takes half of it.
     """
-    cost = {"forward": forward, "backward": backward}
+    cost = {"forward": forward, "backward": backward, "backward_input": backward / 2, "backward_weight": backward / 2}
     clock, done, busy = [0.0] * schedule.ranks, dict[tuple[str, int, int], float](), 0.0
     for rank, op in _simulate(schedule, _orders(schedule, microbatches)):
         start = max([clock[rank], *(done[need] for need in _needs(op, schedule.stages))])
-        clock[rank] = done[op.kind, op.stage, op.microbatch] = start + cost[op.kind]
+        clock[rank] = done[_result(op)] = start + cost[op.kind]
         busy += cost[op.kind]
     return 1 - busy / (schedule.ranks * max(clock))
 
@@ -172,35 +187,51 @@ def sent_after(op: Op, stages: int) -> Receive | None:
     """Return the message that an operation sends at its end; None without one."""
     if op.kind == "forward":
         return Receive("forward", op.stage, op.microbatch) if op.stage + 1 < stages else None
-    return Receive("backward", op.stage - 1, op.microbatch) if op.stage else None
+    return Receive("backward", op.stage - 1, op.microbatch) if op.stage and op.kind != "backward_weight" else None
 
 
 def needed_by(op: Op, stages: int) -> Receive | None:
     """Return the message that an operation needs from another stage; None without one."""
     if op.kind == "forward":
         return Receive("forward", op.stage - 1, op.microbatch) if op.stage else None
-    return Receive("backward", op.stage, op.microbatch) if op.stage + 1 < stages else None
+    last = op.stage + 1 == stages
+    return None if last or op.kind == "backward_weight" else Receive("backward", op.stage, op.microbatch)
 
 
 def _simulate(
     schedule: Schedule, orders: Sequence[Sequence[Op]], *, forwards_done: bool = False
 ) -> Iterator[tuple[int, Op]]:
-    """Yield the ranks and operations in an executable order, one operation per rank in turn, as torch does."""
+    """Yield the ranks and operations in an executable order, one operation per rank in turn, as torch does.
+
+    Raises:
+        TopologyError: if the ranks would deadlock.
+    """
     todo, done = [deque(row) for row in orders], set[tuple[str, int, int]]()
     while any(todo):
+        before = len(done)
         for rank, row in enumerate(todo):
             if row and all(n in done or (forwards_done and n[0] == "forward") for n in _needs(row[0], schedule.stages)):
                 op = row.popleft()
-                done.add((op.kind, op.stage, op.microbatch))
+                done.add(_result(op))
                 yield rank, op
+        if len(done) == before:
+            waiting = {rank: str(row[0]) for rank, row in enumerate(todo) if row}
+            raise TopologyError(f"pipeline schedule {schedule.name}: its ranks wait for each other for ever, {waiting}")
 
 
 def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
     """Return the results that ``op`` needs."""
     if op.kind == "forward":
         return [("forward", op.stage - 1, op.microbatch)] if op.stage else []
+    if op.kind == "backward_weight":
+        return [("backward", op.stage, op.microbatch)]
     after = [("backward", op.stage + 1, op.microbatch)] if op.stage + 1 < stages else []
     return [("forward", op.stage, op.microbatch), *after]
+
+
+def _result(op: Op) -> tuple[str, int, int]:
+    """Return the result of ``op`` for `_needs`; ``backward`` and ``backward_input`` have the same."""
+    return "backward" if op.kind == "backward_input" else op.kind, op.stage, op.microbatch
 
 
 # ── orders ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,10 +240,11 @@ def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
 @lru_cache(maxsize=64)
 def _orders(schedule: Schedule, microbatches: int) -> list[list[Op]]:
     """Return the operations of each rank in one step."""
-    if schedule.name == "interleaved_1f1b":
-        return [[Op(*op) for op in row if op[2] < microbatches] for row in _interleaved(schedule, microbatches)]
-    order = _one_forward_one_backward if schedule.name == "1f1b" else _gpipe
-    return [list(order(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
+    if schedule.source in ("gpipe", "1f1b"):
+        order = _gpipe if schedule.source == "gpipe" else _one_forward_one_backward
+        return [list(order(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
+    rows = schedule.source if isinstance(schedule.source, tuple) else _torch_actions(schedule, microbatches)
+    return [[op for op in row if op.microbatch < microbatches] for row in _parse(rows)]
 
 
 def _gpipe(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Op]:
@@ -232,8 +264,133 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, microbatches: int) 
             yield Op("backward", rank, m - ahead)
 
 
-def _interleaved(schedule: Schedule, microbatches: int) -> list[list[tuple[Direction, int, int]]]:
-    """Return the orders of torch's Interleaved1F1B, for more microbatches if it has none for this number."""
-    ranks = schedule.ranks
-    count = next(n for n in range(microbatches, microbatches + ranks) if n % max(1, n // ranks) == 0)
-    return interleaved_1f1b(ranks, schedule.stages_per_rank, count)
+def _torch_actions(schedule: Schedule, microbatches: int) -> Table:
+    """Return the actions of a torch class, for more microbatches if it has no order for this number."""
+    first_error: Exception | None = None
+    for count in range(microbatches, microbatches + 2 * schedule.stages + 1):
+        try:
+            rows = actions_of(schedule.source, schedule.ranks, schedule.stages_per_rank, count)
+            return tuple(map(tuple, rows))
+        except ValueError as error:
+            first_error = first_error or error
+    raise TopologyError(f"pipeline schedule {schedule.name}: {first_error}") from first_error
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_IGNORED = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # `plan` and FSDP decide on these
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_ALL: tuple[Kind, ...] = get_args(Kind)
+_KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+
+
+@lru_cache(maxsize=64)
+def _parse(rows: Table) -> list[list[Op]]:
+    """Return the operations of each rank; raises a TopologyError for an unknown action."""
+    return [[op for text in row for op in _parse_action(text.strip())] for row in rows]
+
+
+def _parse_action(text: str) -> Iterator[Op]:
+    overlap = _OVERLAP.fullmatch(text)
+    for word in overlap[1].split(";") if overlap else [text]:
+        action = _ACTION.fullmatch(word.strip())
+        if action:
+            yield Op(_KINDS[action[2]], int(action[1]), int(action[3]))
+        elif word and not _IGNORED.fullmatch(word):
+            raise TopologyError(
+                f"a pipeline schedule has the action {text!r}; expected torch's spelling: stage, kind and microbatch, "
+                "as in 0F1, where F is a forward, B a backward, and I and W its parts for inputs and weights"
+            )
+
+
+def _read_csv(path: str) -> Table:
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            return tuple(tuple(row) for row in csv.reader(file) if any(row))
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"pipeline_schedule={path!r} cannot be read as a CSV file: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _interleaves_backward(schedule: Schedule) -> bool:
+    for row in _orders(schedule, schedule.max_microbatches or 2 * schedule.stages):
+        forwards = [op.kind == "forward" for op in row]
+        if any(forwards[sum(forwards) :]):
+            return True
+    return False
+
+
+@lru_cache(maxsize=64)
+def _ranks_of_stages(schedule: Schedule) -> list[int]:
+    ranks = {op.stage: rank for rank, row in enumerate(_orders(schedule, 1)) for op in row}
+    return [ranks[stage] for stage in range(schedule.stages)]
+
+
+def _check(schedule: Schedule) -> None:
+    """Raise a TopologyError for a user's or torch's order that cannot run."""
+    count = schedule.max_microbatches or 2 * schedule.stages
+    orders = _orders(schedule, count)
+    expected = Counter((stage, m) for stage in range(schedule.stages) for m in range(count))
+    ops = [op for row in orders for op in row]
+    by_kind = {kind: Counter((op.stage, op.microbatch) for op in ops if op.kind == kind) for kind in _ALL}
+    backwards = by_kind["backward"] + by_kind["backward_input"]
+    stage_counts = [len({op.stage for op in row}) for row in orders]
+    if stage_counts != [schedule.stages_per_rank] * schedule.ranks:
+        raise TopologyError(
+            f"pipeline schedule {schedule.name} has ranks with {stage_counts} stages; expected {schedule.ranks} ranks "
+            f"with {schedule.stages_per_rank} each (pipeline_parallel_size and pipeline_stages_per_rank)"
+        )
+    if not by_kind["forward"] == backwards == expected or by_kind["backward_input"] != by_kind["backward_weight"]:
+        raise TopologyError(
+            f"pipeline schedule {schedule.name}: expected one forward (F) and one backward (B, or I and W) of every "
+            f"stage on each of {count} microbatches, found others"
+        )
+    for _ in _simulate(schedule, orders):
+        pass
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """The stages per rank for which a named schedule is defined, and the name of torch's class, if it has one."""
+
+    torch: str | None = None
+    min_stages: int = 1
+    max_stages: int | None = None
+    advice: str = ""
+
+
+_ONE_STAGE = "With 1 stage per rank use '1f1b'."
+_V_STAGES = "With 1 stage per rank use '1f1b', with more than 2 'interleaved_zero_bubble'."
+_RULES = {
+    "gpipe": _Rule(),
+    "1f1b": _Rule(max_stages=1, advice="With more stages per rank use 'interleaved_1f1b'."),
+    "interleaved_1f1b": _Rule("Interleaved1F1B", 2, advice=_ONE_STAGE),
+    "looped_bfs": _Rule("LoopedBFS"),
+    "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", 2, advice=_ONE_STAGE),
+    "zbv_zero_bubble": _Rule("ZBVZeroBubble", 2, 2, _V_STAGES),
+    "dualpipe_v": _Rule("DualPipeV", 2, 2, _V_STAGES),
+}
+
+
+def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
+    canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
+    if canonical is None:
+        raise TopologyError(
+            f"unknown pipeline schedule {name!r}. Expected the path of a CSV file, a subclass of torch's "
+            f"PipelineScheduleMulti, or one of: {', '.join(_RULES)}."
+        )
+    rule = _RULES[canonical]
+    if stages_per_rank < rule.min_stages or (rule.max_stages is not None and stages_per_rank > rule.max_stages):
+        bound = "at least" if rule.max_stages is None else "exactly"
+        plural = "s" * (rule.min_stages > 1)
+        raise TopologyError(
+            f"pipeline schedule {canonical!r} needs {bound} {rule.min_stages} stage{plural} per rank, "
+            f"found {stages_per_rank}. {rule.advice}"
+        )
+    return Schedule(canonical, ranks, stages_per_rank, torch_schedule(rule.torch) if rule.torch else canonical)
+
+
+def _normalize(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

@@ -6,7 +6,7 @@ receives, and sends the failure instead of each result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import copy_batch
 from lightning_shardckpt.parallel.pipeline.p2p import Message, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
+from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
@@ -67,13 +68,22 @@ class StageRunner:
                 self._discard(item)
             else:
                 try:
-                    (self._forward_one if item.kind == "forward" else self._backward_one)(state, item)
+                    self._run_one(state, item)
                 except Exception as error:
                     failure = error
                     self._discard(item)
         if failure is not None:
             self._transport.flush()
             raise failure
+        self._finish_weights(state, list(state.deferred))
+
+    def _run_one(self, state: StepState, op: Op) -> None:
+        if op.kind == "forward":
+            self._forward_one(state, op)
+        elif op.kind == "backward_weight":
+            self._finish_weights(state, [(op.stage, op.microbatch)])
+        else:
+            self._backward_one(state, op)
 
     def _discard(self, op: Op) -> None:
         if (message := needed_by(op, self._schedule.stages)) is not None:
@@ -127,5 +137,16 @@ class StageRunner:
         if pairs:  # else the loss does not depend on this stage
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
             with for_samples(state.samples[microbatch]):  # activation checkpointing may run layers again
-                torch.autograd.backward(outputs, grads)
+                if op.kind == "backward_input" and entries:
+                    tokens = [entry.token for entry in entries.values()]
+                    state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
+                else:
+                    torch.autograd.backward(outputs, grads)
         self._send(op, Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None}))
+
+    def _finish_weights(self, state: StepState, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            deferred = state.deferred.pop(key, None)  # None if the whole backward ran at once
+            if deferred is not None:
+                with for_samples(state.samples[key[1]]):
+                    backward_weight(deferred)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
+from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
 from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 
@@ -67,6 +68,7 @@ class StepState:
         watch_attributes: returns a context manager for the forward of a stage on a microbatch.
         positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         forwards: by stage and microbatch.
+        deferred: the weight gradients to be computed later, by stage and microbatch.
         outputs: the outputs of whole runs of the step, with their shares of the samples.
         results: of the layers, for the rest of the step.
         gradients: of the results, per microbatch.
@@ -84,6 +86,7 @@ class StepState:
     samples: list[SampleNumbers | None] = field(default_factory=list)
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forwards: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)
     outputs: list[tuple[Any, float]] = field(default_factory=list)
     loss: Tensor | None = None
     results: Results | None = None

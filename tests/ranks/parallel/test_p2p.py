@@ -165,6 +165,7 @@ def use_a_pair() -> dict[str, Any]:
         "refused": send_what_cannot_be(this),
         "after": send_a_failure(this),
         "loops": relay("looped_bfs", 2),
+        "in v": relay("zbv_zero_bubble", 2),
     }
 
 
@@ -234,6 +235,8 @@ def test_every_stage_hears_from_its_neighbours_wherever_they_are(pair: list[dict
     forward, backward = [0, 1, 11, 111], [1110, 1100, 1000, 0]
     assert pair[0]["loops"] == [forward[2], backward[2], backward[0]]
     assert pair[1]["loops"] == [forward[1], forward[3], backward[1]]
+    assert pair[0]["in v"] == [forward[3], backward[0]]
+    assert pair[1]["in v"] == [forward[1], forward[2], backward[2], backward[1]]
 
 
 def test_stages_on_one_rank_hand_messages_over_without_communication() -> None:

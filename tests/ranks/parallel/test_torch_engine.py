@@ -204,7 +204,7 @@ def test_a_rank_that_strays_after_steps_that_were_alike_is_refused_on_every_rank
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
-    "interleaved_1f1b": {"pipeline_stages_per_rank": 2, "pipeline_loss": "microbatch"},
+    "zbv_zero_bubble": {"pipeline_stages_per_rank": 2, "pipeline_loss": "microbatch"},
 }
 
 

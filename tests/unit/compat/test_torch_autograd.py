@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.compat.torch_autograd import (
+    accumulated_leaf,
     accumulates_gradient_of,
     after_backward,
     backward_number,
@@ -27,6 +28,14 @@ from lightning_shardckpt.compat.torch_autograd import (
     returns_gradient_of,
     unscale,
 )
+
+
+def test_only_the_nodes_of_leaves_have_one() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2)
+    node = (leaf * other).grad_fn
+    assert node is not None and accumulated_leaf(node) is None
+    below = node.next_functions[0][0]
+    assert below is not None and accumulated_leaf(below) is leaf
 
 
 def test_a_backward_pass_is_noticed_while_it_runs_and_no_longer() -> None:

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from lightning_shardckpt.compat.torch_distributed import (
-    interleaved_1f1b,
+    actions_of,
+    has_order,
     pickle_to_tensors,
+    torch_schedule,
     unpickle_tensors,
     watch_collectives,
 )
@@ -79,9 +82,21 @@ def test_every_collective_of_this_torch_is_watched() -> None:
     assert len(expected) > 18 and watched == expected
 
 
-def test_the_order_of_interleaved_1f1b_is_the_one_that_torch_shows() -> None:
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_actions_are_those_that_torch_shows(name: str) -> None:
     for ranks, microbatches in ((2, 4), (3, 6), (4, 8)):
-        shown = get_schedule_ops("Interleaved1F1B", ranks, microbatches, num_stages_per_rank=2)
+        shown = get_schedule_ops(name, ranks, microbatches, num_stages_per_rank=2)
         expected = [[str(action) for action in row if action is not None] for row in shown]
-        found = interleaved_1f1b(ranks, 2, microbatches)
-        assert [[f"{s}{'F' if d == 'forward' else 'B'}{m}" for d, s, m in row] for row in found] == expected
+        assert actions_of(torch_schedule(name), ranks, 2, microbatches) == expected
+
+
+def test_schedules_are_found_by_name_and_those_of_one_stage_have_no_order() -> None:
+    assert torch_schedule("zbvzerobubble") is ScheduleZBVZeroBubble
+    assert has_order(ScheduleZBVZeroBubble) and has_order(PipelineScheduleMulti)
+    assert not has_order(ScheduleGPipe)
+    with pytest.raises(ValueError):
+        torch_schedule("2f2b")
+    with pytest.raises(ValueError):
+        actions_of(torch_schedule("DualPipeV"), 2, 2, 1)

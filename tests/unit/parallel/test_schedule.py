@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import (
@@ -28,15 +30,21 @@ NAMES = [
     "1f1b",
     "interleaved_1f1b",
     "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipe_v",
 ]
+IN_V = {"zbv_zero_bubble", "dualpipe_v"}
+SPLIT = {"interleaved_zero_bubble", *IN_V}
 FLAT = {"gpipe", "looped_bfs"}
-COST = {"forward": 1, "backward": 2}
+COST = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 Orders = Sequence[Sequence[Op]]
 
 
 def every(name: str) -> list[Schedule]:
     """Every schedule of this name with up to 4 ranks and 3 stages on each."""
-    per_rank = {"1f1b": [1], "interleaved_1f1b": [2, 3]}.get(name, [1, 2, 3])
+    fits = {"1f1b": [1], "interleaved_1f1b": [2, 3], "interleaved_zero_bubble": [2, 3]}
+    per_rank = [2] if name in IN_V else fits.get(name, [1, 2, 3])
     return [resolve_schedule(name, ranks, v) for ranks in range(1, 5) for v in per_rank]
 
 
@@ -58,6 +66,8 @@ def run(orders: Orders, stages: int) -> int:
             s, m = op.stage, op.microbatch
             if op.kind == "forward":
                 needs, made = [("f", s - 1, m)] * (s > 0), "f"
+            elif op.kind == "backward_weight":
+                needs, made = [("b", s, m)], "w"
             else:
                 needs, made = [("f", s, m), *[("b", s + 1, m)] * (s + 1 < stages)], "b"
             if all(need in done for need in needs):
@@ -72,12 +82,13 @@ def run(orders: Orders, stages: int) -> int:
 
 def most_in_flight(ops: Sequence[Op]) -> int:
     """The largest number of (stage, microbatch) whose activations one rank holds at a time."""
+    split = {(op.stage, op.microbatch) for op in ops if op.kind == "backward_weight"}
     held, most = set(), 0
     for op in ops:
         key = op.stage, op.microbatch
         if op.kind == "forward":
             held.add(key)
-        else:
+        elif op.kind == "backward_weight" or key not in split:
             held.remove(key)
         most = max(most, len(held))
     assert not held
@@ -97,9 +108,14 @@ def test_every_operation_comes_exactly_once_on_the_rank_of_its_stage(name: str) 
                 for op in ops:
                     kinds[op.kind].append((op.stage, op.microbatch))
                 assert sorted(kinds["forward"]) == sorted(mine)
-                assert sorted(kinds["backward"]) == sorted(mine)
-                for found in kinds.values():  # each stage's microbatches ascend
-                    assert sorted(found) == sorted(found, key=lambda k: k[0])
+                assert sorted(kinds["backward"] + kinds["backward_input"]) == sorted(mine)
+                assert sorted(kinds["backward_weight"]) == sorted(kinds["backward_input"])
+                assert not kinds["backward_input"] or name in SPLIT
+                for kind, found in kinds.items():  # each stage's microbatches ascend, but where torch goes back
+                    back = name == "looped_bfs" and kind == "backward"
+                    assert sorted(found, key=lambda k: (k[0], -k[1] if back else k[1])) == sorted(
+                        found, key=lambda k: k[0]
+                    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,12 +168,12 @@ def test_a_rank_starts_backward_before_its_last_forward_only_if_the_schedule_say
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stages_lie_round_and_round(name: str) -> None:
+def test_stages_lie_round_and_round_or_in_a_v(name: str) -> None:
     for schedule in every(name):
         p = schedule.ranks
         assert schedule.stages == p * schedule.stages_per_rank
         for rank in range(p):
-            wanted = list(range(rank, schedule.stages, p))
+            wanted = [rank, 2 * p - 1 - rank] if name in IN_V else list(range(rank, schedule.stages, p))
             assert schedule.stages_of(rank) == wanted
             assert {schedule.rank_of(stage) for stage in wanted} == {rank}
 
@@ -210,6 +226,9 @@ def test_bubble_fraction_agrees_with_the_tests_own_simulator() -> None:
         ("Interleaved1F1B", "interleaved_1f1b", 2),
         ("interleaved1f1b", "interleaved_1f1b", 2),
         ("LoopedBFS", "looped_bfs", 2),
+        ("InterleavedZeroBubble", "interleaved_zero_bubble", 2),
+        ("ZBVZeroBubble", "zbv_zero_bubble", 2),
+        ("DualPipeV", "dualpipe_v", 2),
     ],
 )
 def test_torchs_spelling_names_the_same_schedule(spelling: str, name: str, stages_per_rank: int) -> None:
@@ -224,8 +243,9 @@ def test_torchs_spelling_names_the_same_schedule(spelling: str, name: str, stage
         ("2f2b", 2, 1, ["'2f2b'", *NAMES]),
         ("1f1b", 2, 2, ["exactly 1 stage per rank", "found 2", "'interleaved_1f1b'"]),
         ("Interleaved1F1B", 2, 1, ["'interleaved_1f1b'", "at least 2 stages", "found 1", "'1f1b'"]),
-        ("zbv_zero_bubble", 2, 2, ["'zbv_zero_bubble'", "not supported", "interleaved_1f1b"]),
-        ("orders/mine.csv", 2, 1, ["'orders/mine.csv'", "your own", "not supported"]),
+        ("interleaved_zero_bubble", 2, 1, ["at least 2 stages", "found 1"]),
+        ("zbv_zero_bubble", 2, 3, ["exactly 2 stages", "found 3", "'interleaved_zero_bubble'"]),
+        ("DualPipeV", 2, 1, ["'dualpipe_v'", "exactly 2 stages", "found 1"]),
         ("gpipe", 0, 1, ["at least 1 rank", "0 and 1"]),
         ("gpipe", 2, 0, ["1 stage per rank", "2 and 0"]),
     ],
@@ -236,3 +256,83 @@ def test_what_does_not_fit_is_refused_with_what_does(
     with pytest.raises(TopologyError) as caught:
         resolve_schedule(name, ranks, stages_per_rank)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+# ── schedules of users ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Impatient(ScheduleInterleaved1F1B):
+    """The same order with all backward passes at once; as a user writes it for torch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for rank, actions in self.pipeline_order.items():
+            real = [action for action in actions if action is not None]
+            self.pipeline_order[rank] = sorted(real, key=lambda action: action.computation_type.value != "F")
+
+
+def test_a_class_that_was_written_for_torch_gives_its_order() -> None:
+    schedule = resolve_schedule(Impatient, 2, 2)
+    torchs = resolve_schedule("interleaved_1f1b", 2, 2)
+    assert (schedule.name, schedule.interleaves_backward, schedule.max_microbatches) == ("Impatient", False, None)
+    for microbatches in range(1, 7):
+        for rank in range(2):
+            found, theirs = schedule.operations(rank, microbatches), torchs.operations(rank, microbatches)
+            for kind in ("forward", "backward"):
+                assert [op for op in found if op.kind == kind] == [op for op in theirs if op.kind == kind]
+
+
+ROWS = ["0F0,0F1,0B0,0F2,0I1,0B2,0W1", "1F0,1B0,1F1,1B1,1F2,1B2"]
+WITH_MESSAGES = [
+    "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0F2,0SEND_F2,0RECV_B1,0I1,0RECV_B2,0B2,0W1,0REDUCE_GRAD",
+    ",1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,(1F1;1B1)OVERLAP_F_B,1SEND_B1,1RECV_F2,1F2,1B2,1SEND_B2,1RESHARD",
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, WITH_MESSAGES])
+def test_a_file_in_torchs_format_gives_its_order_for_as_many_microbatches_or_fewer(
+    rows: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text("\n".join(rows) + "\n")
+    schedule = resolve_schedule(str(path), 2, 1)
+    assert (schedule.max_microbatches, schedule.interleaves_backward) == (3, True)
+    short = {"forward": "f", "backward": "b", "backward_input": "i", "backward_weight": "w"}
+    spelled = {m: " ".join(f"{short[op.kind]}{op.microbatch}" for op in schedule.operations(0, m)) for m in (3, 2)}
+    assert spelled == {3: "f0 f1 b0 f2 i1 b2 w1", 2: "f0 f1 b0 i1 w1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["0F0,0B0", "1F0,1B"], "'1B'; expected torch's spelling"),
+        (["0F0,0B0"], "has ranks with \\[1\\] stages; expected 2 ranks with 1 each"),
+        (["0F0,1F0,1B0,0B0", "2F0,2B0"], "has ranks with \\[2, 1\\] stages"),
+        (["0F0,0B0,0F1,0B1", "1F0,1B0,1F1"], "one forward .* on each of 2 microbatches, found others"),
+        (["0F0,0I0", "1F0,1B0"], "one backward"),
+        (["0B0,0F0", "1F0,1B0"], "wait for each other for ever"),
+        (["0F0,0B0", "2F0,2B0"], "one forward"),
+    ],
+)
+def test_a_file_that_is_no_order_of_all_stages_is_refused(rows: list[str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text("\n".join(rows))
+    with pytest.raises(TopologyError, match=said):
+        resolve_schedule(str(path), 2, 1)
+
+
+def test_files_and_classes_that_are_no_schedules_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="cannot be read as a CSV file"):
+        resolve_schedule(str(tmp_path / "missing.csv"), 2, 1)
+    with pytest.raises(TopologyError, match="ScheduleGPipe is no subclass of"):
+        resolve_schedule(ScheduleGPipe, 2, 1)
+    with pytest.raises(TopologyError, match="Wrong has ranks with"):
+        resolve_schedule(Wrong, 3, 2)
+
+
+class Wrong(Impatient):
+    """Leaves out a rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self.pipeline_order[0]

@@ -1,0 +1,370 @@
+"""A backward in two parts makes the gradients of an ordinary one. Oracle: the ordinary one, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward, backward_input, backward_weight
+from tests.support.pool import run_ranks
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+class Residual(nn.Module):
+    """Two blocks between which one linear layer and one norm are used twice; with a parameter unused, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.tied, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.frozen, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tied(self.norm(self.first(x)))
+        x = self.second(x) * self.scale
+        result: Tensor = self.frozen(self.tied(self.norm(x)))
+        return result
+
+
+class Entangled(nn.Module):
+    """One parameter used as it is and through an expression, the expression twice, and an output of parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.other = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        expression = (self.mixed * self.other).T
+        x = torch.addcmul(x @ expression, self.other, self.other) @ self.mixed
+        return self.norm(x @ expression) * self.other, (self.other * self.mixed).sum(0)
+
+
+class Pair(nn.Module):
+    """Two inputs and two outputs; the first input also leaves as it came, one output alone reaches the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.b(torch.nn.functional.gelu(self.a(x)) + y)
+
+
+class Checkpointed(nn.Module):
+    """The residual network, recomputed in the backward, with dropout; counts how often its blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.runs = Residual(), 0
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.nn.functional.dropout(self.inner(x), 0.3, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False) * 2  # type: ignore[no-any-return]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def run(
+    module: nn.Module, inputs: Sequence[Sequence[Tensor]], late: int | None
+) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
+    """Gradients of the inputs and of the parameters over all microbatches; ``late``: how many wait, None: ordinary."""
+    torch.manual_seed(1)
+    rests: list[DeferredBackward] = []
+    leaves = [[x.detach().clone().requires_grad_(x.requires_grad) for x in microbatch] for microbatch in inputs]
+    for microbatch in leaves:
+        outputs = [output for output in tensors(module(*microbatch)) if output.requires_grad]
+        gradients = [torch.randn_like(output) for output in outputs]
+        if late is None:
+            torch.autograd.backward(outputs, gradients)
+            continue
+        rests.append(backward_input(outputs, gradients, microbatch))
+        if len(rests) > late:
+            backward_weight(rests.pop(0))
+    for rest in rests:
+        backward_weight(rest)
+    return [x.grad for microbatch in leaves for x in microbatch], {n: p.grad for n, p in module.named_parameters()}
+
+
+def same(left: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right) if not tolerance else torch.allclose(left, right, rtol=tolerance, atol=tolerance)
+
+
+# Where a parameter is used several times, the sum of its uses is in another order: hence a tolerance for float64.
+CASES: list[tuple[Callable[[], nn.Module], int, bool, float]] = [
+    (Block, 1, True, 0.0),
+    (Block, 1, False, 0.0),
+    (Residual, 1, True, 1e-12),
+    (Residual, 1, False, 1e-12),
+    (Entangled, 1, True, 1e-12),
+    (Entangled, 1, False, 1e-12),
+    (Pair, 2, True, 0.0),
+    (Checkpointed, 1, True, 1e-12),
+    (Checkpointed, 1, False, 1e-12),
+]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize(("build", "arity", "wanted", "tolerance"), CASES)
+def test_gradients_are_those_of_an_ordinary_backward(
+    build: Callable[[], nn.Module], arity: int, wanted: bool, tolerance: float, late: int
+) -> None:
+    module = build().double()
+    twin = copy.deepcopy(module)
+    inputs = [
+        [torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=wanted) for _ in range(arity)] for _ in range(4)
+    ]
+    found, parameters = run(module, inputs, late)
+    expected, expected_parameters = run(twin, inputs, None)
+    assert all(same(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+    wrong = [name for name, grad in parameters.items() if not same(grad, expected_parameters[name], tolerance)]
+    assert not wrong
+    assert any(grad is not None for grad in parameters.values())
+
+
+# ── what each part does ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts the operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def halves(module: nn.Module, output: Tensor, x: Tensor) -> tuple[Counter[str], Counter[str]]:
+    """The operators of the two parts; no parameter may have a gradient in between."""
+    with Operations() as first:
+        rest = backward_input([output], [torch.ones_like(output)], [x])
+    assert all(p.grad is None for p in module.parameters())
+    with Operations() as second:
+        backward_weight(rest)
+    return first.counts, second.counts
+
+
+def test_each_part_multiplies_half_of_the_matrices() -> None:
+    block, x = Block(), torch.randn(3, WIDTH, requires_grad=True)
+    first, second = halves(block, block(x), x)
+    assert first["mm"] == second["mm"] == 2
+    assert first["gelu_backward"] == 1
+    assert second["gelu_backward"] == 0
+
+
+def test_checkpointed_regions_are_recomputed_once_in_each_part() -> None:
+    module, x = Checkpointed(), torch.randn(3, WIDTH, requires_grad=True)
+    output = module(x)
+    rest = backward_input([output], [torch.ones_like(output)], [x])
+    assert module.runs == 2
+    backward_weight(rest)
+    assert module.runs == 3
+
+
+def test_reentrant_checkpointing_is_refused_by_torch_in_the_first_part() -> None:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output = checkpoint(Block(), x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=True"):
+        backward_input([output], [torch.ones_like(output)], [x])
+
+
+def test_everything_remains_where_no_input_wants_a_gradient() -> None:
+    block, x = Block(), torch.randn(3, WIDTH)
+    output = block(x)
+    with Operations() as first:
+        rest = backward_input([output], [torch.ones_like(output)], [x])
+    assert not first.counts["mm"]
+    assert all(p.grad is None for p in block.parameters())
+    backward_weight(rest)
+    assert all(p.grad is not None for p in block.parameters())
+
+
+def test_outputs_without_gradient_leave_nothing_to_do() -> None:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    backward_weight(backward_input([x.detach()], [torch.ones_like(x)], [x]))
+    assert x.grad is None
+
+
+def test_the_second_part_frees_the_graph() -> None:
+    block, x = Block(), torch.randn(3, WIDTH, requires_grad=True)
+    output = block(x)
+    rest = backward_input([output], [torch.ones_like(output)], [x])
+    backward_weight(rest)
+    with pytest.raises(RuntimeError, match="already been freed"):
+        backward_weight(rest)
+
+
+class Scale(torch.autograd.Function):
+    """``x * weight``; its backward has a side effect."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        Scale.backwards += 1
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, (grads[0] * x).sum(0)
+
+
+def test_a_python_functions_backward_runs_once() -> None:
+    x, weight = torch.randn(3, WIDTH, requires_grad=True), nn.Parameter(torch.randn(WIDTH))
+    output: Tensor = Scale.apply(x, weight)  # type: ignore[no-untyped-call]
+    before = Scale.backwards
+    backward_weight(backward_input([output], [torch.ones_like(output)], [x]))
+    assert Scale.backwards == before + 1
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x.detach().sum(0))
+
+
+def test_hooks_change_gradients_once() -> None:
+    """A hook on an activation runs in both parts, but what it returns counts once; one on a parameter runs once."""
+    found: dict[bool, tuple[dict[str, Tensor | None], Counter[str]]] = {}
+    for split in (False, True):
+        torch.manual_seed(0)
+        block, calls = Block().double(), Counter[str]()
+        weight: Any = block.up.weight
+        x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+
+        def scaled(grad: Tensor, name: str, factor: float, calls: Counter[str] = calls) -> Tensor:
+            calls[name] += 1
+            return grad * factor
+
+        weight.register_hook(partial(scaled, name="parameter", factor=3.0))
+        weight.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.update(["accumulated"]))
+        activation: Any = block.up(block.norm(x))
+        activation.register_hook(partial(scaled, name="activation", factor=2.0))
+        output = block.down(activation)
+        if split:
+            backward_weight(backward_input([output], [torch.ones_like(output)], [x]))
+        else:
+            output.backward(torch.ones_like(output))
+        found[split] = {name: p.grad for name, p in block.named_parameters()}, calls
+    assert all(same(grad, found[False][0][name], 0.0) for name, grad in found[True][0].items())
+    assert found[False][1] == Counter(parameter=1, accumulated=1, activation=1)
+    assert found[True][1] == Counter(parameter=1, accumulated=1, activation=2)
+
+
+# ── sharded modules ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fully_sharded(late: int) -> list[str]:
+    """FSDP2 over two ranks and four microbatches; returns the parameters with wrong gradients.
+
+    Parameters stay unsharded during the step, and nothing is reduced before the last microbatch's backward, which is
+    an ordinary one after all second parts.
+    """
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(Block(), Checkpointed(), nn.Linear(WIDTH, WIDTH)).double().eval()  # no dropout
+    twin, mesh = copy.deepcopy(module), init_device_mesh("cpu", (2,))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    data = torch.randn(2, 4, 3, WIDTH, dtype=torch.float64)
+    (twin(data) / 2).sum().backward()
+
+    module.set_requires_gradient_sync(False)
+    module.set_is_last_backward(False)
+    module.set_reshard_after_backward(False)
+    rests: list[DeferredBackward] = []
+    for x in data[torch.distributed.get_rank()][:-1]:
+        leaf = x.clone().requires_grad_()
+        output = module(leaf)
+        rests.append(backward_input([output], [torch.ones_like(output)], [leaf]))
+        if len(rests) > late:
+            backward_weight(rests.pop(0))
+    output = module(data[torch.distributed.get_rank()][-1].clone().requires_grad_())
+    for rest in rests:
+        backward_weight(rest)
+    module.set_requires_gradient_sync(True)
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    output.backward(torch.ones_like(output))
+
+    expected = dict(twin.named_parameters())
+    grads = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+    assert grads.keys() == {name for name, p in expected.items() if p.grad is not None}
+    return [name for name, grad in grads.items() if not same(grad, expected[name].grad, 1e-12)]
+
+
+def fully_sharded_twice() -> list[list[str]]:
+    return [fully_sharded(late) for late in (0, 4)]
+
+
+def test_fsdp2_reduces_what_the_second_parts_left_in_one_last_ordinary_backward() -> None:
+    assert run_ranks(2, fully_sharded_twice) == [[[], []]] * 2
+
+
+def tensor_parallel() -> list[str]:
+    """Two blocks over the tensor axis of two ranks; returns the parameters with wrong gradients."""
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(Block(), Block()).double()
+    twin, mesh = copy.deepcopy(module), init_device_mesh("cpu", (2,))
+    for block in module:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    data = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    twin(data).square().sum().backward()
+    rests = []
+    for x in data:
+        leaf = x.clone().requires_grad_()
+        output = module(leaf)
+        rests.append(backward_input([output], [2 * output.detach()], [leaf]))
+    for rest in rests:
+        backward_weight(rest)
+    wrong = []
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        wrong += [name] * (not same(grad, twin.get_parameter(name).grad, 1e-12))
+    return wrong
+
+
+@pytest.mark.slow
+def test_collectives_of_tensor_parallel_modules_come_in_the_same_order_on_all_ranks() -> None:
+    assert run_ranks(2, tensor_parallel) == [[], []]
