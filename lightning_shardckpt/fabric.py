@@ -36,7 +36,6 @@ from lightning_shardckpt.compat.lightning_fabric import (
 )
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
-from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -160,12 +159,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build modules on the CPU, with equal values on all ranks; with ``empty_init``, without memory until setup.
 
-        Until setup, their parameters act as on the CPU, so scripts may initialise them in place.
+        Until setup, the latter raise for every operation: scripts initialise them inside the context.
         """
         with ExitStack() as stack:
             stack.enter_context(share_rng())
             if empty_init and self._defer_init:
-                self._deferred = self._deferred or DeferredInit(self.tuning, follows=True)
+                self._deferred = self._deferred or DeferredInit(self.tuning, guards=True)
                 stack.enter_context(self._deferred)
             stack.enter_context(self.precision.module_init_context())
             yield
@@ -178,9 +177,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module. Collective: every rank of the world must call it."""
         pretrained, self._pretrained = self._pretrained, None
-        if (values := self._deferred) is not None:
-            self._ranks.step("comparing random numbers", lambda: values.random_digest, _check_equal_draws)
-        sharded = self._shard_module(module, values, pretrained, precision=self.precision, is_called=True)
+        sharded = self._shard_module(module, self._deferred, pretrained, precision=self.precision, is_called=True)
         self._sharded.add(sharded)
         if self._agreement.values is not None:
             self._agreement.values.add(sharded.root)
@@ -407,14 +404,3 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         for note in result.skipped:
             rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}
-
-
-def _check_equal_draws(digests: list[int]) -> None:
-    """Raise an UnsupportedCodeError if ranks drew different random numbers for parameters after ``init_module``."""
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise UnsupportedCodeError(
-            f"ranks {', '.join(map(str, others))} drew other random numbers than rank 0 for parameters that were built "
-            "in init_module(empty_init=True) and initialised after it: call fabric.seed_everything(seed) before, or "
-            "initialise inside init_module, where all ranks draw alike"
-        )

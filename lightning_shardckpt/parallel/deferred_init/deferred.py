@@ -18,19 +18,17 @@ same idea with another execution (it records operations without autograd on fake
 from __future__ import annotations
 
 import sys
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_shardckpt.compat.pytree import tree_leaves
 from lightning_shardckpt.compat.torch_modules import (
     after_unpickling,
     buffer_slots,
@@ -40,8 +38,9 @@ from lightning_shardckpt.compat.torch_modules import (
 from lightning_shardckpt.compat.torch_tensors import below_modes, version_of, without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import Log, TrackedView
-from lightning_shardckpt.parallel.deferred_init.recorder import Facade, Recorder
+from lightning_shardckpt.parallel.deferred_init.recorder import SHOWN, Facade, Recorder
 from lightning_shardckpt.parallel.sharding.references import replace_in_attributes
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LARGEST = 10_000  # items of a container that is searched for tensors
@@ -75,14 +74,12 @@ class DeferredInit:
 
     Args:
         tuning: sizes of the cache.
-        follows: after the context, until `settle`, parameters still act like CPU parameters, and operations are logged.
+        guards: after the context, until `settle`, parameters raise for every operation.
     """
 
-    def __init__(self, tuning: Tuning = TUNING, *, follows: bool = False) -> None:
+    def __init__(self, tuning: Tuning = TUNING, *, guards: bool = False) -> None:
         self._log = Log(tuning)
-        self._follows, self._is_entered = follows, False
-        self.random_digest = 0
-        """A digest of the states of random generators at the operations on parameters after the context."""
+        self._guards, self._settled = guards, WeakSet[nn.Module]()
         self._parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
         self._registered: WeakKeyDictionary[nn.Module, dict[str, _Registered]] = WeakKeyDictionary()
         self._base: set[FrameType] = set()
@@ -93,6 +90,10 @@ class DeferredInit:
         while frame is not None:
             self._base.add(frame)
             frame = frame.f_back
+        for module, slots in self._registered.items() if self._guards else ():
+            if module not in self._settled:
+                self._parameters[module] = {name: one.parameter for name, one in slots.items()}
+                _make_plain(self._parameters[module].values())
         with ExitStack() as undo:
             undo.callback(self._finish)
             undo.enter_context(replace_parameter_data(self._mirrored))
@@ -101,7 +102,6 @@ class DeferredInit:
             undo.enter_context(Recorder(self._log, self._in_distributed))
             undo.enter_context(Facade(self._log, self._in_distributed))
             self._undo = undo.pop_all()
-        self._is_entered = True
         return self
 
     def __exit__(
@@ -109,26 +109,14 @@ class DeferredInit:
     ) -> None:
         self._undo.__exit__(kind, error, traceback)
 
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Log operations on parameters after the context."""
-        if self._is_entered:
-            yield
-            return
-        first = len(self._log.operations)
-        with Recorder(self._log, self._in_distributed), Facade(self._log, self._in_distributed):
-            yield
-        for operation in self._log.operations[first:]:
-            if operation.random is not None:
-                self.random_digest = zlib.crc32(operation.random[1].numpy().tobytes(), self.random_digest)
-
     def settle(self, root: nn.Module) -> None:
         """Make the parameters of ``root`` plain meta tensors, known by their current owners, and its buffers real."""
         known = {id(one.parameter): one for slots in self._registered.values() for one in slots.values()}
+        self._settled.update(root.modules())
         for module in root.modules():
             for name, parameter in parameter_slots(module).items():
                 if parameter is not None:
-                    _take_back(parameter)
+                    _make_plain([parameter])
                     if id(parameter) in known:
                         self._registered.setdefault(module, {})[name] = known[id(parameter)]
         self.materialize_buffers(root)
@@ -149,29 +137,11 @@ class DeferredInit:
             if type(parameter) is nn.Parameter and self._log.is_mirror(value):
                 parameter.data = value.detach()
 
-    def writes(self, tensor: Tensor) -> int:
-        """Return the number of known writes to a tensor since it was made."""
+    def is_written(self, tensor: Tensor) -> bool:
+        """Return True if a tensor made in this context was written to since."""
         with below_modes():
-            storage, noted = self._log.find(tensor), self._log.find_meta(tensor)
-            if storage is not None:
-                return len(storage.writers) - 1
-            return max(version_of(tensor), noted.writes if noted is not None else 0)
-
-    def constant(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that computes a meta tensor that was made inside from a constant and not written to."""
-        noted = self._log.find_meta(tensor)
-        return noted.value if noted is not None and not noted.writes else None
-
-    def is_equal(self, tensor: Tensor, other: Tensor) -> bool:
-        """Return True if a tensor made inside has the values of ``other``."""
-        with below_modes():
-            real = self._log.real(tensor) if self._log.is_mirror(tensor) else tensor
-            return torch.equal(real, other.to(real.dtype).expand_as(real))
-
-    def is_defined(self, tensor: Tensor) -> bool:
-        """Return True if no element of ``tensor`` is known to depend on uninitialized memory."""
-        with below_modes():
-            return self._log.is_defined(tensor)
+            storage = self._log.find(tensor)
+            return storage is None or len(storage.writers) > 1
 
     def replay(
         self, root: nn.Module, *, skip: Collection[tuple[int, str]] = ()
@@ -244,7 +214,7 @@ class DeferredInit:
     def _origin(self, module: nn.Module, name: str, parameter: Tensor) -> TrackedView | str:
         """Return the tracked view of a meta parameter, or the reason why it is unknown."""
         known = self._registered.get(module, {}).get(name)
-        if known is not None and version_of(known.parameter) != known.version and not self._follows:
+        if known is not None and version_of(known.parameter) != known.version:
             return "was changed in place after the deferred context ended"
         storage = self._log.find(parameter)
         if storage is not None:
@@ -269,12 +239,13 @@ class DeferredInit:
                 for name, p in parameters.items()
                 if (storage := self._log.find(p)) is not None
             )
-        if self._follows:
-            _release({p for of in self._parameters.values() for p in of.values()}, self._following, self._log)
+        guarded = [of for module, of in self._parameters.items() if self._guards and module not in self._settled]
+        for parameter in [parameter for of in guarded for parameter in of.values()]:
+            if type(parameter) is nn.Parameter and parameter.is_meta:
+                parameter.__class__ = _Unfilled
         self._parameters.clear()
         self._log.cache.clear()
         self._base.clear()
-        self._is_entered = False
 
     def _in_distributed(self) -> bool:
         """Return True if code of ``torch.distributed`` is running, which must see mirrors as meta tensors."""
@@ -310,65 +281,34 @@ def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
 
 # ── after the context ─────────────────────────────────────────────────────────────────────────────────────────────
 
-# Fabric scripts build a module in ``init_module(empty_init=True)``, and initialize it in place afterwards. On plain
-# meta tensors that would have no effect, without an error. So torch functions on these parameters run inside the
-# context.
 
-Recording = Callable[[], AbstractContextManager[None]]
-_PLACE = "_outside"
-"""The attribute of a tensor that holds the recording context and the log."""
+class _Unfilled(nn.Parameter):
+    """A parameter between the context and `DeferredInit.settle`: what changes a plain meta tensor would be lost."""
 
-
-def _release(tensors: Iterable[Tensor], recording: Recording, log: Log) -> None:
-    """Run later operations on deferred tensors, and on tensors derived from them, inside ``recording()``."""
-    for tensor in tensors:
-        tensor.__dict__[_PLACE] = recording, log
-        tensor.__class__ = _OutsideParameter if isinstance(tensor, nn.Parameter) else _OutsideTensor
-
-
-def _take_back(tensor: Tensor) -> None:
-    """Undo `_release` for one tensor."""
-    if isinstance(tensor, _OutsideParameter | _OutsideTensor):
-        del tensor.__dict__[_PLACE]
-        _make_plain(tensor)
-
-
-def _make_plain(tensor: Tensor) -> None:
-    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-
-
-def _inside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, _OutsideParameter | _OutsideTensor)]
-    with without_torch_function():
-        recording, log = tensors[0].__dict__[_PLACE]
-        for tensor in tensors:
-            _make_plain(tensor)
-        try:
-            with recording():
-                result = func(*args, **(kwargs or {}))
-        except StateError as error:
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in SHOWN:
+            return SHOWN[func]
+        if kind_of(func) not in (Kind.METADATA, Kind.TEXT) and func not in _OF_PRECISION:
             raise StateError(
-                f"{error}. Parameters of init_module(empty_init=True) have no memory before fabric.setup: load and "
-                "save after it."
-            ) from None
-        finally:
-            _release(tensors, recording, log)
-
-        _release([x for x in tree_leaves(result) if type(x) is Tensor and log.is_mirror(x)], recording, log)
-        return result
+                f"{name_of(func)} of a parameter that init_module(empty_init=True) has built: such parameters have no "
+                "memory before fabric.setup. Initialise them inside the context, in the constructor or after it; load "
+                "and save after fabric.setup."
+            )
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
 
 
-class _OutsideTensor(Tensor):
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _inside(func, args, kwargs)
+_OF_PRECISION: set[Any] = {
+    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
+    Tensor.data.__set__, Tensor.grad.__get__,  # type: ignore[attr-defined]  # properties of C
+}  # fmt: skip
+"""By which Fabric changes the dtype of a module in ``fabric.setup``; `DeferredInit.replay` gives values in it."""
 
 
-class _OutsideParameter(nn.Parameter):
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _inside(func, args, kwargs)
+def _make_plain(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, _Unfilled):
+            parameter.__class__ = nn.Parameter

@@ -1,8 +1,7 @@
-"""Initial values of modules built on the meta device, by their own methods, before they are sharded.
+"""Initial values of modules built on the meta device.
 
-A method may leave elements unfilled. So the methods write to stand-ins in uninitialized memory, under `DeferredInit`,
-which detects elements that still depend on that memory. Models of transformers run ``initialize_weights``, as in
-``from_pretrained`` for missing tensors; other modules run ``reset_parameters``, children first.
+Models of transformers run ``initialize_weights``, as in ``from_pretrained`` for missing tensors. Its results are logged
+under `DeferredInit`, on stand-ins for the meta tensors. All other tensors on the meta device must be loaded.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ class _Place:
     Attributes:
         slots: the module's parameters, its buffers, or its other attributes.
         wanted: True if the tensor has no value, and must be filled here.
-        follows: True if it gets the value of another place, to which it is tied.
-        writes: the number of writes by constructors.
-        constant: computes the constant from which it was made, if constructors did not write to it.
     """
 
     fqn: str
@@ -44,9 +40,6 @@ class _Place:
     name: str
     tensor: Tensor
     wanted: bool
-    follows: bool
-    writes: int
-    constant: Callable[[], Tensor] | None
 
     def __str__(self) -> str:
         kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
@@ -56,34 +49,38 @@ class _Place:
 def initialize_meta(
     root: nn.Module, deferred: DeferredInit, loaded: Collection[str], restores: Callable[[], bool] = lambda: False
 ) -> None:
-    """Fill meta tensors by the methods of their modules: buffers now, parameters when ``deferred`` replays them.
+    """Fill meta tensors of transformers' models: buffers now, parameters when ``deferred`` replays them.
 
     Args:
         root: the module, which only the user may have sharded.
         deferred: replays the parameters that were made in it; afterwards all others, too.
         loaded: clean FQNs of tensors that the caller fills.
-        restores: called if methods leave tensors unfilled; returns True if a checkpoint will fill the state dict.
+        restores: called if tensors are left unfilled; returns True if a checkpoint will fill the state dict.
 
     Raises:
-        UnsupportedCodeError: naming the tensors that no method fills.
+        UnsupportedCodeError: naming the tensors that are not filled.
     """
-    places = list(_places(root, deferred, loaded))
-    owners = {place.module for place in places if place.wanted}
-    running = {module for module in root.modules() if not owners.isdisjoint(module.modules())} if owners else set()
-    calls = list(_calls(root, running, set()))
-    inside = {sub for module, _ in calls for sub in module.modules()}
-    places = [place for place in places if place.wanted or place.follows or place.module in inside]
+    models = list(_outermost_models(root))
+    inside = {sub for model in models for sub in model.modules()}
+    places = list(_places(root, deferred, loaded, inside))
+    wanting = {place.module for place in places if place.wanted}
+    running = {module for module in inside if not wanting.isdisjoint(module.modules())}
+    own = [place for place in places if place.wanted or place.module in inside]
     with deferred, torch.no_grad():
-        stand_ins = _put_stand_ins(places)
+        stand_ins = _put_stand_ins(own)
         try:
-            for module, reset in calls:
-                if reset is not None:
-                    reset()
-                else:
-                    _initialize(module, running, places, deferred)
+            for model in models:
+                if model in running:
+                    initialize(model, running)
         finally:
-            found = _take_back(places, deferred)
-    problems = [*_unfilled(root, deferred, found, stand_ins), *_in_containers(root)]
+            filled = _take_back(own, stand_ins, deferred)
+    adapters = _adapters(root)
+    problems = [
+        (place.fqn, f"{place}{', which PEFT fills only when it makes it' if place.module in adapters else ''}")
+        for place in places
+        if place.wanted and (id(place.tensor) not in filled or place.module in adapters)
+    ]
+    problems += _in_containers(root)
     state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
     if any(fqn in state for fqn, _ in problems) and restores():
         problems = [(fqn, text) for fqn, text in problems if fqn not in state]
@@ -91,22 +88,23 @@ def initialize_meta(
         listed = "\n  ".join([text for _, text in problems[:_LISTED]] + ["…"] * (len(problems) > _LISTED))
         raise UnsupportedCodeError(
             f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  {listed}\n"
-            "Let reset_parameters() of their modules fill them as the constructors do, or build them without "
-            "torch.device('meta'): ShardedStrategy(defer_init=True) defers configure_model by itself."
+            "Build them without torch.device('meta'): ShardedStrategy(defer_init=True) defers configure_model, and "
+            "Fabric's init_module(empty_init=True), by itself. Or load them: pretrained=…, or a ckpt_path."
         )
     deferred.materialize_buffers(root)
 
 
-def _places(root: nn.Module, deferred: DeferredInit, loaded: Collection[str]) -> Iterator[_Place]:
-    filled = {id(tensor) for fqn, _, _, _, tensor in _tensors(root) if fqn in loaded}
-    models, seen = _inside_models(root), set[int]()
-    for fqn, module, slots, name, tensor in _tensors(root):
+def _places(
+    root: nn.Module, deferred: DeferredInit, loaded: Collection[str], in_models: Collection[nn.Module]
+) -> Iterator[_Place]:
+    tensors, seen = list(_tensors(root)), set[int]()
+    filled = {id(tensor) for fqn, _, _, _, tensor in tensors if fqn in loaded}
+    for fqn, module, slots, name, tensor in tensors:
         known = isinstance(tensor, nn.Parameter) and deferred.knows(module, name)
-        wanted = tensor.is_meta and id(tensor) not in filled and not known
-        follows = wanted and id(tensor) in seen and module in models  # from_pretrained fills the first one alone
+        is_tied = id(tensor) in seen and module in in_models  # from_pretrained fills the first one alone
         seen.add(id(tensor))
-        constructed = deferred.writes(tensor), deferred.constant(tensor)
-        yield _Place(fqn, module, slots, name, tensor, wanted and not follows, follows, *constructed)
+        wanted = tensor.is_meta and id(tensor) not in filled and not known and not is_tied
+        yield _Place(fqn, module, slots, name, tensor, wanted)
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, MutableMapping[str, Any], str, Tensor]]:
@@ -121,8 +119,12 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, MutableMapping[s
                     yield clean_fqn(f"{prefix}.{name}" if prefix else name), module, slots, name, tensor
 
 
-def _inside_models(root: nn.Module) -> set[nn.Module]:
-    return {sub for module in root.modules() if is_model(module) for sub in module.modules()}
+def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
+    if is_model(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_models(child)
 
 
 def _adapters(root: nn.Module) -> set[nn.Module]:
@@ -135,48 +137,21 @@ def _adapters(root: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _calls(
-    module: nn.Module, running: Collection[nn.Module], seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, Callable[[], object] | None]]:
-    """Yield the modules with a method that fills them, children first, and the method; None for transformers."""
-    if module in seen or module not in running:
-        return
-    seen.add(module)
-    if is_model(module):
-        yield module, None
-        return
-    for child in module.children():
-        yield from _calls(child, running, seen)
-    reset = _reset_method(module)
-    if reset is not None:
-        yield module, reset
-
-
-def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the latter of nn.MultiheadAttention and nn.Transformer
-        if name in vars(module) or hasattr(type(module), name):  # PEFT's wrappers would find it in the wrapped module
-            found: Callable[[], object] = getattr(module, name)
-            return found
-    return None
-
-
 def _put_stand_ins(places: Sequence[_Place]) -> dict[int, Tensor]:
-    """Replace tensors by stand-ins, uninitialized or constant; return the stand-ins of wanted tensors, by id."""
+    """Replace tensors by uninitialized stand-ins; return the stand-ins of wanted tensors, by id."""
     made: dict[tuple[int, bool], Tensor] = {}
     for place in places:
         key = (id(place.tensor), place.wanted)
         if key not in made:
-            made[key] = _stand_in(place.tensor, place.constant)
+            made[key] = _stand_in(place.tensor)
             if not place.wanted:
                 mark_initialized(made[key])
         place.slots[place.name] = made[key]
     return {number: stand_in for (number, wanted), stand_in in made.items() if wanted}
 
 
-def _stand_in(tensor: Tensor, constant: Callable[[], Tensor] | None) -> Tensor:
-    if constant is not None:
-        new = constant().to(tensor.dtype)
-    elif isinstance(tensor, DTensor):
+def _stand_in(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     else:
         new = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
@@ -186,50 +161,16 @@ def _stand_in(tensor: Tensor, constant: Callable[[], Tensor] | None) -> Tensor:
     return new
 
 
-def _initialize(
-    model: nn.Module, running: Collection[nn.Module], places: Sequence[_Place], deferred: DeferredInit
-) -> None:
-    """Run the method of a model of transformers, then the methods of modules inside that it did not fill."""
-    initialize(model, running)
-    inside = set(model.modules())
-    touched = {p.module for p in places if p.wanted and deferred.writes(p.slots[p.name])}
-    for module in dict.fromkeys(p.module for p in places if p.wanted):
-        reset = _reset_method(module)
-        if module in inside and module not in touched and reset is not None:
-            reset()
-
-
-def _take_back(places: Sequence[_Place], deferred: DeferredInit) -> list[tuple[_Place, Tensor]]:
-    """Restore the tensors, except wanted buffers and attributes; return the filled tensors of wanted places."""
-    found = [(place, new) for place in places if place.wanted and (new := place.slots.get(place.name)) is not None]
-    values = {id(place.tensor): new for place, new in found}
+def _take_back(places: Sequence[_Place], stand_ins: dict[int, Tensor], deferred: DeferredInit) -> set[int]:
+    """Restore the tensors, except wanted buffers and attributes; return the ids of wanted tensors that were filled."""
+    found = {id(place.tensor): place.slots.get(place.name) for place in places if place.wanted}
     for place in places:
-        new = values.get(id(place.tensor))
+        new = found.get(id(place.tensor))
         is_parameter = isinstance(place.tensor, nn.Parameter)
         place.slots[place.name] = place.tensor if new is None or is_parameter else new
         if new is not None and is_parameter:
             deferred.take(place.module, place.name, new)
-    return found
-
-
-def _unfilled(
-    root: nn.Module, deferred: DeferredInit, found: Sequence[tuple[_Place, Tensor]], stand_ins: dict[int, Tensor]
-) -> Iterator[tuple[str, str]]:
-    """Yield the FQN and description of each tensor that was not filled, or that constructors filled differently."""
-    models, adapters = _inside_models(root), _adapters(root)
-    for place, new in found:
-        filled = deferred.writes(new)
-        if place.module in adapters:
-            yield place.fqn, f"{place}, which PEFT fills only when it makes it"
-        elif not deferred.is_defined(new):
-            yield place.fqn, f"{place}, which no method fills"
-        elif place.module in models or new is not stand_ins[id(place.tensor)]:
-            continue
-        elif place.writes > filled:
-            times = f"{place.writes} times, reset_parameters {filled}"
-            yield place.fqn, f"{place}, which constructors wrote to {times}"
-        elif filled and place.constant is not None and not deferred.is_equal(new, place.constant()):
-            yield place.fqn, f"{place}, to which constructors gave another value than reset_parameters"
+    return {n for n, new in found.items() if new is not None and (new is not stand_ins[n] or deferred.is_written(new))}
 
 
 def _in_containers(root: nn.Module) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,8 +108,8 @@ class Operation:
     random: tuple[torch.Generator, torch.Tensor] | None
     default_dtype: torch.dtype
 
-    def run(self, memory: dict[TrackedStorage, torch.UntypedStorage], fill: int = 0) -> None:
-        """Repeat the call on ``memory``, and add created storages; uninitialized bytes are set to ``fill``."""
+    def run(self, memory: dict[TrackedStorage, torch.UntypedStorage]) -> None:
+        """Repeat the call on ``memory``, and add created storages; uninitialized bytes become zeros."""
 
         def resolve(x: object) -> object:
             if isinstance(x, TrackedView):
@@ -127,23 +127,8 @@ class Operation:
             outputs = tree_flatten(self.func(*args, **kwargs))[0]
         for position, storage in self.created:
             if self.func.overloadpacket in UNINITIALISED:
-                outputs[position].untyped_storage().fill_(fill)  # equal on all ranks
+                outputs[position].untyped_storage().fill_(0)  # equal on all ranks
             memory[storage] = outputs[position].untyped_storage()
-
-
-@dataclass(slots=True)
-class MetaStorage:
-    """The history of a storage that the user made on the meta device.
-
-    Attributes:
-        weak: pins the id of the storage.
-        writes: the number of writes.
-        value: computes the constant from which it was made; None without one.
-    """
-
-    weak: StorageWeakRef
-    writes: int = 0
-    value: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -154,7 +139,6 @@ class Log:
     operations: list[Operation] = field(default_factory=list)
     by_id: dict[int, TrackedStorage] = field(default_factory=dict)
     cache: OrderedDict[TrackedStorage, torch.UntypedStorage] = field(default_factory=OrderedDict)
-    on_meta: dict[int, MetaStorage] = field(default_factory=dict)
     freed_bytes: int = 0  # evicted since memory was returned to the system
 
     def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
@@ -189,20 +173,6 @@ class Log:
         self.append(Operation(aten.clone.default, inputs, spec, frozenset(), None, created, None, dtype), set())
         self.track(storage, tensor.untyped_storage())
         return tensor
-
-    def note_meta(self, tensor: torch.Tensor, made_by: Callable[[], torch.Tensor] | None) -> None:
-        """Record that ``made_by`` computes the user's meta tensor; for None, that the tensor was written to."""
-        if tensor.device.type == "meta" and not dispatches(type(tensor)) and self.find(tensor) is None:
-            memory = tensor.untyped_storage()
-            pin = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
-            storage = self.on_meta.setdefault(storage_id(memory), MetaStorage(pin, value=made_by))
-            storage.writes += made_by is None
-
-    def find_meta(self, tensor: torch.Tensor) -> MetaStorage | None:
-        """Return the history of the storage of a user's meta tensor; None for others."""
-        if tensor.device.type != "meta" or dispatches(type(tensor)):
-            return None
-        return self.on_meta.get(storage_id(tensor.untyped_storage()))
 
     def escape(self, tensor: torch.Tensor, operation: str) -> None:
         """Make the storage of a real tensor foreign, since an operation that is not logged may write to it."""
@@ -250,36 +220,17 @@ class Log:
             _return_freed_memory()
             self.freed_bytes = 0
 
-    def run(self, wanted: TrackedStorage, until: int, fill: int = 0) -> torch.UntypedStorage:
+    def run(self, wanted: TrackedStorage, until: int) -> torch.UntypedStorage:
         """Return the bytes of ``wanted`` before operation ``until``; other storages are freed after their last use."""
         positions = self._slice(wanted, until)
         last_use = {storage: i for i in positions for storage in self._uses(i)}
         memory: dict[TrackedStorage, torch.UntypedStorage] = {}
         for i in positions:
-            self.operations[i].run(memory, fill)
+            self.operations[i].run(memory)
             for storage in self._uses(i):
                 if last_use[storage] == i and storage is not wanted:
                     memory.pop(storage, None)
         return memory[wanted]
-
-    def is_defined(self, tensor: torch.Tensor) -> bool:
-        """Return True if no element of ``tensor`` depends on uninitialized memory."""
-        storage, end = self.find(tensor), len(self.operations)
-        if storage is None or self._is_overwritten(storage, end):
-            return True
-        view = TrackedView.of(tensor, storage)
-        zeros, ones = (view.on(self.run(storage, end, fill)).reshape(-1).view(torch.uint8) for fill in (0, 255))
-        return torch.equal(zeros, ones)
-
-    def _is_overwritten(self, storage: TrackedStorage, until: int) -> bool:
-        """Return True if ``storage`` is certainly defined, without computing it."""
-        for position in reversed([position for position in storage.writers if position < until]):
-            operation = self.operations[position]
-            if not all(s is storage or self._is_overwritten(s, position) for s in operation.touched):
-                return False
-            if operation.overwritten is storage:
-                return True
-        return self.operations[storage.writers[0]].func.overloadpacket not in UNINITIALISED
 
     def _uses(self, position: int) -> set[TrackedStorage]:
         operation = self.operations[position]

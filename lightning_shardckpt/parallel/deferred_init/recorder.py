@@ -7,7 +7,6 @@ leave torch, such as ``numpy``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.parallel.deferred_init.op_log import (
     ALTERNATIVE,
-    UNINITIALISED,
     Constant,
     Log,
     Operation,
@@ -103,11 +101,6 @@ class Recorder(DispatchMode):  # type: ignore[no-untyped-call]  # torch's __init
         random = None if torch.equal(state, generator.get_state()) else (generator, state)
 
         outputs, out_spec = tree_flatten(result)
-        for t in tensors:
-            if id(t) in written:
-                log.note_meta(t, None)
-        if not tensors and isinstance(result, torch.Tensor) and _is_constant(func):
-            log.note_meta(result, partial(func, *args, **kwargs | {"device": torch.device("cpu")}))
         created = self._track_new(outputs, foreign)
         writes = {storage for t in tensors if id(t) in written and (storage := storages[id(t)])}
         if (created or writes) and func.overloadpacket is not aten.set_:
@@ -161,11 +154,6 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
 
 
-def _is_constant(func: Overload) -> bool:
-    """Return True if an operator without tensor arguments always returns the same tensor."""
-    return func.overloadpacket not in UNINITIALISED and torch.Tag.nondeterministic_seeded not in func.tags
-
-
 def _written(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the ids of the tensors that ``func`` writes to."""
     return {id(t) for t in _tensors(written_arguments(func, args, kwargs))}
@@ -193,7 +181,7 @@ def _to_input(x: object, storages: dict[int, TrackedStorage | None]) -> object:
 
 
 _Tensor = torch.Tensor
-_SHOWN: dict[Any, Any] = {
+SHOWN: dict[Any, Any] = {
     _Tensor.device.__get__: torch.device("cpu"),
     _Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     _Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
@@ -232,7 +220,7 @@ class Facade(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         indexes = func in _INDEXING and _makes_tensors(args[1])
-        special = func in _SHOWN or func in _ON_REAL or func in _ESCAPES or func == _SET_DATA or indexes
+        special = func in SHOWN or func in _ON_REAL or func in _ESCAPES or func == _SET_DATA or indexes
         if not special or self._in_distributed():
             return func(*args, **kwargs)
         log = self._log
@@ -243,8 +231,8 @@ class Facade(TorchFunctionMode):
                 return self._set_data(*args)
             if tracked and not mirror and func in _ESCAPES:
                 log.escape(args[0], func.__name__)
-            if mirror and func in _SHOWN:
-                return _SHOWN[func]
+            if mirror and func in SHOWN:
+                return SHOWN[func]
             if mirror and func in _TO_NUMPY:
                 array = func(log.real(args[0]).clone(), *args[1:], **kwargs)
                 array.flags.writeable = False  # writes to it would be lost

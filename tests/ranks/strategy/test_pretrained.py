@@ -266,14 +266,14 @@ def test_what_fabric_sets_up_first_begins_with_them(kinds: list[str], strategy: 
 
 
 class Classifier(Causal):
-    """The base model of what was saved, with a head of its own, built without memory."""
+    """The base model of what was saved, built on the meta device, with a head of its own."""
 
     def configure_model(self) -> None:
         if hasattr(self, "head"):
             return
         with torch.device("meta"):
             self.model = model_of("llama").model
-            self.head = torch.nn.Linear(16, 3)
+        self.head = torch.nn.Linear(16, 3)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         hidden = self.model(input_ids=batch[0]).last_hidden_state
