@@ -760,6 +760,14 @@ class Scripted(Good):
             return torch.jit.script(Layer())  # type: ignore[no-any-return,no-untyped-call]
 
 
+class AdaptsParameters(Good):
+    def layer(self) -> nn.Module:
+        from peft import LoraConfig, inject_adapter_in_model  # slow
+
+        config = LoraConfig(target_modules=[], target_parameters=["0.weight"])
+        return inject_adapter_in_model(config, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+
 class Lazy(Good):
     def layer(self) -> nn.Module:
         return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
@@ -885,6 +893,7 @@ CASES = {
     ),
     "vmap over the weight of another stage": Case(Mapped, ("a transform of torch.func around", "doesn't have")),
     "compiled by torch.jit": Case(Scripted, ("layers.0 was compiled by torch.jit", "Use the original module")),
+    "adapters of parameters": Case(AdaptsParameters, ("layers.0.0 is an adapter of PEFT", "Use target_modules")),
     "lazy": Case(Lazy, ("layers.0.0.weight has no shape yet", "configure_model")),
     # Lightning's own rule for all distributed strategies
     "returns nothing": Case(ReturnsNothing, ("returning None in distributed training",), kinds=("RuntimeError",)),
