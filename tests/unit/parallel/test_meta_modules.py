@@ -64,7 +64,7 @@ class Attribute(nn.Linear):
     ("build", "error"),
     [
         (lambda: nn.Linear(3, 4), r"2 of the tensors .* no first values:\n  weight  parameter of Linear\n  bias"),
-        (Scaled, r"2 of .*\n  weight .*\n  scale  buffer of Scaled\nBuild them without torch\.device"),
+        (Scaled, r"2 of .*\n  weight .*\n  scale  buffer of Scaled\nBuild them in configure_model"),
         (Attribute, r"4 of .*\n  bias_scale  attribute of Attribute\n.*\n.*\n  scales  list of Attribute"),
     ],
 )
