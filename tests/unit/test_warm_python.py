@@ -59,11 +59,6 @@ def test_a_command_ends_as_in_a_new_interpreter(kind: str, raised: str, tmp_path
     assert found == expected
 
 
-def test_an_error_is_shown_with_its_traceback(tmp_path: Path) -> None:
-    (expected, _, new), (found, _, forked) = both(["-c", "def f(): 1 / 0\nf()"], tmp_path)
-    assert (found, forked.splitlines()[-3:]) == (expected, new.splitlines()[-3:])
-
-
 def test_what_a_command_starts_is_passed_on_and_ends_with_it(tmp_path: Path) -> None:
     (expected, shown, _), (found, printed, said) = both(["-c", STARTS], tmp_path)
     lines = [[line.partition("returncode")[2] or line for line in text.splitlines()] for text in (printed, shown)]

@@ -6,11 +6,9 @@ Oracle: the same function on real tensors of the same shape, the original of a w
 from __future__ import annotations
 
 import copy
-import math
 import operator
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -70,104 +68,53 @@ def looks(value: Any) -> Any:
 X = (2, 3, 4)  # the shape of the first argument of all
 
 OPS: dict[str, Op] = {
-    "add a number": lambda x: x + 1,
-    "number minus it": lambda x: 1 - x,
     "real plus it": lambda x: torch.ones(3, 1) + x,
     "it plus real": lambda x: x + torch.ones(2, 1, 4, dtype=torch.float64),
     "real @ it": lambda x: torch.ones(5, 3) @ x,
-    "it @ real": lambda x: x @ torch.ones(4, 6),
     "power": lambda x: 2.0**x,
     "compare": lambda x: x > torch.zeros(4),
-    "equal to": lambda x: x == 0,
-    "not": lambda x: ~(x > 0),
-    "negative": operator.neg,
     "view": lambda x: x.view(6, 4),
-    "reshape": lambda x: x.reshape(2, -1),
     "transpose": lambda x: x.transpose(1, 2),
-    "permute": lambda x: x.permute(2, 0, 1),
-    "T": lambda x: x[0].T,
-    "mT": lambda x: x.mT,
     "slices": lambda x: x[:, 1:, ::2],
-    "an index": lambda x: x[1],
     "indices and None": lambda x: x[..., None, -1],
-    "a list": lambda x: x[:, [0, 2]],
     "a tensor of indices": lambda x: x[:, torch.tensor([2, 0, 1, 1])],
     "a real tensor by indices": lambda x: torch.ones(7, 2)[x.long()],
     "expand": lambda x: x[:, :1].expand(2, 5, 4),
-    "unsqueeze": lambda x: x.unsqueeze(1),
-    "squeeze": lambda x: x[:1].squeeze(0),
-    "flatten": lambda x: x.flatten(1),
     "chunk": lambda x: x.chunk(2, -1),
-    "split": lambda x: x.split([1, 3], -1),
-    "unbind": lambda x: x.unbind(1),
     "iterate": list,
-    "unpack": lambda x: (lambda a, b: (a, b))(*x),
-    "repeat": lambda x: x.repeat(2, 1, 1),
     "repeat_interleave": lambda x: x.repeat_interleave(3, 1),
     "unfold": lambda x: x.unfold(2, 2, 1),
-    "roll": lambda x: x.roll(1, -1),
-    "flip": lambda x: x.flip(0),
     "cat": lambda x: torch.cat([x, torch.ones(2, 1, 4)], 1),
-    "cat of promoted": lambda x: torch.cat([torch.ones(2, 1, 4, dtype=torch.float64), x], 1),
     "stack": lambda x: torch.stack([x, x, torch.ones(X)], -1),
     "where": lambda x: torch.where(torch.ones(3, 1, dtype=torch.bool), x, 0.0),
     "masked_fill": lambda x: x.masked_fill(torch.ones(4, dtype=torch.bool), float("-inf")),
     "gather": lambda x: x.gather(2, torch.zeros(2, 3, 2, dtype=torch.int64)),
     "scatter": lambda x: x.scatter(2, torch.zeros(2, 3, 1, dtype=torch.int64), 1.0),
-    "index_select": lambda x: x.index_select(0, torch.tensor([1, 1, 0])),
     "topk": lambda x: x.topk(2),
-    "sort": lambda x: x.sort(-1, descending=True),
     "argmax": lambda x: x.argmax(-1),
     "max of a dim": lambda x: x.max(1),
-    "max": lambda x: x.max(),
     "sum": lambda x: x.sum(),
-    "sum of bools": lambda x: (x > 0).sum(),
-    "mean, kept": lambda x: x.mean((0, 2), keepdim=True),
-    "var": lambda x: x.var(-1, unbiased=False),
-    "norm": lambda x: x.norm(dim=-1),
     "logsumexp": lambda x: x.logsumexp(-1),
-    "any": lambda x: (x > 0).any(-1),
-    "cumsum": lambda x: x.cumsum(1),
     "cumsum of bools": lambda x: (x > 0).cumsum(1),
     "softmax": lambda x: x.softmax(-1, dtype=torch.float64),
     "einsum": lambda x: torch.einsum("bij,jk->bik", x, torch.ones(4, 5)),
-    "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
-    "tensordot": lambda x: torch.tensordot(x, torch.ones(4, 2), 1),
     "sdpa": lambda x: F.scaled_dot_product_attention(x, x, torch.ones(X), is_causal=True),
     "linear": lambda x: F.linear(x, torch.ones(5, 4), torch.ones(5)),
     "layer_norm": lambda x: F.layer_norm(x, (4,), torch.ones(4)),
-    "group_norm": lambda x: F.group_norm(x, 3),
     "conv1d": lambda x: F.conv1d(x, torch.ones(5, 3, 3), padding=1, stride=2),
-    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None], torch.ones(2, 2, 3, 3), stride=2),
-    "max_pool1d": lambda x: F.max_pool1d(x, 2),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2.0, mode="linear", align_corners=False),
-    "pad": lambda x: F.pad(x, (1, 2, 0, 1)),
     "dropout": lambda x: F.dropout(x, 0.3),
-    "gelu": F.gelu,
     "cross_entropy": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6, dtype=torch.int64), reduction="none"),
-    "mse_loss": lambda x: F.mse_loss(x, torch.zeros(X)),
     "embedding": lambda x: F.embedding(x.long(), torch.ones(7, 5)),
     "one_hot": lambda x: F.one_hot(x.long(), 3),
     "to a dtype": lambda x: x.to(torch.float16),
-    "to a device": lambda x: x.to("cpu"),
-    "to both": lambda x: x.to("cpu", torch.bfloat16),
     "to, by names": lambda x: x.to(device="cpu", dtype=torch.float64),
     "to like another": lambda x: x.to(torch.ones(1, dtype=torch.float64)),
-    "type_as": lambda x: x.type_as(torch.ones(1, dtype=torch.float16)),
-    "half": lambda x: x.half(),
-    "cpu": lambda x: x.cpu(),
     "detach": lambda x: x.detach(),
     "clone": lambda x: x.transpose(0, 1).clone(),
-    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
     "complex": lambda x: torch.view_as_complex(x.view(2, 3, 2, 2)),
-    "fft": lambda x: torch.fft.rfft(x),
-    "tril": lambda x: x.tril(),
-    "diagonal": lambda x: x.diagonal(0, 1, 2),
-    "outer": lambda x: torch.outer(x[0, 0], torch.ones(2)),
-    "cdist": lambda x: torch.cdist(x, x),
     "meshgrid": lambda x: torch.meshgrid(x[0, 0], torch.ones(2), indexing="ij"),
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(3, 1)),  # type: ignore[no-untyped-call]  # torch
-    "inverse": lambda x: torch.linalg.inv(x @ x.mT),
     "np number": lambda x: np.float32(2) * x,
 }
 
@@ -185,11 +132,8 @@ def test_a_result_differs_from_that_on_real_tensors_in_its_value_only(name: str)
 
 IN_PLACE: dict[str, Op] = {
     "+=": operator.iadd,
-    "*=": lambda x, y: x.__imul__(2),
     "add_": lambda x, y: x.add_(y),
     "copy_": lambda x, y: x.copy_(y),
-    "clamp_": lambda x, y: x.clamp_(0, 1),
-    "mul_ add_": lambda x, y: x.mul_(0.9).add_(y, alpha=0.1),
     "relu_": lambda x, y: F.relu(x, inplace=True),
     "masked_fill_": lambda x, y: x.masked_fill_(torch.ones(4, dtype=torch.bool), 0.0),
     "index_add_": lambda x, y: x.index_add_(1, torch.tensor([0, 2]), y[:, :2]),
@@ -204,16 +148,6 @@ def test_what_works_in_place_returns_the_tensor_itself(name: str) -> None:
     real = torch.rand(X)
     assert IN_PLACE[name](real, torch.rand(X)) is real  # the oracle
     assert looks(x) == looks(real)
-
-
-def test_assigning_to_a_part_of_an_unknown_tensor_leaves_it_unknown() -> None:
-    x = unknown(*X)
-    x[:, 0] = 1.0
-    x[0] = torch.ones(3, 4)
-    x[torch.tensor([True, False])] = 0.0
-    x[..., 1] += 2
-    assert isinstance(x, Placeholder)
-    assert x.shape == X
 
 
 def test_sizes_are_ordinary_numbers() -> None:
@@ -234,13 +168,9 @@ def test_a_module_of_known_weights_makes_unknown_of_unknown() -> None:
 FACTORIES: dict[str, Op] = {
     "zeros_like": torch.zeros_like,
     "ones_like": lambda x: torch.ones_like(x, dtype=torch.bool),
-    "full_like": lambda x: torch.full_like(x, 3),
     "new_zeros": lambda x: x.new_zeros(3, 2),
-    "new_ones": lambda x: x.new_ones((5,), dtype=torch.int64),
-    "new_full": lambda x: x.new_full((2,), 7),
     "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
     "rand_like": torch.rand_like,
-    "zeros": lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device),
     "arange": lambda x: torch.arange(x.shape[1], device=x.device),
 }
 
@@ -259,42 +189,26 @@ def test_a_new_tensor_like_an_unknown_one_is_real_and_has_the_same_values(name: 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _while(x: Tensor) -> None:
-    while x.mean() > 0:
-        raise AssertionError
-
-
 VALUES: dict[str, Op] = {
     "bool": bool,
     "if": lambda x: 1 if x.sum() > 0 else 2,
-    "while": _while,
     "assert all": lambda x: torch.isfinite(x).all() or 1,
     "item": lambda x: x[0, 0, 0].item(),
-    "int": lambda x: int(x[0, 0, 0]),
     "float": lambda x: float(x.mean()),
-    "complex": lambda x: complex(x.mean()),
     "range": lambda x: range(x.long().max()),
-    "range of int": lambda x: range(int(x.long().max())),
     "index a list": lambda x: [1, 2][x[0, 0, 0].long()],
     "a slice's bound": lambda x: torch.ones(4)[: x[0, 0, 0].long()],
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "np.asarray": np.asarray,
-    "math": lambda x: math.sqrt(x.mean()),
     "max": lambda x: max(x.flatten()),
     "format": lambda x: f"{x.mean():.3f}",
     "in it": lambda x: 1.0 in x,
-    "in a list": lambda x: x.mean() in [1, 2],
     "equal": lambda x: torch.equal(x, torch.ones(X)),
-    "real equal": lambda x: torch.ones(X).equal(x),
-    "allclose": lambda x: torch.allclose(torch.ones(X), x),
     "is_nonzero": lambda x: torch.is_nonzero(x.sum()),
     "boolean mask": lambda x: torch.ones(X)[x > 0],
-    "masked_select": lambda x: x.masked_select(x > 0),
     "nonzero": lambda x: x.nonzero(),
     "where": torch.where,
-    "unique": torch.unique,
-    "bincount": lambda x: torch.bincount(x.flatten().long()),
     "repeat_interleave": lambda x: torch.ones(2).repeat_interleave(x[:, 0, 0].long()),
     "one_hot": lambda x: F.one_hot(x.long()),
     "torch.tensor of a list": lambda x: torch.tensor([x.mean(), x.sum()]),
@@ -384,8 +298,6 @@ def test_a_fresh_tensor_that_something_unknown_is_written_into_is_unknown(name: 
 REFUSED: dict[str, Op] = {
     "parameter": lambda: nn.Parameter(torch.zeros(X)),
     "view": lambda: torch.zeros(3, *X)[1],
-    "reshaped": lambda: torch.zeros(24).view(X),
-    "view without gradients": torch.no_grad()(lambda: torch.zeros(3, *X)[1]),
 }
 
 
@@ -423,13 +335,6 @@ def test_a_view_from_before_does_not_keep_a_wrong_value() -> None:
     with pytest.raises(UnsupportedCodeError, match=ORIGIN):
         x[:, 0] = unknown(2, 4)
     assert torch.equal(flat, torch.zeros(24))
-
-
-def test_a_view_in_inference_mode_does_not_keep_a_wrong_value() -> None:
-    with torch.inference_mode():
-        x = torch.zeros(X)
-        with pytest.raises(UnsupportedCodeError, match=ORIGIN):
-            x[0].copy_(unknown(3, 4))
 
 
 def test_writing_into_several_tensors_at_once_is_not_lost() -> None:
@@ -648,20 +553,12 @@ def _rotary() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 MODULES: dict[str, Built] = {
-    "linear": (lambda: nn.Linear(8, 3), _floats(X8)),
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), _tokens),
-    "layer norm": (lambda: nn.LayerNorm(8), _floats(X8)),
     "conv": (lambda: nn.Conv1d(5, 6, 3, padding="same"), _floats(X8)),
     "batch norm": (lambda: nn.BatchNorm1d(5), _floats(X8)),
     "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), _floats(X8, X8, X8)),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), _floats(X8)),
-    "decoder layer": (lambda: nn.TransformerDecoderLayer(8, 2, 12, batch_first=True), _floats(X8, (2, 3, 8))),
     "gru": (lambda: nn.GRU(8, 6, 2, batch_first=True, bidirectional=True, dropout=0.1), _floats(X8)),
-    "lstm": (lambda: nn.LSTM(8, 6), _floats(X8)),
-    "lstm cell": (lambda: nn.LSTMCell(8, 6), _floats((2, 8))),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), _floats(X8)),
-    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3)), _floats(X8)),
-    "sequential": (lambda: nn.Sequential(OrderedDict(a=nn.Linear(8, 6), b=nn.ReLU(True))), _floats(X8)),
     "holder": (Holder, _floats((2, 4))),
     "shared": (Shared, _tokens),
     "llama layer": (_llama, _rotary),

@@ -178,12 +178,6 @@ def test_stages_lie_round_and_round_or_in_a_v(name: str) -> None:
             assert {schedule.rank_of(stage) for stage in wanted} == {rank}
 
 
-def test_gpipe_runs_all_forwards_up_the_stages_and_then_all_backwards_down() -> None:
-    ops = resolve_schedule("gpipe", 2, 2).operations(1, 2)
-    forwards = [Op("forward", stage, m) for stage in (1, 3) for m in (0, 1)]
-    assert ops == forwards + [Op("backward", stage, m) for stage in (3, 1) for m in (0, 1)]
-
-
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -624,8 +624,7 @@ def save_two(directory: str) -> None:
         )
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("before", ["old", pytest.param("nothing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("before", "late"), [("old", 1), pytest.param("nothing", 0, marks=pytest.mark.slow)])
 def test_a_rank_that_sees_what_was_there_before_looks_again(before: str, late: int, tmp_path: Path) -> None:
     run_ranks(1, save_two, str(tmp_path))
     (a, looks), (b, _) = run_ranks(2, load_late, str(tmp_path), late, 2, before, 1000.0)

@@ -9,8 +9,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
@@ -378,30 +376,6 @@ def test_what_is_not_ours_is_never_replaced(what: str, when: str, path: str) -> 
     assert Path(path).is_file() or os.listdir(path) == ["thesis"]
 
 
-def test_the_modes_of_files_follow_the_umask(path: str) -> None:
-    before = os.umask(0o027)
-    try:
-        put(LOCAL, path, a=b"")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o750
-    assert {stat.S_IMODE(os.stat(os.path.join(path, n)).st_mode) for n in ("a", ROOT_NAME)} == {0o640}
-
-
-def test_a_url_is_a_path_if_it_is_one_of_a_file(path: str) -> None:
-    put(LOCAL, f"file://{path}")
-    assert content(LOCAL, path) == content(LOCAL, f"file://{path}")
-    with pytest.raises(ValueError, match="s3://bucket/x"):
-        LOCAL.open("s3://bucket/x")
-
-
-def test_a_parent_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in ("file/a.ckpt", "file/deep/a.ckpt"):
-        with pytest.raises(NotADirectoryError, match="file"):
-            put(LOCAL, str(tmp_path / path))
-
-
 def test_more_files_than_a_process_may_open_are_read(path: str) -> None:
     count = 200
     put(LOCAL, path, **{f"f{i}": bytes([i]) for i in range(count)})
@@ -452,62 +426,6 @@ def test_files_that_a_reader_opened_are_closed(path: str) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     assert content(LOCAL, path)
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("sync_files", [True, False])
-def test_large_writes_and_many_small_parts_arrive_whole(
-    sync_files: bool, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite, writev, short = os.pwrite, os.writev, list[str]()
-
-    def half(data: memoryview) -> memoryview:
-        short.append("write")
-        return data[: max(len(data) // 2, 1)]
-
-    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, half(data), offset))
-    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [half(views[0])]))
-    parts = [bytes([i % 256]) * (i % 7) for i in range(3000)]
-    storage = LocalStorage(sync_files=sync_files)
-    put(storage, path, a=b"".join(parts))
-    draft = storage.draft(path, OTHER_ID)
-    draft.begin()
-    draft.write("b", parts)
-    draft.write(ROOT_NAME, [b""])
-    draft.publish()
-    assert content(LOCAL, path)["b"] == b"".join(parts) and len(short) > 10
-
-
-# ── what stands in place of a file ────────────────────────────────────────────────────────────────────────────────
-
-
-def make_socket(path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as found:
-        os.chdir(os.path.dirname(path))  # the name of a socket is short
-        found.bind(os.path.basename(path))
-
-
-IN_PLACE: dict[str, Callable[[str], object]] = {
-    "fifo": os.mkfifo,
-    "directory": os.mkdir,
-    "link": lambda path: os.symlink("/etc/hostname", path),
-    "dangling link": lambda path: os.symlink("/nowhere", path),
-    "socket": make_socket,
-}
-
-
-@pytest.mark.parametrize("kind", IN_PLACE)
-@pytest.mark.parametrize("name", [ROOT_NAME, "a"])
-def test_only_regular_files_are_opened(kind: str, name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(".")
-    put(LOCAL, path, a=b"1")
-    os.unlink(os.path.join(path, name))
-    IN_PLACE[kind](os.path.join(path, name))
-    with pytest.raises((FormatError, CheckpointNotFoundError), match=name if name == ROOT_NAME else "regular file"):
-        reader = LOCAL.open(path)
-        try:
-            reader.size(name)
-        finally:
-            reader.close()
 
 
 # ── a disk that is full, or not to be written ─────────────────────────────────────────────────────────────────────
@@ -562,11 +480,6 @@ def own_mounts() -> list[str]:
 def mounted(script: str, options: str) -> str:
     mount = f"subprocess.run(['mount', '-t', 'tmpfs', {options!r}, 'none', sys.argv[1]], check=True)"
     return f"import subprocess, sys\n{mount}\nsys.argv[1] += '/a.ckpt'\n{script}"
-
-
-def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    script = SAVE.replace("LIMIT", "").replace("EXPECTED", "errno.ENOSPC")
-    run(mounted(script, "-osize=1m"), str(tmp_path), *own_mounts())
 
 
 def test_a_file_that_may_not_grow_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:

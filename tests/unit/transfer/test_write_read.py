@@ -11,7 +11,7 @@ from typing import get_args
 import numpy
 import pytest
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError, StateError
+from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum, checksum_blocks
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec
@@ -101,15 +101,6 @@ def test_files_hold_what_their_header_and_the_index_say() -> None:
                 assert entry.checksums == checksum_blocks(memoryview(data), entry.block)
 
 
-def test_every_file_is_named_by_the_index_and_by_nothing_else() -> None:
-    files = saved({"a": spec((64, 64), FSDP[4], 4), "b": spec((64, 64), REPLICATED, 4)}, 4, 0.001).checkpoints[PATH]
-    root = root_from_json(files[ROOT_NAME], "")
-    indexes = [info.name for info in root.components["model"].indexes.values()]
-    named = [name for index in indexes for name in rank_index_from_json(files[index], "").files]
-    assert sorted([ROOT_NAME, *indexes, *named]) == sorted(files)
-    assert len(named) > 4
-
-
 def test_a_rank_without_pieces_writes_no_file() -> None:
     storage = saved({"a": spec((2, 4), FSDP[4], 4)}, 4)
     assert {name.split("-")[2] for name in storage.checkpoints[PATH] if "-dist-" in name if "meta" not in name} == {
@@ -147,7 +138,7 @@ def test_blocks_are_small_enough_for_a_reader_and_for_a_reshard() -> None:
 # ── reading no more than needed ───────────────────────────────────────────────────────────────────────────────────
 
 
-RESHARDS = [(4, 2), (2, 4), (4, 3), (4, 1), (3, 4), (4, 8), (1, 8), (8, 3), (1, 3), (1, 5)]
+RESHARDS = [(4, 2), (4, 3), (3, 4), (4, 1), (1, 5)]
 
 
 @pytest.mark.parametrize("how", get_args(worlds.How))
@@ -226,7 +217,7 @@ WAYS: tuple[worlds.How, ...] = get_args(worlds.How)
         *((seed, how) for seed in range(12) for how in WAYS),
         *(
             pytest.param(seed, how, marks=[pytest.mark.slow, *([pytest.mark.sweep] if (seed + n) % len(WAYS) else [])])
-            for seed in range(12, 40)
+            for seed in range(12, 24)
             for n, how in enumerate(WAYS)
         ),
     ],
@@ -368,44 +359,6 @@ def test_a_flipped_bit_in_any_byte_of_any_file_is_an_error_that_names_the_file()
         assert target[key].tobytes() == worlds.whole(key, tensor).tobytes()
 
 
-@pytest.mark.parametrize("change", ["cut", "emptied", "extended", "deleted"])
-def test_a_file_of_another_length_is_an_error_that_names_it(change: str) -> None:
-    storage = MemoryStorage()
-    worlds.save(storage, {"model": SMALL}, 2)
-    files, target = storage.checkpoints[PATH], untouched()
-    for name, content in list(files.items()):
-        files[name] = {"cut": content[:-1], "emptied": b"", "extended": content + b"\0"}.get(change, b"")
-        if change == "deleted":
-            del files[name]
-        with pytest.raises((CorruptionError, FormatError, CheckpointNotFoundError), match=name):
-            load_all(storage, target)
-        files[name] = content
-
-
-def test_a_file_of_another_save_is_an_error_even_if_it_would_fit() -> None:
-    storage = MemoryStorage()
-    worlds.save(storage, {"model": SMALL}, 2)
-    worlds.save(storage, {"model": SMALL}, 2, path="other", save_id="0" * 32)
-    files, foreign = storage.checkpoints[PATH], storage.checkpoints["other"]
-    for name, content in list(files.items()):
-        if name != ROOT_NAME:
-            assert len(foreign[name]) == len(content)
-            files[name] = foreign[name]
-            with pytest.raises(CorruptionError, match=name):
-                load_all(storage, untouched())
-            files[name] = content
-
-
-def test_a_shard_file_that_claims_a_huge_header_allocates_nothing() -> None:
-    storage = MemoryStorage()
-    worlds.save(storage, {"model": SMALL}, 2)
-    files = storage.checkpoints[PATH]
-    name = "model-dist-00000-shard-00001.safetensors"
-    files[name] = (1 << 62).to_bytes(8, "little") + files[name][8:]
-    with pytest.raises(CorruptionError, match=rf"{name}: the header claims {1 << 62} bytes"):
-        load_all(storage, untouched())
-
-
 def test_an_index_beyond_the_limit_is_not_read() -> None:
     storage = MemoryStorage()
     worlds.save(storage, {"model": SMALL}, 2)
@@ -421,10 +374,3 @@ def test_a_rank_that_should_have_written_but_has_no_index_is_named() -> None:
         del checkpoint.root.components["model"].indexes[1]
         with pytest.raises(FormatError, match="rank 1 should have written some of 'model'"):
             worlds.load(checkpoint, "w", REPLICATED, 0)
-
-
-def test_there_is_no_checkpoint_without_a_root_index() -> None:
-    storage = MemoryStorage()
-    storage.checkpoints[PATH] = {"model-dist-00000-shard-00001.safetensors": b""}
-    with pytest.raises(CheckpointNotFoundError, match=f"no {ROOT_NAME}"):
-        Checkpoint(storage, PATH)
