@@ -29,12 +29,15 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, TypedDict
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 FIRST_LOOK_S = 0.5  # between asking a rank for its stacks and killing it
@@ -111,6 +114,12 @@ class _Ended(TypedDict):
     timed_out: bool
 
 
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return what the selected tests of the file have as the parameter of a name: for all of them at once."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params))
+
+
 def run_ranks(
     world: int,
     fn: Callable[..., Any],
@@ -160,6 +169,30 @@ def run_ranks(
     if failed and not expect_errors:
         raise RankFailure(f"{fn.__qualname__}: ranks {', '.join(map(str, failed))} of {world} failed", outcomes)
     return outcomes if expect_errors else [o.value for o in outcomes]
+
+
+def run_each(calls: Mapping[Any, tuple[Any, ...]], timeout_s: float = 300) -> dict[Any, list[Any]]:
+    """Return by key what each rank returned, of calls that are each a world, a function and its arguments.
+
+    Calls in a world of the same size are one after another in the same processes, whose start is what takes longest.
+    """
+    found: dict[Any, list[Any]] = {}
+    for world in dict.fromkeys(world for world, *_ in calls.values()):
+        of_world = {key: call for key, (size, *call) in calls.items() if size == world}
+        ranks = run_ranks(world, _call_each, of_world, timeout_s=timeout_s)
+        found |= {key: [rank[key] for rank in ranks] for key in of_world}
+    return found
+
+
+def _call_each(calls: Mapping[Any, Sequence[Any]]) -> dict[Any, Any]:
+    found = {}
+    for key, (fn, *args) in calls.items():
+        try:
+            found[key] = fn(*args)
+        except BaseException as error:
+            error.add_note(f"in {key}")
+            raise
+    return found
 
 
 def leaked_threads(before: Collection[threading.Thread], timeout_s: float = 2) -> list[threading.Thread]:

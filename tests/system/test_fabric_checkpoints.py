@@ -273,8 +273,8 @@ def with_loaders(directory: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_loaders_in_a_state_keep_their_place_and_go_on_if_they_can(world: int, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(world, with_loaders, str(tmp_path))):
+@pytest.mark.slow
+def test_loaders_in_a_state_keep_their_place_and_go_on_if_they_can(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, with_loaders, str(tmp_path))):
         for said, rest, step, same, batches, left in found.values():
             assert (said, rest, step, same, len(batches), left) == (int(rank == 0), {}, 2, True, 4, [[6, 7]])

@@ -168,7 +168,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "world"), [(1, 2), (2, 1)], indirect=["saved"])
+@pytest.mark.parametrize(
+    ("saved", "world"), [pytest.param(1, 2, marks=pytest.mark.sweep), (2, 1)], indirect=["saved"]
+)
 @pytest.mark.parametrize("saved_by", DOORS)
 def test_what_any_door_saved_loads_through_every_door(saved: Path, saved_by: str, world: int, tmp_path: Path) -> None:
     """A directory is nothing for plain Fabric, which reads the file that ``consolidate`` makes of it."""
@@ -182,6 +184,7 @@ def test_what_any_door_saved_loads_through_every_door(saved: Path, saved_by: str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("saved", [2], indirect=True)
 @pytest.mark.parametrize("saved_by", DOORS)
 def test_functions_read_what_any_door_saved(saved: Path, saved_by: str) -> None:
     path, expected = saved / saved_by, torch.load(saved / f"{saved_by}.expected")

@@ -101,14 +101,12 @@ HALF, STEPS = {"val_check_interval": 2}, {"max_steps": 7}
 CASES: dict[str, tuple[tuple[str, int], dict[str, Any]]] = {
     "validation at an epoch's end": (("validate", 1), {}),
     "validation at the last epoch's end": (("validate", 5), {}),
-    "first batch of a validation": (("validate", 0), {}),
     "validation in an epoch": (("validate", 1), HALF),
     "second validation of an epoch": (("validate", 5), HALF),
     "validation with max_steps": (("validate", 2), STEPS),
     "last batch of an epoch": (("train", 3), {}),
     "before the last batch of the last epoch": (("train start", 7), HALF),
     "batch after a validation": (("train", 2), HALF),
-    "last batch with max_steps": (("train", 3), STEPS),
 }
 
 

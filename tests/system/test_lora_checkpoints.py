@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.consolidate import consolidate
@@ -98,7 +96,6 @@ def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dic
 @pytest.mark.parametrize(
     ("kind", "world", "strategy"),
     [
-        pytest.param("directory", 2, TP, id="directory, tp2", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param("directory", 2, PP, id="directory, pp2", marks=pytest.mark.slow),
         pytest.param("file", 2, FSDP, id="file, fsdp2"),
     ],
@@ -227,29 +224,6 @@ def test_what_an_adapter_changed_of_the_base_when_it_was_made_is_saved_with_it()
     run_ranks(1, check_left_out, init_process_group=False)
 
 
-def keep_the_best(folder: str, base: str) -> tuple[list[str], bool, int]:
-    """Asynchronous saves every step; then resume the last."""
-    checkpoints = {"dirpath": folder, "monitor": "loss", "every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
-    state: list[dict[str, Any]] = []
-    warnings.filterwarnings("ignore", "a save waited until an earlier one was written")  # of the last, on a slow disk
-    for steps, resume in ((3, None), (3, os.path.join(folder, "last.ckpt")), (4, "last")):
-        pl.seed_everything(1, verbose=False)
-        io = ShardCkptIO(adapters_only=True, use_async=True)
-        options = {"max_steps": steps, "limit_val_batches": 0, "plugins": [io], "enable_checkpointing": True}
-        run = tiny.trainer(FSDP, callbacks=[ModelCheckpoint(**checkpoints)], **options)
-        module = adapters.Adapted(base)
-        run.fit(module, tiny.loader(), ckpt_path=resume)
-        state.append(tiny.full_state(module, run.optimizers))
-    return sorted(os.listdir(folder)), tiny.differences(state[0], state[1]) == [], run.global_step
-
-
-@pytest.mark.slow
-def test_the_best_and_the_last_adapters_are_kept_and_resumed(base: str, tmp_path: Path) -> None:
-    for names, is_same, step in run_ranks(2, keep_the_best, str(tmp_path / "kept"), base):
-        assert len(names) == 2 and "last.ckpt" in names
-        assert is_same and step == 4
-
-
 def load_alone(path: str, file: str, base: str, expected: dict[str, Any]) -> list[Any]:
     """By ``load_from_checkpoint`` from the directory, and by a Trainer from the single file."""
     module = load_from_checkpoint(adapters.Adapted, path)
@@ -279,19 +253,8 @@ def save_without_strategy(path: str) -> None:
         run.save_checkpoint(path)
 
 
-def save_for_transformers(path: str) -> None:
-    with pytest.raises(StateError, match="also='huggingface' cannot write a model with adapters of PEFT"):
-        adapters.fit(FSDP, 1, base=None, save=path, io={"also": "huggingface"})
-
-
-@pytest.mark.slow
-def test_a_model_with_adapters_is_not_written_for_transformers(tmp_path: Path) -> None:
+def test_adapters_only_is_refused_where_nothing_tells_what_is_frozen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapters_only leaves out the base model"):
         ShardCkptIO(adapters_only=True, also="huggingface")
-    run_ranks(1, save_for_transformers, str(tmp_path / "a.ckpt"))
-    assert os.listdir(tmp_path) == []
-
-
-def test_adapters_only_is_refused_where_nothing_tells_what_is_frozen(tmp_path: Path) -> None:
     run_ranks(1, save_without_strategy, str(tmp_path / "a.ckpt"))
     assert not (tmp_path / "a.ckpt" / ROOT_NAME).exists()

@@ -122,7 +122,7 @@ def fit(kind: str, resume: str | None = None, net_fails: int = 0, data_fails: in
 
 
 WAYS = ("in an epoch", "at its end", "in the next", "after max_steps", "after max_epochs", "step fails", "data fail")
-KINDS = {1: ("loader", "corpus", "both"), 2: ("both",)}
+KINDS = {1: ("loader", "corpus"), 2: ("both",)}
 """Kinds of loaders, by the number of ranks."""
 
 

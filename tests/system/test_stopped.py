@@ -176,8 +176,6 @@ ROWS: dict[int, list[Row]] = {
     1: [
         ("max_steps@2", "after", {}, {}),
         ("max_steps@5", "epoch end", IN_WORKERS, {}),
-        ("max_steps@4", "after", {}, EACH),
-        ("max_time@3", "after", {}, EACH),
         ("SIGTERM@3", "after", {}, {}),
         ("should_stop@3", "epoch end", {}, EACH),
         ("max_epochs@2", "epoch end", IN_WORKERS, {}),
@@ -188,7 +186,7 @@ ROWS: dict[int, list[Row]] = {
         ("SIGTERM@4", "after", {}, EACH),
     ],
 }
-FAST = {1: 3, 2: 1}
+FAST = {1: 2, 2: 1}
 CASES = [
     pytest.param(world, n, id=f"{world}: {kind}, {saver}, {'workers' if data else 'no worker'}, {', '.join(options)}",
                  marks=[] if n < FAST[world] else [pytest.mark.slow])

@@ -31,8 +31,8 @@ from tests.sweeps.twins.run import (
 TOGETHER = 24  # so many cases run in the same processes, one after the other
 # The suite runs one of so many cases, on each topology beginning with another one, so that together they have many;
 # `python -m tests.sweeps.twins TOPOLOGY` runs all, as `… twins resumed` does with resumes.
-ONE_OF = {"one": 24, "fsdp2": 48, "replicas": 48, "tp2": 48, "pp2": 24, "hsdp": 192, "fsdp2 x tp2": 192}
-ONE_RESUMED_OF = 48
+ONE_OF = {"one": 96, "fsdp2": 64, "replicas": 64, "tp2": 64, "pp2": 32, "hsdp": 192, "fsdp2 x tp2": 192}
+ONE_RESUMED_OF = 64
 
 GUARDED = {
     "fsdp2": (
@@ -210,7 +210,7 @@ NAMED = [
     ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
     ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
     *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
-    *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::3],
+    *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::4],
 ]
 
 APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch")

@@ -190,27 +190,6 @@ def test_saving_deleting_and_reading_at_once(exchange: bool, tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["x"]
 
 
-def side_by_side(directory: str, rounds: int, exchange: bool) -> list[str]:
-    """Each rank saves to a path of its own in one directory; returns the notes."""
-    path, notes = f"{directory}/{dist.get_rank()}", []
-    for number in range(rounds):
-        name = save_id(dist.get_rank(), number)
-        dist.barrier()
-        draft = begun(path, name, exchange)
-        finish(draft, name)
-        notes += draft.notes
-        assert held(path) == name
-    return notes
-
-
-@RENAMES_ARE_SLOW
-def test_jobs_that_save_side_by_side_do_not_disturb_each_other(exchange: bool, tmp_path: Path) -> None:
-    notes = run_ranks(3, side_by_side, str(tmp_path), 20, exchange)
-    assert [note for found in notes for note in found if not note.startswith("removed a checkpoint that was")] == []
-    begun(str(tmp_path / "0"), "f" * 32).discard()
-    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
-
-
 # ── one at a time: what another process does between two lines ────────────────────────────────────────────────────
 
 

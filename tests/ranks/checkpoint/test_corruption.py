@@ -6,7 +6,6 @@ The oracle is the change itself. Each is made in a copy of a checkpoint of 2 ran
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import socket
@@ -133,35 +132,13 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_filled(copy: Path
     assert refusal(copy, tuning) is None
 
 
-def test_runs_of_other_bytes_are_found(copy: Path) -> None:
-    draw = random.Random(1)
-    for _ in range(60):
-        name = draw.choice(names(copy))
-        content = (copy / name).read_bytes()
-        length = min(draw.randint(2, 64), len(content))
-        at = draw.randrange(len(content) - length + 1)
-        with_content(copy, name, content[:at] + draw.randbytes(length) + content[at + length :])
-
-
-@pytest.mark.parametrize("length", [512, 4096])
-def test_zeroed_ranges_are_found(copy: Path, length: int) -> None:
+def test_zeroed_ranges_are_found(copy: Path) -> None:
+    length = 1024
     for name in names(copy):
         content = (copy / name).read_bytes()
         for at in range(0, len(content), length):
             end = min(at + length, len(content))
             with_content(copy, name, content[:at] + bytes(end - at) + content[end:])
-
-
-def test_swapped_blocks_of_a_file_are_found(copy: Path) -> None:
-    draw = random.Random(2)
-    for name in names(copy):
-        content = (copy / name).read_bytes()
-        for length in (4, 12, 48):
-            for _ in range(4):
-                a = draw.randrange(0, max(len(content) - 2 * length, 1))
-                b = draw.randrange(a + length, max(len(content) - length, a + length) + 1)
-                x, y = content[a : a + length], content[b : b + length]
-                with_content(copy, name, content[:a] + y + content[a + length : b] + x + content[b + length :])
 
 
 def test_truncated_files_are_found_even_quickly(copy: Path) -> None:

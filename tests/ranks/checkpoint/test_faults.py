@@ -22,10 +22,10 @@ from tests.support.pool import run_ranks
 from tests.sweeps.faults import dcp, saves
 from tests.sweeps.faults.disk import full_disks
 from tests.sweeps.faults.flips import FORMATS, Noticed, flips, summary
-from tests.sweeps.faults.inject import NO_FAULT, Change, Fault, Interposer
+from tests.sweeps.faults.inject import NO_FAULT, Change, Interposer
 from tests.sweeps.faults.kill import ERRNOS, errors, kills, problems, sweep
 from tests.sweeps.faults.powerloss import losses
-from tests.sweeps.faults.run import FULL_DISKS, everything
+from tests.sweeps.faults.run import FULL_DISKS
 from tests.sweeps.faults.trial import Found, Outcome, Scenario, action, prepared, repeated, scratch
 
 ALONE = [each.name for each in saves.scenarios(1)]
@@ -113,12 +113,6 @@ def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_whatever_they_do(name
     assert wrong == [] and trials > 1  # fewer without syncs
 
 
-@pytest.mark.slow
-def test_one_of_four_ranks_that_is_killed_ends_all_ranks() -> None:
-    _, trials, wrong = in_a_fork(swept, "save over an older one, 4 ranks", "kills", 11)
-    assert wrong == [] and trials > 4
-
-
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -201,15 +195,6 @@ def test_a_flipped_bit_is_never_loaded_silently() -> None:
     ours, *others = in_a_fork(flipped, 23)
     assert "silent" not in ours and ours["detected"] > 100
     assert any("silent" in other for other in others)
-
-
-# ── everything ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.slow
-def test_the_short_form_of_all_sweeps_has_tables() -> None:
-    report = in_a_fork(everything, True, 4)
-    assert "| SIGKILL before a call |" in report and "| torch DCP |" in report
 
 
 # ── the harness itself ────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,33 +280,8 @@ def test_no_call_escapes_the_harness(name: str) -> None:
     assert seen
 
 
-def test_a_short_write_writes_less(tmp_path: Path) -> None:
-    with Interposer(str(tmp_path), Fault("short", 2), record=True) as interposer:
-        file = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
-        counts = [os.writev(file, [b"abc", b"def"]), os.write(file, b"xyz")]
-        os.close(file)
-        with (tmp_path / "b").open("w") as text:
-            text.write("text")
-    assert counts == [3, 3] and (tmp_path / "a").read_bytes() == b"abcxyz"
-    assert [call.split()[0] for call in interposer.calls] == ["open", "writev", "write", "open", "write"]
-    assert [change.data for change in interposer.changes if change.name == "write"] == [b"abc", b"xyz", b"text"]
-
-
-def test_a_fault_elsewhere_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    with Interposer(str(tmp_path / "root"), Fault("sticky", 1, errno.EIO)) as interposer:
-        (tmp_path / "b").write_bytes(b"x")
-        with pytest.raises(OSError, match="Input/output"):
-            (tmp_path / "root" / "b").write_bytes(b"x")
-    assert len(interposer.calls) == 1 and interposer.changes == []
-
-
 def returned(name: str) -> list[str]:
     scenario = saves.scenario(name)
     with scratch() as folder:
         template, _ = prepared(scenario, folder)
         return [end.how for end in action(scenario, template, f"{folder}/again/root", 0, NO_FAULT, False)]
-
-
-def test_an_action_without_a_fault_returns_on_every_rank() -> None:
-    assert in_a_fork(returned, "first save, 4 ranks") == ["returned"] * 4

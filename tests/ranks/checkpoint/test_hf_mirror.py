@@ -22,7 +22,7 @@ from lightning_shardckpt.tools.verify import verify
 from tests.ranks.state.test_state import NoFullTensor
 from tests.support import adapters, tiny
 from tests.support.nets import lora
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks, selected
 from tests.system.test_hugging_face import LLAMA, SIZES, TP
 
 TP_FSDP = {**TP, "data_parallel_shard_size": 2}
@@ -81,22 +81,30 @@ def hub_weights(folder: Path) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "strategy", "options"),
-    [
-        ("llama", 2, {}, {}),
-        pytest.param("llama-tied", 4, TP_FSDP, {"size_per_shard": 0.004}, marks=pytest.mark.slow),
-        pytest.param("mixtral", 2, {}, {"use_async": True}, marks=pytest.mark.slow),
-        pytest.param("llama", 2, PP, {"use_async": True, "size_per_shard": 0.01}, marks=pytest.mark.slow),
-        pytest.param("bert", 2, {}, {"sync_files": False}, marks=pytest.mark.slow),
-    ],
-    ids=["llama fsdp2", "tied llama fsdp2 tp2", "mixtral fsdp2", "llama pp2", "bert fsdp2"],
-)
-def test_transformers_loads_the_checkpoint_as_it_is(
-    tmp_path: Path, kind: str, world: int, strategy: dict[str, Any], options: dict[str, Any]
-) -> None:
-    path = tmp_path / "a.ckpt"
-    run_ranks(world, trained, kind, strategy, str(path), options)
+WAYS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "llama fsdp2": (2, "llama", {}, {}),
+    "tied llama fsdp2 tp2": (4, "llama-tied", TP_FSDP, {"size_per_shard": 0.004}),
+    "mixtral fsdp2": (2, "mixtral", {}, {"use_async": True}),
+    "llama pp2": (2, "llama", PP, {"use_async": True, "size_per_shard": 0.01}),
+    "bert fsdp2": (2, "bert", {}, {"sync_files": False}),
+}
+"""How many ranks train what, under which strategy, and how they save."""
+
+
+@pytest.fixture(scope="module")
+def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the selected checkpoints; tests must not change them."""
+    folder, calls = tmp_path_factory.mktemp("mirrored"), {}
+    for way in selected(request, "way"):
+        world, kind, strategy, options = WAYS[way]
+        calls[way] = (world, trained, kind, strategy, str(folder / way), options)
+    run_each(calls)
+    return folder
+
+
+@pytest.mark.parametrize("way", [*[*WAYS][:1], *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
+def test_transformers_loads_the_checkpoint_as_it_is(way: str, mirrored: Path, tmp_path: Path) -> None:
+    path, options = mirrored / way, WAYS[way][3]
     found = hub_weights(path)
     expected = dict(load_keys(path, [f"model.{name}" for name in found]))
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[f"model.{name}"])] == []

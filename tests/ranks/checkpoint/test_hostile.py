@@ -29,7 +29,7 @@ from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 from tests.support.small import DOCUMENT, INDEX, OTHER_INDEX, ROOT, SHARD, Edit, edit, put, put_header, put_header_json
 from tests.sweeps import fuzz
 
@@ -480,8 +480,7 @@ def _too_slow(number: int, frame: Any) -> None:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of the cases that are selected."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = {item.callspec.params["case"].name for item in items if "case" in item.callspec.params}
+    names = {case.name for case in selected(request, "case")}
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "work").mkdir()
     good = str(folder / "good.ckpt")

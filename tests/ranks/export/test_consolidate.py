@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -20,8 +19,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
@@ -85,17 +82,6 @@ def test_the_archive_is_valid_and_aligned_and_its_pickle_is_that_of_torch_save(s
             raw.seek(info.header_offset + 26)
             name, extra = (int.from_bytes(raw.read(2), "little") for _ in range(2))
             assert (info.header_offset + 30 + name + extra) % 64 == 0
-
-
-def test_the_file_is_byte_for_byte_what_zipfile_writes_of_the_same_records(saved: Path, tmp_path: Path) -> None:
-    file, buffer = consolidate(saved, tmp_path / "out.pt"), io.BytesIO()
-    with zipfile.ZipFile(file) as given, zipfile.ZipFile(buffer, "w") as judge:
-        for info in given.infolist():
-            new = zipfile.ZipInfo(info.filename)
-            new.extra = info.extra
-            with judge.open(new, "w") as record:
-                record.write(given.read(info))
-    assert file.read_bytes() == buffer.getvalue()
 
 
 def test_a_record_beyond_the_32_bit_limits_is_written_and_read(saved: Path, tmp_path: Path) -> None:
@@ -346,23 +332,16 @@ def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Tuning:
     return replace(TUNING, fill_window_bytes=nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [pytest.param(80, marks=pytest.mark.slow), 3000, 70_000])
-def test_windows_of_any_size_make_the_same_file(
-    nbytes: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_of_any_size_make_the_same_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = consolidate(saved, tmp_path / "a.pt").read_bytes()
-    tuning = in_small_windows(monkeypatch, nbytes)
-    assert consolidate(saved, tmp_path / "b.pt", tuning=tuning).read_bytes() == expected
+    for nbytes in (700, 70_000):
+        tuning = in_small_windows(monkeypatch, nbytes)
+        assert consolidate(saved, tmp_path / f"{nbytes}.pt", tuning=tuning).read_bytes() == expected
 
 
 @pytest.mark.parametrize(
     ("victim", "nbytes"),
-    [
-        pytest.param("model-dist-00000-shard-00001", 200, marks=pytest.mark.slow),
-        ("model-dist-00000-shard-00001", 4 << 20),
-        pytest.param("model-dist-00003-shard-00002", 200, marks=[pytest.mark.slow, pytest.mark.sweep]),
-        ("model-dist-00003-shard-00002", 4 << 20),
-    ],
+    [("model-dist-00000-shard-00001", 3000), ("model-dist-00003-shard-00002", 4 << 20)],
 )
 def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
     victim: str, nbytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
@@ -378,16 +357,15 @@ def test_a_flipped_bit_anywhere_is_found_whoever_reads_it(
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
 
-@pytest.mark.parametrize("number", [2, 150])
 @pytest.mark.parametrize("kind", ["full disk", "interrupt in a thread", "interrupt by a user"])
 def test_an_error_of_any_thread_ends_all_and_leaves_nothing_behind(
-    number: int, kind: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = in_small_windows(monkeypatch, 3000)
     pwrite, calls = os.pwrite, itertools.count(1)
 
     def failing(*arguments: Any) -> int:
-        if next(calls) == number:
+        if next(calls) == 40:
             if kind == "full disk":
                 raise OSError(28, "No space left on device")
             if kind == "interrupt in a thread":
@@ -408,40 +386,6 @@ def test_short_writes_are_continued(saved: Path, tmp_path: Path, monkeypatch: py
     assert consolidate(saved, tmp_path / "b.pt").read_bytes() == expected
 
 
-def many_and_large() -> dict[str, torch.Tensor]:
-    """More than a window of small tensors, empty ones among them, and tensors of several windows and odd sizes."""
-    found = {f"small.{i}": zoo.drawn((i % 7, 129 + i % 3), torch.bfloat16, i) for i in range(4000)}
-    return found | {
-        "rows.1": zoo.drawn((4099, 517), torch.float32, 1),
-        "columns.1": zoo.drawn((2503, 1031), torch.float32, 2),
-        "columns.2": zoo.drawn((3, 7, 300_001), torch.uint8, 3),
-        "plain.1": zoo.drawn((9_000_001,), torch.uint8, 4),
-    }
-
-
-def save_many_and_large(path: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    cuts = {"rows": 0, "columns": 1}
-    state = {
-        k: distribute_tensor(t, mesh, [Shard(cuts[kind])], src_data_rank=None) if kind in cuts else t
-        for k, t in many_and_large().items()
-        for kind in [k.partition(".")[0]]
-    }
-    io = zoo.ShardCkptIO()
-    io.attach(zoo.Ranks.of_default_group(60), torch.nn.Module(), {})
-    io.save_checkpoint({"state_dict": state, "global_step": 0, "epoch": 0}, path)
-
-
-@pytest.mark.slow
-def test_many_small_tensors_and_large_ones_of_odd_sizes_keep_their_bits(tmp_path: Path) -> None:
-    run_ranks(2, save_many_and_large, str(tmp_path / "a.ckpt"))
-    file = consolidate(tmp_path / "a.ckpt")
-    assert zipfile.ZipFile(file).testzip() is None
-    found, expected = torch.load(file, mmap=True)["state_dict"], many_and_large()
-    assert found.keys() == expected.keys()
-    assert [k for k, t in expected.items() if not same_bits(t, found[k])] == []
-
-
 def test_the_progress_ends_at_the_number_of_bytes_that_was_announced(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,42 +403,6 @@ def test_the_progress_ends_at_the_number_of_bytes_that_was_announced(
 
 
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_MEASURED = """
-import sys
-import lightning_shardckpt.export.torch_archive
-from lightning_shardckpt.consolidate import consolidate
-from tests.support.limits import grown_mib
-print(grown_mib(lambda: consolidate(sys.argv[1])), *(sys.modules.keys() & {"lightning"}))
-"""
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    rows = 32 * 1024  # 128 MiB per tensor
-    run_ranks(4, zoo.save_large, str(tmp_path / "a.ckpt"), rows)
-    command = [sys.executable, "-c", _MEASURED, str(tmp_path / "a.ckpt")]
-    # A thread that finds malloc's arenas busy reserves 64 MiB of addresses for one more, which is no memory.
-    env = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    done = run.stdout.split()
-    assert int(done[0]) < 100 and done[1:] == []
-    found = torch.load(tmp_path / "a.ckpt.consolidated", mmap=True)["state_dict"]
-    expected = torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
-    assert torch.equal(found["dim0"], expected) and torch.equal(found["dim1"], expected)
-
-
-def test_importing_the_tool_imports_neither_torch_nor_lightning() -> None:
-    tools = "lightning_shardckpt.consolidate, lightning_shardckpt.cli"
-    code = f"import sys, {tools}; print(sys.modules.keys() & {{'torch', 'lightning'}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-def test_no_value_of_the_file_needs_more_than_the_default_unpickler(saved: Path, tmp_path: Path) -> None:
-    text = zipfile.ZipFile(consolidate(saved, tmp_path / "out.pt")).read("archive/data.pkl")
-    assert text[:2] == bytes([pickle.PROTO[0], 2])
 
 
 def by_every_rank(checkpoint: str, output: str) -> list[str] | None:

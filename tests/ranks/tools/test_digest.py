@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 
 import lightning_shardckpt
-from lightning_shardckpt.checkpoint.checkpoint import RunInfo, save
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.tools.digest import digest
 from lightning_shardckpt.tools.verify import verify
@@ -61,29 +55,6 @@ def test_it_is_that_of_the_bytes_of_whole_tensors_on_any_topology(saved: Path) -
     assert {t["name"]: t["digest"] for key, t in computed["tensors"].items() if key[0] == "model"} == expected
 
 
-def test_other_formats_of_the_same_state_have_the_same(saved: Path, tmp_path: Path) -> None:
-    expected = meaning(saved / "zoo.ckpt")
-    file = tmp_path / "zoo.pt"
-    consolidate(saved / "zoo.ckpt", file)
-    assert meaning(file) == expected
-    content = torch.load(file)
-    in_dcp = {name: value for name, value in content["state_dict"].items() if value.numel()}
-    with warnings.catch_warnings(action="ignore"):  # of one process
-        dcp.save({"model": in_dcp}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    of_dcp = meaning(tmp_path / "dcp")["tensors"]
-    assert {("model", name) for name in in_dcp} == of_dcp.keys()
-    assert all(of_dcp[key] == expected["tensors"][key] for key in of_dcp)
-
-
-def test_safetensors_have_the_same(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    lightning_shardckpt.save(tmp_path / "a.ckpt", {"model": model})
-    consolidate(tmp_path / "a.ckpt", tmp_path / "files", format="safetensors", split="one_file_per_tensor")
-    found = digest(tmp_path / "files")
-    assert found["components"] == digest(tmp_path / "a.ckpt")["components"]
-    assert found["whole"] == digest(tmp_path / "a.ckpt")["whole"]
-
-
 @pytest.mark.slow
 def test_a_hugging_face_export_has_them_by_its_own_names(tmp_path: Path) -> None:
     """Of a model whose experts are stacked, which an export takes apart, and whose embeddings are tied."""
@@ -103,22 +74,6 @@ def test_a_hugging_face_export_has_them_by_its_own_names(tmp_path: Path) -> None
     key = lambda t: t["name"]  # noqa: E731
     assert sorted(named["tensors"], key=key) == sorted(exported["tensors"], key=key)
     assert named["whole"] == exported["whole"] != stored["whole"]
-
-
-def save_stages(path: str) -> None:
-    """Each rank has tensors that the others lack, as pipeline stages have, and all have one."""
-    ranks = Ranks.of_default_group(60)
-    own = {f"layer{ranks.rank}": torch.full((3, 5), float(ranks.rank)), "shared": torch.arange(7)}
-    snapshot = Snapshot({"model": Leaves(own)}, {}, {})
-    save(path, lambda: snapshot, ranks=ranks, run=RunInfo(), options=SaveOptions())
-
-
-def test_pipeline_stages_have_that_of_one_process(tmp_path: Path) -> None:
-    run_ranks(3, save_stages, str(tmp_path / "stages.ckpt"))
-    state = {**{f"layer{i}": torch.full((3, 5), float(i)) for i in range(3)}, "shared": torch.arange(7)}
-    torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "whole.ckpt")
-    found = digest(tmp_path / "stages.ckpt")
-    assert found["components"] == digest(tmp_path / "whole.ckpt")["components"]
 
 
 def edit(path: Path, change: dict[str, str]) -> None:
