@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shardckpt import DropoutBySample, ShardedDropout, full_state_dict
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 
 SEED = 5
 TIMED = {"timed": 1}
@@ -168,8 +168,7 @@ def seen(
 ) -> dict[str, list[dict[str, Tensor]]]:
     """The weights of each rank, by selected topology; those on as many ranks run in the same processes."""
     directory, found = str(tmp_path_factory.mktemp("runs")), {}
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    wanted = {item.callspec.params.get("name") for item in items}
+    wanted = {*selected(request, "name")}
     wanted |= {RESUMED[name][0] for name in wanted & RESUMED.keys()}
     for world in (2, 4):
         names = [name for name, (ranks, _) in TOPOLOGIES.items() if ranks == world and name in wanted]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.tensor_parallel import apply_plan, resolve_plan
 from tests.support.nets import BUILDERS, Case, lora
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 from tests.system.test_strategy import TOLERANCE, train_all, twins
 
 LORA, DORA = Case("lora", late=True), Case("dora", late=True)
@@ -42,8 +42,7 @@ def train_ways(names: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each of two ranks saw of all selected ways to train, one after another."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return run_ranks(2, train_ways, [item.callspec.params["way"] for item in items])
+    return run_ranks(2, train_ways, selected(request, "way"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 from tests.support.tiny import full_state, trainer
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
@@ -277,17 +276,6 @@ class RemembersBefore(Good):
         return x
 
 
-class WritesBufferBefore(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(2 * BATCH, WIDTH))
-
-    def before(self, tokens: Tensor) -> Tensor:
-        x = super().before(tokens)
-        self.queue[: len(x)] = x[:, 0].detach()
-        return x
-
-
 class RecomputesReentrant(Good):
     """Every other layer."""
 
@@ -325,15 +313,6 @@ class Noise(Good):
 
     def layer(self) -> nn.Module:
         return Scale()
-
-
-class LateNoise(Noise):
-    """Draws it between the layers of the last stage."""
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        x = self.layers[2](self.layers[1](self.layers[0](self.before(batch))))
-        noise = torch.randn(*batch.shape, WIDTH)
-        return (self.layers[3](x + noise) - noise).square().mean()
 
 
 class OwnNoise(Good):
@@ -470,13 +449,6 @@ class Compiled(Good):
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = torch.compile(Good(), backend="eager")
-
-
-class CompiledInPlace(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net: Any = Good()
-        self.net.compile(backend="eager")
 
 
 class CompilesLayersLate(Good):
@@ -648,15 +620,6 @@ class TimeFirst(Good):
         return x
 
 
-class ParameterGradient(Good):
-    """With respect to a parameter, of a loss that begins with it."""
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        (slope,) = torch.autograd.grad(loss, self.layers[3].linear.weight, create_graph=True)
-        return loss + slope.square().sum()
-
-
 class Mapped(Good):
     """A function for each sample, that uses a weight of another stage."""
 
@@ -682,31 +645,6 @@ class HooksNode(Good):
         if x.grad_fn is not None:
             x.grad_fn.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
         return x
-
-
-class HooksNodeOfParameter(Good):
-    """Registered on the stage that has the parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.node = get_gradient_edge(self.layers[3].linear.weight).node
-        self.node.register_hook(lambda *_: None)
-
-
-class StepsInBackward(Good):
-    def on_fit_start(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of scripts
-            from torch.distributed.optim import _apply_optimizer_in_backward
-
-        _apply_optimizer_in_backward(torch.optim.SGD, [self.bias], {"lr": 0.1})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
-
-    def after(self, x: Tensor) -> Tensor:
-        return super().after(x) + self.bias
 
 
 class AsksForNode(Good):
@@ -739,12 +677,6 @@ class CountsInHook(Good):
 
     def count(self, *_: Any) -> None:
         self.calls += 1
-
-
-class NormsInBackwardHook(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[3].norm.register_full_backward_pre_hook(lambda module, g: (g[0] / g[0].norm(),))
 
 
 class NormsAfterLayers(Good):
@@ -784,7 +716,6 @@ MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 REMEMBER = ("is to remember embed.weight", "after the layers")
 ON_NODE = ("is registered on a node of autograd's graph", "register_hook")
-BATCHES = "pipeline_microbatches=1"
 @dataclass(frozen=True)
 class Case:
     """A run that is refused.
@@ -830,13 +761,9 @@ CASES = {
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
-    "buffer before the layers": Case(
-        WritesBufferBefore, ("queue of WritesBufferBefore is a buffer that a step changes before the layers", BATCHES)
-    ),
     "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),
     "branches": Case(Branches, ("__bool__", *NO_VALUE)),
     "noise": Case(Noise, ("training_step draws random numbers", MEANS, "microbatches=1")),
-    "noise between the last layers": Case(LateNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "noise of its own": Case(OwnNoise, ("training_step draws random numbers", MEANS, "microbatches=1")),
     "metric of steps, 1f1b": Case(
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
@@ -848,9 +775,6 @@ CASES = {
     "other length": Case(RankLength, DIFFERENT),
     "no layers": Case(NoLayers, ("NoLayers has no list of layers", "pipeline_layers=["), kinds=("TopologyError",)),
     "wrong split": Case(Good, ("pipeline_split", "'half'"), {"pipeline_split": "half"}, kinds=("TopologyError",)),
-    "compiled in place": Case(
-        CompiledInPlace, ("net is compiled as a whole", "Compile the layers"), {"pipeline_layers": ["net.layers.*"]}
-    ),
     "layers compiled late": Case(CompilesLayersLate, ("layers.0 was compiled after", "configure_model")),
     "compiled": Case(
         Compiled,
@@ -879,18 +803,12 @@ CASES = {
     "norms gradients in a function, 1f1b": Case(NormsGradients, ("the backward of an autograd.Function",), ONE_F_ONE_B),
     "hook of one step, 1f1b": Case(HooksOnce, ("has a hook", "sees gradients of microbatches"), ONE_F_ONE_B),
     "hook on a node": Case(HooksNode, ON_NODE),
-    "hook on the node of a parameter": Case(HooksNodeOfParameter, ON_NODE),
-    "steps in a backward": Case(StepsInBackward, ("optimizer_hook", *ON_NODE)),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
     "quantizes saved tensors": Case(QuantizesSaved, ("of saved tensors", "activation_checkpointing")),
     "quantizes saved tensors in layers": Case(QuantizesInLayers, ("of saved tensors", "activation_checkpointing")),
     "counts in a hook": Case(CountsInHook, ("embed has the hook CountsInHook.count", "microbatches")),
-    "norms gradients in a hook": Case(NormsInBackwardHook, ("layers.3.norm has the hook", "microbatches")),
     "norms gradients in a hook after the layers": Case(NormsAfterLayers, ("head has the hook",), ONE_F_ONE_B),
     "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
-    "gradient with respect to a parameter": Case(
-        ParameterGradient, ("finds no way through the layers", "pipeline_parallel_size=1")
-    ),
     "vmap over the weight of another stage": Case(Mapped, ("a transform of torch.func around", "doesn't have")),
     "compiled by torch.jit": Case(Scripted, ("layers.0 was compiled by torch.jit", "Use the original module")),
     "adapters of parameters": Case(AdaptsParameters, ("layers.0.0 is an adapter of PEFT", "Use target_modules")),
@@ -955,8 +873,7 @@ Found = tuple[dict[str, list[Refused]], list[list[Trained]]]
 @pytest.fixture(scope="module")
 def refused(request: pytest.FixtureRequest) -> Found:
     """All selected cases, one after another, several in the same processes."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = list(dict.fromkeys(item.callspec.params["case"] for item in items if "case" in item.callspec.params))
+    names = selected(request, "case")
     found: dict[str, list[Refused]] = {}
     after = []
     for start in range(0, len(names), TOGETHER):
@@ -969,7 +886,7 @@ def refused(request: pytest.FixtureRequest) -> Found:
 
 QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
-    *("noise between the last layers", "no layers", "layer breaks, 1f1b"),
+    *("no layers", "layer breaks, 1f1b"),
 )
 SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(

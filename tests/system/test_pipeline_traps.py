@@ -16,7 +16,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection
 
 from lightning_shardckpt import load
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 from tests.support.tiny import trainer
 
 pytestmark = pytest.mark.slow
@@ -468,7 +468,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, folder: Path) -> Pairs:
     """Each selected module alone, and on every rank of a pipeline."""
-    names = [item.callspec.params["kind"] for item in request.session.items if item.path == request.path]
+    names = selected(request, "kind")
     (alone,) = run_ranks(1, train_all, names, False, "", init_process_group=False)
     ranks = run_ranks(2, train_all, names, True, str(folder))
     return {name: (alone[name], [rank[name] for rank in ranks]) for name in names}

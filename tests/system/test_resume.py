@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks, selected
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -63,8 +63,7 @@ Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
     """What each rank saw of all selected runs on so many ranks, one after another in the same processes."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = {item.callspec.params.get("name") for item in items}
+    names = selected(request, "name")
 
     @cache
     def find(world: int) -> Seen:
@@ -195,34 +194,10 @@ def at_the_end_of_validation(directory: str, resume: bool) -> tuple[list[float],
 
 
 def test_checkpoint_of_the_validation_that_ends_an_epoch_continues_exactly(tmp_path: Path) -> None:
-    ((losses, state),) = run_ranks(1, at_the_end_of_validation, str(tmp_path), False)
-    ((resumed, state_resumed),) = run_ranks(1, at_the_end_of_validation, str(tmp_path), True)
+    calls = {resume: (1, at_the_end_of_validation, str(tmp_path), resume) for resume in (False, True)}
+    ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
     assert resumed == losses[6:]
     assert tiny.differences(state, state_resumed) == []
-
-
-class Batches:
-    """An iterable that is no DataLoader."""
-
-    def __iter__(self) -> Any:
-        return iter(list(tiny.loader(count=12)))
-
-    def __len__(self) -> int:
-        return 6
-
-
-def from_an_iterable_to_a_loader(directory: str) -> int:
-    path, options = f"{directory}/a.ckpt", {"use_distributed_sampler": False, "limit_val_batches": 0}
-    run = tiny.trainer({}, max_steps=6, callbacks=[tiny.SaveAt(2, path)], **options)
-    run.fit(tiny.TinyLM(), Batches())
-    resumed = tiny.trainer({}, max_steps=6, **options)
-    with pytest.warns(UserWarning, match="can't be continued exactly"):
-        resumed.fit(module := tiny.TinyLM(), tiny.loader(count=12), ckpt_path=path)
-    return len(module.losses)
-
-
-def test_another_kind_of_loader_resumes_with_a_warning(tmp_path: Path) -> None:
-    assert run_ranks(1, from_an_iterable_to_a_loader, str(tmp_path)) == [4]
 
 
 class Counted(IterableDataset[Any]):
@@ -260,20 +235,9 @@ def counted(directory: str, kind: type[tiny.TinyLM], stop: int) -> list[tuple[in
     return found
 
 
-def each_counted(directory: str, runs: list[tuple[type[tiny.TinyLM], int]]) -> list[list[tuple[int, int]]]:
-    return [counted(f"{directory}/{number}", *run) for number, run in enumerate(runs)]
-
-
-@pytest.mark.parametrize(
-    ("world", "runs"),
-    [
-        pytest.param(1, [(kind, stop) for kind in (tiny.TinyLM, Estimating) for stop in (4, 2)], id="1"),
-        pytest.param(2, [(Estimating, 2)], id="2", marks=pytest.mark.slow),
-    ],
-)
-def test_no_batch_of_a_stream_is_lost_by_a_resume(
-    world: int, runs: list[tuple[type[tiny.TinyLM], int]], tmp_path: Path
-) -> None:
+def test_no_batch_of_a_stream_is_lost_by_a_resume(tmp_path: Path) -> None:
     """In the middle of an epoch the batches that were used are given again, and one is drawn ahead of its step."""
     expected = {4: [(8, 4), (8, 4)], 2: [(6, 2), (16, 6)]}  # at the end of an epoch, and in the middle
-    assert run_ranks(world, each_counted, str(tmp_path), runs) == [[expected[stop] for _, stop in runs]] * world
+    runs = {(kind, stop): (1, counted, str(tmp_path / kind.__name__), kind, stop)
+            for kind in (tiny.TinyLM, Estimating) for stop in expected}  # fmt: skip
+    assert run_each(runs) == {(kind, stop): [expected[stop]] for kind, stop in runs}

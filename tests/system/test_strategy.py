@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_shardckpt.pytorch import ShardedStrategy
 from tests.support.nets import PLAN, Case, Module, Trained, full_state, trainer_for, twin
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks, selected
 
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 TOLERANCE = 1e-12
@@ -61,23 +61,30 @@ def expected() -> dict[Case, Trained]:
     return dict(zip(EVERY_CASE, run_ranks(1, twins, EVERY_CASE)[0], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "cases"),
-    [
-        pytest.param(1, {}, [ACCUMULATED, QWEN3], id="one process"),
-        pytest.param(2, {}, [CLIPPED, LLAMA, GPT2], id="fsdp2", marks=pytest.mark.slow),
-        pytest.param(3, {}, [TIED], id="fsdp3 uneven", marks=[pytest.mark.slow, pytest.mark.sweep]),
-        pytest.param(2, {"data_parallel_replicate_size": 2}, [ACCUMULATED], id="replicate2"),
-        pytest.param(2, TP, [QWEN3, TIED_LLAMA], id="tp2", marks=pytest.mark.slow),
-        pytest.param(4, TP, [TIED], id="fsdp2 x tp2", marks=pytest.mark.slow),
-    ],
-)
+WAYS: dict[str, tuple[int, dict[str, Any], list[Case]]] = {
+    "one process": (1, {}, [ACCUMULATED, QWEN3]),
+    "fsdp2": (2, {}, [CLIPPED, LLAMA, GPT2]),
+    "fsdp3 uneven": (3, {}, [TIED]),
+    "replicate2": (2, {"data_parallel_replicate_size": 2}, [ACCUMULATED]),
+    "tp2": (2, TP, [QWEN3, TIED_LLAMA]),
+    "fsdp2 x tp2": (4, TP, [TIED]),
+}
+MARKS = {"one process": [], "replicate2": [], "fsdp3 uneven": [pytest.mark.slow, pytest.mark.sweep]}
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest) -> dict[str, list[list[Trained]]]:
+    """What each rank saw of the cases of each selected way."""
+    ways = {way: WAYS[way] for way in selected(request, "way")}
+    return run_each({way: (world, train_all, cases, sizes) for way, (world, sizes, cases) in ways.items()})
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=MARKS.get(way, pytest.mark.slow)) for way in WAYS])
 def test_training_equals_plain_torch(
-    world: int, sizes: dict[str, Any], cases: list[Case], expected: dict[Case, Trained]
+    way: str, trained: dict[str, list[list[Trained]]], expected: dict[Case, Trained]
 ) -> None:
-    ranks = run_ranks(world, train_all, cases, sizes)
-    for index, case in enumerate(cases):
-        alone, together = expected[case], [rank[index] for rank in ranks]
+    for index, case in enumerate(WAYS[way][2]):
+        alone, together = expected[case], [rank[index] for rank in trained[way]]
         for got in together:
             assert got.metrics == together[0].metrics
             assert got.metrics == pytest.approx(alone.metrics, abs=TOLERANCE)

@@ -45,7 +45,7 @@ from tests.support.nets import (
     optimizer_of,
     trainer_for,
 )
-from tests.support.pool import ROOT, run_ranks
+from tests.support.pool import ROOT, run_each, run_ranks
 from tests.support.warm_python import Run
 
 TOLERANCE = 1e-12  # sums of float64 in another order
@@ -99,29 +99,29 @@ def train_with_options() -> list[tuple[list[str], State]]:
 
 
 @pytest.mark.slow
-def test_options_change_neither_names_nor_numbers() -> None:
-    (names, expected), *others = run_ranks(2, train_with_options)[0]
+def test_options_change_neither_names_nor_numbers(found: dict[Any, Any]) -> None:
+    (names, expected), *others = found[train_with_options][0]
     for options, (got_names, got) in zip(OPTIONS[1:], others, strict=True):
         assert got_names == names, options
         assert_close(got, expected, 0)
 
 
-def train_in_precision(precision: str, tensor: int) -> tuple[float, set[torch.dtype], float]:
+def train_in_bfloat16() -> tuple[float, set[torch.dtype], float]:
     pl.seed_everything(3, verbose=False)
     module = Module(Case("llama", late=True))
-    trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), precision=precision, gradient_clip_val=0.5)
+    strategy = ShardedStrategy(tensor_parallel_size=dist.get_world_size())
+    trainer = fit(module, strategy, precision="bf16-mixed", gradient_clip_val=0.5)
     values = torch.cat([v.double().flatten() for v in full_state(module).values()])
     return float(trainer.callback_metrics["val"]), {p.dtype for p in module.parameters()}, values.norm().item()
 
 
-def test_bfloat16_trains_the_same_up_to_its_rounding() -> None:
-    precision, tolerance = "bf16-mixed", 2e-3
-    (alone,) = run_ranks(1, train_in_precision, precision, 1)
-    ranks = run_ranks(2, train_in_precision, precision, 2)
+@pytest.mark.slow
+def test_bfloat16_trains_the_same_up_to_its_rounding(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
+    tolerance, ranks, expected = 2e-3, found[train_in_bfloat16], alone[train_in_bfloat16][0]
     assert all(rank == ranks[0] for rank in ranks)
     assert ranks[0][1] == {torch.float32}
-    assert ranks[0][0] == pytest.approx(alone[0], rel=tolerance)
-    assert ranks[0][2] == pytest.approx(alone[2], rel=tolerance)
+    assert ranks[0][0] == pytest.approx(expected[0], rel=tolerance)
+    assert ranks[0][2] == pytest.approx(expected[2], rel=tolerance)
 
 
 class Overflow(Module):
@@ -142,8 +142,9 @@ def train_with_scaler() -> tuple[State, list[float]]:
     return full_state(module), [scaler.get_scale(), *steps]
 
 
-def test_every_rank_skips_the_step_in_which_one_overflows() -> None:
-    for state, scale_and_steps in run_ranks(2, train_with_scaler):
+@pytest.mark.slow
+def test_every_rank_skips_the_step_in_which_one_overflows(found: dict[Any, Any]) -> None:
+    for state, scale_and_steps in found[train_with_scaler]:
         assert scale_and_steps == [512, 3]  # halved once; three of four steps
         assert all(value.isfinite().all() for value in state.values())
 
@@ -164,8 +165,8 @@ def adamw(module: nn.Module, flags: dict[str, bool]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes() -> None:
-    plain, foreach, fused = run_ranks(2, train_with_optimizers)[0]
+def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes(found: dict[Any, Any]) -> None:
+    plain, foreach, fused = found[train_with_optimizers][0]
     assert_close(foreach, plain)
     assert_close(fused, plain)
 
@@ -222,8 +223,8 @@ def run_stages() -> None:
 
 
 @pytest.mark.slow
-def test_stages_and_trainers_share_a_module() -> None:
-    run_ranks(2, run_stages)
+def test_stages_and_trainers_share_a_module(found: dict[Any, Any]) -> None:
+    assert found[run_stages] == [None, None]  # which asserts
 
 
 class Normed(nn.Module):
@@ -243,8 +244,9 @@ def train_batch_norm() -> State:
     return full_state(module)
 
 
-def test_batch_norm_statistics_are_those_of_the_first_rank_everywhere() -> None:
-    first, second = run_ranks(2, train_batch_norm)
+@pytest.mark.slow
+def test_batch_norm_statistics_are_those_of_the_first_rank_everywhere(found: dict[Any, Any]) -> None:
+    first, second = found[train_batch_norm]
     assert_close(first, second, 0)
     assert first["net.norm.running_mean"].abs().sum() > 0
     assert first["net.norm.num_batches_tracked"] == 4
@@ -263,8 +265,9 @@ def seeds_of_workers() -> tuple[int, Any]:
     return loader.sampler.rank, loader.worker_init_fn.keywords["rank"]
 
 
-def test_ranks_of_a_tensor_group_get_the_same_batches_and_worker_seeds() -> None:
-    assert run_ranks(4, seeds_of_workers) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+@pytest.mark.slow
+def test_ranks_of_a_tensor_group_get_the_same_batches_and_worker_seeds(found: dict[Any, Any]) -> None:
+    assert found[seeds_of_workers] == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
 class Dropped(nn.Module):
@@ -296,8 +299,8 @@ def train_with_dropout() -> State:
 
 
 @pytest.mark.slow
-def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed() -> None:
-    ranks = run_ranks(4, train_with_dropout)
+def test_replicas_stay_equal_to_the_bit_under_dropout_without_a_seed(found: dict[Any, Any]) -> None:
+    ranks = found[train_with_dropout]
     for first, second in (ranks[:2], ranks[2:]):  # the ranks of a tensor group
         for name in ("net.embed.weight", "net.head.weight", "net.head.bias", "net.down.bias"):
             assert torch.equal(first[name], second[name]), name
@@ -345,13 +348,13 @@ class ShardsItself(Module):
 WAYS = ["early", "late", "meta", "tensor only"]
 
 
-def train_what_shards_itself(tensor: int) -> list[State]:
+def train_what_shards_itself() -> list[State]:
     out = []
     for how in WAYS:
         pl.seed_everything(9 if how == "early" and dist.get_rank() else 3, verbose=False)
         module = ShardsItself(how)
         options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
-        trainer = fit(module, ShardedStrategy(tensor_parallel_size=tensor), **options)
+        trainer = fit(module, ShardedStrategy(tensor_parallel_size=2), **options)
         trainer.validate(module, verbose=False)
         out.append(full_state(module))
     return out
@@ -363,13 +366,14 @@ def train_feedforward() -> tuple[State, State]:
         pl.seed_everything(3, verbose=False)
         torch.set_default_dtype(dtype)
         out.append(plain_training(Feedforward()))
+    torch.set_default_dtype(torch.float32)
     return out[0], out[1]
 
 
 @pytest.mark.slow
-def test_a_module_that_shards_itself_trains_as_plain_torch() -> None:
-    ((early, late),) = run_ranks(1, train_feedforward)
-    for rank in run_ranks(4, train_what_shards_itself, 2):
+def test_a_module_that_shards_itself_trains_as_plain_torch(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
+    ((early, late),) = alone[train_feedforward]
+    for rank in found[train_what_shards_itself]:
         for how, got in zip(WAYS, rank, strict=True):
             assert_close(got, early if how == "early" else late)
 
@@ -391,17 +395,9 @@ def train_sequence_parallel() -> State:
     module = Module(Case(late=True))
     module.net = Feedforward()
     module.train_dataloader = module.val_dataloader = even_length  # type: ignore[method-assign,assignment]
-    strategy = ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=sequence_parallel)
-    fit(module, strategy, gradient_clip_val=0.05, accumulate_grad_batches=2)
-    return full_state(module)
-
-
-def train_even_length() -> State:
-    pl.seed_everything(3, verbose=False)
-    module = Module(Case(late=True))
-    module.net = Feedforward()
-    module.train_dataloader = module.val_dataloader = even_length  # type: ignore[method-assign,assignment]
-    fit(module, ShardedStrategy(), gradient_clip_val=0.05, accumulate_grad_batches=2)
+    size = dist.get_world_size()
+    plan: Any = {"tensor_parallel_plan": sequence_parallel} if size > 1 else {}
+    fit(module, ShardedStrategy(tensor_parallel_size=size, **plan), gradient_clip_val=0.05, accumulate_grad_batches=2)
     return full_state(module)
 
 
@@ -410,10 +406,28 @@ def even_length() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(tokens[0][:, :4], tokens[1][:, :4]), batch_size=12)
 
 
-def test_a_callable_plan_may_use_sequence_parallel_norms() -> None:
-    (expected,) = run_ranks(1, train_even_length)
-    for got in run_ranks(2, train_sequence_parallel):
-        assert_close(got, expected)
+@pytest.mark.slow
+def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
+    for got in found[train_sequence_parallel]:
+        assert_close(got, alone[train_sequence_parallel][0])
+
+
+# ── one start for all ───────────────────────────────────────────────────────────────────────────────────────────────
+
+ON_TWO = [train_with_options, train_in_bfloat16, train_with_scaler, train_with_optimizers, run_stages, train_batch_norm]
+ON_FOUR = [seeds_of_workers, train_with_dropout, train_what_shards_itself]
+ALONE = [train_in_bfloat16, train_feedforward, train_sequence_parallel]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, list[Any]]:
+    on_two = {fn: (2, fn) for fn in [*ON_TWO, train_sequence_parallel]}
+    return run_each(on_two | {fn: (4, fn) for fn in ON_FOUR})
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Any, list[Any]]:
+    return run_each({fn: (1, fn) for fn in ALONE})
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -463,25 +477,22 @@ def train_with_draws_of_one_rank() -> None:
     fit(DrawsAlone(Case(late=True)), ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan))
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        (validate_on_other_batches, "the ranks of a tensor-parallel group got different batches"),
-        (train_with_draws_of_one_rank, "drew different random numbers in training_step"),
-        (
-            train_without_the_style_of_norms,
-            "replicated parameters have different gradients on the ranks of a tensor-p",
-        ),
-        (train_on_other_batches, "the ranks of a tensor-parallel group got different batches"),
-    ],
-)
-def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere(
-    train: Callable[[], None], message: str
-) -> None:
-    for outcome in run_ranks(4, train, expect_errors=True):
-        assert outcome.error is not None
-        assert outcome.error.type == "UnsupportedCodeError"
-        assert message in outcome.error.message
+DRIFTS: dict[Callable[[], None], str] = {
+    validate_on_other_batches: "the ranks of a tensor-parallel group got different batches",
+    train_with_draws_of_one_rank: "drew different random numbers in training_step",
+    train_without_the_style_of_norms: "replicated parameters have different gradients on the ranks of a tensor-p",
+    train_on_other_batches: "the ranks of a tensor-parallel group got different batches",
+}
+
+
+def drift() -> None:
+    for train, message in DRIFTS.items():
+        with pytest.raises(UnsupportedCodeError, match=message):
+            train()
+
+
+def test_ranks_of_a_tensor_group_that_drift_apart_are_an_error_everywhere() -> None:
+    run_ranks(4, drift)
 
 
 def fit_with_foreign_optimizer() -> None:
@@ -498,19 +509,10 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 # ── how it is started ───────────────────────────────────────────────────────────────────────────────────────────────
 
+TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"}}
+STRATEGY = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": TENSOR}
 CONFIG: dict[str, Any] = {
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_steps": 2,
-        "strategy": {
-            "class_path": "lightning_shardckpt.ShardedStrategy",
-            "init_args": {
-                "tensor_parallel_size": 2,
-                "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"},
-            },
-        },
-    },
+    "trainer": {"accelerator": "cpu", "devices": 2, "max_steps": 2, "strategy": STRATEGY},
     "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
 }
 

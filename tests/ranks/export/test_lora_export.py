@@ -21,7 +21,7 @@ from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft_modules import adapters_of
 from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json
 from tests.support import adapters, small
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 from tests.system.test_lora_checkpoints import FSDP, PP, TP, base, fit, fit_each, whole
 
 __all__ = ["base"]  # a fixture
@@ -74,8 +74,7 @@ def exported(
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
     """The folder of the exports, and the state of each way that is selected."""
     folder = tmp_path_factory.mktemp("exported")
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    ways = [item.callspec.params["way"] for item in items if "way" in item.callspec.params]
+    ways = selected(request, "way")
     runs = []
     for way, (strategy, only, options) in ((way, WAYS[way]) for way in ways):
         # frozen weights of the base are in the states, too, so that the oracle has them

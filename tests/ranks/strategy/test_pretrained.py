@@ -20,7 +20,7 @@ from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from tests.support import tiny
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks, selected
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -86,6 +86,7 @@ def save_all(folder: str) -> None:
     for kind in ("llama", "llama-tied", "qwen3", "gpt2", "qwen2-moe", "mixtral", "bert", "vit"):
         model_of(kind).save_pretrained(f"{folder}/{kind}", max_shard_size="20KB" if kind != "qwen3" else "1GB")
     save_as_once(f"{folder}/gpt2:as on the hub", model_of("gpt2"), {"^transformer.": ""})
+    as_single_files(folder)
     old = {r"LayerNorm\.weight$": "LayerNorm.gamma", r"LayerNorm\.bias$": "LayerNorm.beta"}
     save_as_once(f"{folder}/bert:as once", model_of("bert"), old)
 
@@ -106,7 +107,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def begin(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
+def begin(folder: str, kinds: list[str], strategy: dict[str, Any]) -> list[str]:
     """What differs from the oracle, after one step of each kind."""
     wrong = []
     for kind in kinds:
@@ -124,23 +125,6 @@ def begin(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("world", "kinds", "strategy"),
-    [
-        pytest.param(2, [*OLD, "qwen2-moe", "mixtral"], {}, marks=pytest.mark.slow),
-        (2, ["llama", "qwen3"], TP),
-        pytest.param(4, ["llama-tied"], {"data_parallel_shard_size": 2, **TP}, marks=pytest.mark.slow),
-        pytest.param(2, ["qwen3", "llama-tied"], {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["FSDP2", "TP", "FSDP2 x TP", "PP"],
-)
-def test_every_rank_has_its_slices_of_what_transformers_loads(
-    world: int, kinds: list[str], strategy: dict[str, Any], saved: str
-) -> None:
-    for wrong in run_ranks(world, begin, kinds, saved, strategy):
-        assert wrong == []
-
-
 def inside(kind: str) -> Causal:
     module = Causal(kind)
     module.configure_model()
@@ -153,7 +137,7 @@ def by_validate(kind: str, path: str) -> Causal:
     return module
 
 
-def through_other_doors(kinds: list[str], folder: str) -> list[str]:
+def through_other_doors(folder: str, kinds: list[str]) -> list[str]:
     """What differs from the oracle, of each kind and way to load it that is no start of training."""
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=OfFabric())
     fabric.launch()
@@ -182,13 +166,6 @@ def through_other_doors(kinds: list[str], folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-def test_every_door_takes_files_of_hugging_face_as_transformers_does(saved: str) -> None:
-    kinds = ["mixtral", "vit", *OLD]
-    for wrong in run_ranks(2, through_other_doors, kinds, saved):
-        assert wrong == []
-
-
 def begin_from_weights(folder: str) -> list[str]:
     """What differs where the weights are validated with, and why training cannot go on from them."""
     plain = type(model_of("llama")).from_pretrained(f"{folder}/llama").state_dict()
@@ -208,14 +185,6 @@ def begin_from_weights(folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-def test_weights_are_a_ckpt_path_for_validation_and_none_for_training(saved: str) -> None:
-    """A directory, a file of safetensors, a file of torch.save; a step of training says what to do instead."""
-    run_ranks(1, as_single_files, saved, init_process_group=False)
-    for wrong in run_ranks(2, begin_from_weights, saved):
-        assert wrong == []
-
-
 def as_single_files(folder: str) -> None:
     import safetensors.torch
 
@@ -224,7 +193,7 @@ def as_single_files(folder: str) -> None:
     torch.save({name: value.clone() for name, value in state.items()}, f"{folder}/llama.bin")
 
 
-def begin_fabric(kinds: list[str], folder: str, strategy: dict[str, Any]) -> list[str]:
+def begin_fabric(folder: str, kinds: list[str], strategy: dict[str, Any]) -> list[str]:
     """What differs from the oracle, of a module that is set up first and of one that is set up after it."""
     wrong = []
     for kind in kinds:
@@ -246,20 +215,6 @@ def begin_fabric(kinds: list[str], folder: str, strategy: dict[str, Any]) -> lis
             expected |= drawn
         wrong += [f"{kind}: {name}" for name in tiny.differences(expected, found)]
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("kinds", "strategy"),
-    [
-        (["llama-tied", "gpt2"], {}),
-        pytest.param(["llama"], TP, marks=pytest.mark.slow),
-        (["qwen3"], {"pipeline_parallel_size": 2}),
-    ],
-    ids=["FSDP2", "TP", "PP"],
-)
-def test_what_fabric_sets_up_first_begins_with_them(kinds: list[str], strategy: dict[str, Any], saved: str) -> None:
-    for wrong in run_ranks(2, begin_fabric, kinds, saved, strategy):
-        assert wrong == []
 
 
 # ── what does not fit ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,11 +281,6 @@ class Odd(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_what_is_missing_is_drawn_and_told_and_what_differs_is_refused(saved: str) -> None:
-    for wrong in run_ranks(2, begin_with_differences, saved):
-        assert wrong == []
 
 
 # ── other ways ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,10 +407,31 @@ def begin_in_other_ways(folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-def test_adapters_precisions_mappings_and_checkpoints_of_this_package(saved: str) -> None:
-    for wrong in run_ranks(2, begin_in_other_ways, saved):
-        assert wrong == []
+WAYS: dict[str, tuple[Any, ...]] = {
+    "FSDP2": (begin, [*OLD, "qwen2-moe", "mixtral"], {}),
+    "TP": (begin, ["llama", "qwen3"], TP),
+    "PP": (begin, ["qwen3", "llama-tied"], {"pipeline_parallel_size": 2}),
+    "other doors": (through_other_doors, ["mixtral", "vit", *OLD]),
+    "a ckpt_path": (begin_from_weights,),
+    "Fabric, FSDP2": (begin_fabric, ["llama-tied", "gpt2"], {}),
+    "Fabric, PP": (begin_fabric, ["qwen3"], {"pipeline_parallel_size": 2}),
+    "differences": (begin_with_differences,),
+    "adapters, precisions, mappings": (begin_in_other_ways,),
+}
+"""What returns the names of tensors that differ from those of transformers, after the folder of its directories."""
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, saved: str) -> dict[str, list[list[str]]]:
+    """What each of two ranks found of the selected ways."""
+    return run_each({way: (2, WAYS[way][0], saved, *WAYS[way][1:]) for way in selected(request, "way")}, timeout_s=400)
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w == "TP" else pytest.mark.slow) for w in WAYS])
+def test_every_rank_begins_with_its_slices_of_what_transformers_loads(
+    way: str, found: dict[str, list[list[str]]]
+) -> None:
+    assert found[way] == [[], []]
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from lightning_shardckpt.tools import explain
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import tiny
 from tests.support.counting import Counting
-from tests.support.pool import run_ranks
+from tests.support.pool import run_ranks, selected
 
 FSDP2_TP2 = {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2_TP2 = {**FSDP2_TP2, "data_parallel_shard_size": 1, "pipeline_parallel_size": 2, "pipeline_layers": ["blocks"]}
@@ -61,8 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def read(request: pytest.FixtureRequest, saved: Path) -> dict[int, list[tuple[int, int]]]:
     """What each rank read, by the number of the case, of those that are selected."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    numbers = [item.callspec.params["number"] for item in items if "number" in item.callspec.params]
+    numbers = selected(request, "number")
     ranks = run_ranks(4, resume, str(saved.parent), [CASES[number] for number in numbers])
     return dict(zip(numbers, zip(*ranks, strict=True), strict=True))
 
