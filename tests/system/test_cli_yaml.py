@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 EVERY_ARGUMENT = {
     "data_parallel_shard_size": 3,
@@ -141,21 +141,20 @@ def test_every_argument_of_the_strategy_can_be_given_in_yaml(tmp_path: Path) -> 
     assert {name: got.attributes[name] for name in differing} == {name: in_code[name] for name in differing}
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
+def test_an_argument_of_several_types_takes_each_of_them(tmp_path: Path) -> None:
+    arguments: list[dict[str, Any]] = [
         {"data_parallel_shard_size": "auto"},
         {"tensor_parallel_plan": "auto"},
         {"tensor_parallel_plan": "torch.nn.functional.relu"},
         {"fsdp_units": None},
         {"activation_checkpointing": True},
         {"process_group_backend": None},
-    ],
-    ids=str,
-)
-def test_an_argument_of_several_types_takes_each_of_them(argument: dict[str, Any], tmp_path: Path) -> None:
-    strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": argument}
-    assert alone(parse, write(tmp_path / "c.yaml", {"strategy": strategy})).strategy == "ShardedStrategy"
+    ]
+    calls = {}
+    for number, init_args in enumerate(arguments):
+        strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": init_args}
+        calls[number] = (1, parse, write(tmp_path / f"{number}.yaml", {"strategy": strategy}))
+    assert [parsed.strategy for (parsed,) in run_each(calls).values()] == ["ShardedStrategy"] * len(arguments)
 
 
 def test_the_checkpoint_io_takes_its_arguments_from_yaml(tmp_path: Path) -> None:

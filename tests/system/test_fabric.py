@@ -21,7 +21,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import nets
 from tests.support.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of, twin
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
@@ -106,19 +106,12 @@ def twins(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[nets.Trained]:
     return [twin(case) for case, *_ in ways]
 
 
-@pytest.mark.parametrize(
-    ("world", "ways"),
-    [
-        pytest.param(1, TWO[:1], id="1"),
-        pytest.param(2, TWO[1:], id="2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_script_trains_as_plain_torch_does_in_one_process(
-    world: int, ways: list[tuple[Case, str, dict[str, Any]]]
-) -> None:
-    (expected,) = run_ranks(1, twins, ways)
-    for rank in run_ranks(world, train_all, ways):
-        for (case, order, options), got, alone in zip(ways, rank, expected, strict=True):
+@pytest.mark.slow
+def test_a_script_trains_as_plain_torch_does_in_one_process() -> None:
+    calls = {"twins": (1, twins, TWO), 1: (1, train_all, TWO[:1]), 2: (2, train_all, TWO[1:])}
+    (expected,), (first,), others = run_each(calls).values()
+    for rank in others:
+        for (case, order, options), got, alone in zip(TWO, [*first, *rank], expected, strict=True):
             print(case, order, options)
             # Fabric's 64-true gives what a forward returns as float32
             assert got["losses"] == pytest.approx(alone.losses, rel=2e-7)

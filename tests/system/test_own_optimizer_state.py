@@ -17,7 +17,7 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.digest import digest
 from tests.support import tiny
 from tests.support.own_state import KINDS
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.system.test_fabric import fabric_of
 
 KEEPING = ["Counts", "Adds"]
@@ -32,19 +32,23 @@ def fit(strategy: Any, steps: int, kind: str, save: str | None = None, resume: s
     return found
 
 
-@pytest.mark.parametrize("kind", KEEPING)
-def test_a_run_goes_on_with_all_of_it(kind: str, tmp_path: Path) -> None:
-    two, plain = str(tmp_path / "two.ckpt"), str(tmp_path / "plain.ckpt")
-    (expected,) = run_ranks(1, fit, "ddp", 3, kind, plain)
-    (loaded,) = run_ranks(1, fit, {}, 3, kind, None, plain)
-    assert tiny.differences(loaded, expected) == []
-    straight = run_ranks(2, fit_twice, kind, two)
-    assert [tiny.differences(*found) for found in straight] == [[], []]
-    file = str(consolidate(two, tmp_path / "file.ckpt"))
-    back, here = (run_ranks(1, fit, strategy, 3, kind, None, path)[0] for strategy, path in (("ddp", file), ({}, two)))
-    assert tiny.differences(back, here) == []
-    own = {key: value for key, value in back.items() if "/own/" in key}
-    assert tiny.differences(own, {key: value for key, value in expected.items() if "/own/" in key}) == [] and own
+def test_a_run_goes_on_with_all_of_it(tmp_path: Path) -> None:
+    two, plain = ({kind: str(tmp_path / f"{name} {kind}.ckpt") for kind in KEEPING} for name in ("two", "plain"))
+    expected = run_each({kind: (1, fit, "ddp", 3, kind, plain[kind]) for kind in KEEPING})
+    straight = run_each({kind: (2, fit_twice, kind, two[kind]) for kind in KEEPING})
+    resumes: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for kind in KEEPING:
+        file = str(consolidate(two[kind], tmp_path / f"file {kind}.ckpt"))
+        for name, strategy, path in (("loaded", {}, plain[kind]), ("back", "ddp", file), ("here", {}, two[kind])):
+            resumes[kind, name] = (1, fit, strategy, 3, kind, None, path)
+    found = {key: rank for key, (rank,) in run_each(resumes).items()}
+    for kind in KEEPING:
+        (saved,), back = expected[kind], found[kind, "back"]
+        assert tiny.differences(found[kind, "loaded"], saved) == []
+        assert [tiny.differences(*states) for states in straight[kind]] == [[], []]
+        assert tiny.differences(back, found[kind, "here"]) == []
+        own = {key: value for key, value in back.items() if "/own/" in key}
+        assert tiny.differences(own, {key: value for key, value in saved.items() if "/own/" in key}) == [] and own
 
 
 def fit_twice(kind: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:

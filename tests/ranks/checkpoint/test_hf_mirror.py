@@ -23,8 +23,10 @@ from tests.ranks.state.test_state import NoFullTensor
 from tests.support import adapters, tiny
 from tests.support.nets import lora
 from tests.support.pool import run_each, run_ranks, selected
-from tests.system.test_hugging_face import LLAMA, SIZES, TP
 
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 TP_FSDP = {**TP, "data_parallel_shard_size": 2}
 PP = {"pipeline_parallel_size": 2}
 MOE = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}

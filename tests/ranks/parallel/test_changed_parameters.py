@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each
 from tests.sweeps.twins.base import Block, Natural
 
 CASES: dict[str, tuple[int, dict[str, Any] | str]] = {
@@ -21,6 +21,11 @@ CASES: dict[str, tuple[int, dict[str, Any] | str]] = {
     "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
     "tp2": (2, {"data_parallel_shard_size": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}),
 }
+
+
+def on_each(names: Iterable[str], fn: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
+    """What each rank returned of a function of a strategy, by case."""
+    return run_each({name: (CASES[name][0], fn, CASES[name][1], *args) for name in names})
 
 
 class Changing(tiny.TinyLM):
@@ -51,12 +56,12 @@ def changes(strategy: dict[str, Any] | str, suffixes: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_weight_that_autograd_needs_must_not_change_before_its_backward(case: str) -> None:
-    world, strategy = CASES[case]
-    for weight, layer, bias in run_ranks(world, changes, strategy, [".up.weight", "head.weight", ".up.bias"]):
+def test_a_weight_that_autograd_needs_must_not_change_before_its_backward() -> None:
+    suffixes = [".up.weight", "head.weight", ".up.bias"]
+    found = on_each(CASES, changes, suffixes)
+    for weight, layer, bias in (rank for ranks in found.values() for rank in ranks):
         for error in (weight, layer):
-            assert error.startswith("RuntimeError") and "modified by an inplace operation" in error, error
+            assert error.startswith("RuntimeError") and "modified by an inplace operation" in error, found
         assert bias == "", "no gradient needs it"
 
 
@@ -103,11 +108,10 @@ def ask(strategy: dict[str, Any] | str) -> tuple[list[Any], str]:
     return module.head.asked, error
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "fsdp2, kept", "tp2"])
-def test_a_forward_sees_gradients_and_notes_of_its_parameters(case: str) -> None:
-    world, strategy = CASES[case]
-    ((expected, _),) = run_ranks(1, ask, "auto", init_process_group=False)
-    for seen, error in run_ranks(world, ask, strategy):
+def test_a_forward_sees_gradients_and_notes_of_its_parameters() -> None:
+    (alone,), *found = on_each(["auto", "fsdp2", "fsdp2, kept", "tp2"], ask).values()
+    expected = alone[0]
+    for seen, error in (rank for ranks in found for rank in ranks):
         assert [type(s) for s in seen] == [type(s) for s in expected]
         assert [s for s in seen if not isinstance(s, float)] == [s for s in expected if not isinstance(s, float)]
         assert error.startswith("UnsupportedCodeError: a forward sets requires_grad=True on its own parameter"), error
@@ -142,10 +146,8 @@ def convert(strategy: dict[str, Any] | str) -> tuple[list[float], Tensor, Tensor
         return module.seen, module.to("cpu").net(example), module.half().float().net(example.float())
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "fsdp2, kept", "replicas"])
-def test_modules_move_and_change_their_dtype_as_on_one_process(case: str) -> None:
-    (alone,) = run_ranks(1, convert, "auto", init_process_group=False)
-    world, strategy = CASES[case]
-    for found in run_ranks(world, convert, strategy):
+def test_modules_move_and_change_their_dtype_as_on_one_process() -> None:
+    (alone,), *ranks = on_each(["auto", "fsdp2", "fsdp2, kept", "replicas"], convert).values()
+    for found in (rank for of in ranks for rank in of):
         torch.testing.assert_close(found[0], alone[0], rtol=1e-6, atol=1e-6)  # gradients of float32, for two batches
         torch.testing.assert_close(found[1:], alone[1:], rtol=1e-5, atol=1e-5)

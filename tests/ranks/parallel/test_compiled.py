@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import PLAN, Natural
 
 pytestmark = pytest.mark.slow
@@ -100,23 +101,22 @@ def train(strategy: dict[str, Any] | str, parts: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> Any:
-    return run_ranks(1, train, "auto", sorted({*PARTS.values()}), init_process_group=False)[0]
+REFUSED = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a layer": "net.layers.1.a", "all": "net"}
+REFUSED["late"] = "net.layers.1.a"
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "sharded": ({}, [*PARTS]),
+    "kept": ({"reshard_after_forward": False}, ["layers"]),
+    "tensor": (TENSOR_PARALLEL, [*REFUSED, "head"]),
+}
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_compiled_modules_train_on_shards_as_uncompiled_ones_on_one_process(kept: bool, alone: Any) -> None:
-    parts = ["layers"] if kept else list(PARTS)
-    for found in run_ranks(2, train, {"reshard_after_forward": not kept}, parts):
-        for part in parts:
-            torch.testing.assert_close(found[part], alone[PARTS[part]], rtol=0, atol=1e-10)
-
-
-def test_compiled_modules_that_a_plan_shards_are_refused_by_name_and_others_train(alone: Any) -> None:
-    refused = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a layer": "net.layers.1.a", "all": "net"}
-    refused["late"] = "net.layers.1.a"
-    for found in run_ranks(2, train, TENSOR_PARALLEL, [*refused, "head"]):
-        torch.testing.assert_close(found["head"], alone["none"], rtol=0, atol=1e-10)
-        for part, name in refused.items():
-            assert found[part].startswith(f"{name} is compiled, and tensor_parallel_plan shards it"), found[part]
+def test_compiled_modules_train_on_shards_as_on_one_process_and_those_that_a_plan_shards_are_refused() -> None:
+    (alone,) = run_ranks(1, train, "auto", sorted({*PARTS.values()}), init_process_group=False)
+    found = run_each({way: (2, train, strategy, parts) for way, (strategy, parts) in WAYS.items()}, timeout_s=400)
+    for way in ("sharded", "kept"):
+        for rank, part in itertools.product(found[way], WAYS[way][1]):
+            torch.testing.assert_close(rank[part], alone[PARTS[part]], rtol=0, atol=1e-10)
+    for rank in found["tensor"]:
+        torch.testing.assert_close(rank["head"], alone["none"], rtol=0, atol=1e-10)
+        for part, name in REFUSED.items():
+            assert rank[part].startswith(f"{name} is compiled, and tensor_parallel_plan shards it"), rank[part]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardedStrategy
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each
 
 WIDTH, BLOCKS, STEPS = 16, 3, 3
 
@@ -116,26 +115,19 @@ def _train(how: str, precision: Any, options: dict[str, Any] | None) -> Trained:
     return full_state(module), module.outputs
 
 
-def _train_each(precision: Any, options: dict[str, Any] | None) -> dict[str, Trained]:
-    return {how: _train(how, precision, options) for how in HOWS}
+WAYS: list[tuple[str, str, dict[str, Any]]] = [
+    *(("bf16-mixed", how, {}) for how in HOWS),
+    ("16-mixed", "many times", {}),
+    ("bf16-mixed", "many times", {"activation_checkpointing": True}),
+    ("bf16-mixed", "many times", {"cpu_offload": True, "reshard_after_forward": False}),
+]
+"""Precision, layers, and options of the strategy."""
 
 
 def test_layers_gathered_in_the_dtype_of_autocast_train_as_on_one_process() -> None:
-    (expected,) = run_ranks(1, _train_each, "bf16-mixed", None, init_process_group=False)
-    for found in run_ranks(2, _train_each, "bf16-mixed", {}):
-        for how in HOWS:
-            torch.testing.assert_close(found[how], expected[how], rtol=0, atol=0, msg=lambda text, how=how: how + text)
-
-
-@pytest.mark.parametrize(
-    ("precision", "options"),
-    [
-        ("16-mixed", {}),
-        ("bf16-mixed", {"activation_checkpointing": True}),
-        ("bf16-mixed", {"cpu_offload": True, "reshard_after_forward": False}),
-    ],
-)
-def test_mixed_precision_trains_as_on_one_process_with_each_option(precision: str, options: dict[str, Any]) -> None:
-    (expected,) = run_ranks(1, _train, "many times", precision, None, init_process_group=False)
-    for found in run_ranks(2, _train, "many times", precision, options):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    alone = run_each({(precision, how): (1, _train, how, precision, None) for precision, how, _ in WAYS})
+    found = run_each({n: (2, _train, how, precision, options) for n, (precision, how, options) in enumerate(WAYS)})
+    for number, ranks in found.items():
+        (expected,) = alone[WAYS[number][:2]]
+        for rank in ranks:
+            torch.testing.assert_close(rank, expected, rtol=0, atol=0, msg=lambda text, n=number: f"{WAYS[n]}: {text}")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.support import tiny
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import CLASSES, Natural
 
 
@@ -78,17 +78,11 @@ def train(strategy: dict[str, Any] | str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Tensor]]:
-    return run_ranks(1, train, "auto", init_process_group=False)[0]
-
-
-@pytest.mark.parametrize(
-    "topology", [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in TOPOLOGIES]
-)
-def test_any_optimizer_steps_a_parameter_of_one_element(topology: str, alone: Any) -> None:
-    ranks = run_ranks(2, train, TOPOLOGIES[topology])
-    for name, expected in alone.items():
-        for found in ranks:
-            state = {**expected, **found[name]} if topology == "pp2" else found[name]
-            torch.testing.assert_close(state, expected, rtol=0, atol=1e-10, msg=name)
+@pytest.mark.slow
+def test_any_optimizer_steps_a_parameter_of_one_element() -> None:
+    (alone,) = run_ranks(1, train, "auto", init_process_group=False)
+    for topology, ranks in run_each({name: (2, train, way) for name, way in TOPOLOGIES.items()}).items():
+        for name, expected in alone.items():
+            for found in ranks:
+                state = {**expected, **found[name]} if topology == "pp2" else found[name]
+                torch.testing.assert_close(state, expected, rtol=0, atol=1e-10, msg=f"{topology}, {name}")

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
@@ -21,13 +20,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support import tiny
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import CLASSES, Natural
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
     "fsdp2": (2, {}),
-    "fsdp2, kept": (2, {"reshard_after_forward": False}),
     "fsdp2, recomputed": (2, {"activation_checkpointing": True}),
     "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
 }
@@ -162,17 +159,12 @@ def train(strategy: dict[str, Any] | str) -> tuple[dict[str, str], dict[str, Ten
     return module.classes, full_state(module)
 
 
-@pytest.fixture(scope="module")
-def alone() -> tuple[dict[str, str], dict[str, Tensor]]:
-    return run_ranks(1, train, "auto", init_process_group=False)[0]
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_what_a_module_returns_keeps_its_class_and_its_gradients(topology: str, alone: Any) -> None:
-    world, strategy = TOPOLOGIES[topology]
-    for classes, state in run_ranks(world, train, strategy):
-        assert classes == alone[0]
-        torch.testing.assert_close(state, alone[1], rtol=0, atol=1e-10)
+def test_what_a_module_returns_keeps_its_class_and_its_gradients() -> None:
+    ((expected_classes, expected),) = run_ranks(1, train, "auto", init_process_group=False)
+    for topology, ranks in run_each({name: (world, train, way) for name, (world, way) in TOPOLOGIES.items()}).items():
+        for classes, state in ranks:
+            assert classes == expected_classes, topology
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-10, msg=topology)
 
 
 class Plain:
@@ -260,13 +252,14 @@ def use(strategy: dict[str, Any] | str) -> tuple[list[float], dict[str, Tensor],
     return module.seen, full_state(module), module.refused
 
 
-@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "one"])
-def test_a_parameter_in_an_object_that_a_forward_returns_is_the_parameter(topology: str) -> None:
+def test_a_parameter_in_an_object_that_a_forward_returns_is_the_parameter() -> None:
     ((seen, state, _),) = run_ranks(1, use, "auto", init_process_group=False)
-    world, strategy = TOPOLOGIES[topology]
-    for found in run_ranks(world, use, {**strategy, "fsdp_engine": "exact"}):  # its hooks keep views of weights
-        torch.testing.assert_close(found[:2], (seen, state), rtol=0, atol=1e-10)
-        assert not found[2]  # it is the same tensor
+    exact = {"fsdp_engine": "exact"}  # its hooks keep views of weights
+    calls = {name: (world, use, strategy | exact) for name, (world, strategy) in TOPOLOGIES.items()}
+    for topology, ranks in run_each(calls).items():
+        for found in ranks:
+            torch.testing.assert_close(found[:2], (seen, state), rtol=0, atol=1e-10, msg=topology)
+            assert not found[2]  # it is the same tensor
 
 
 def test_hooks_that_keep_views_of_weights_are_refused_under_fully_shard() -> None:

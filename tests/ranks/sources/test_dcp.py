@@ -19,7 +19,7 @@ from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from tests.support import lightning_dirs, tiny
 from tests.support.lightning_dirs import fit
-from tests.support.pool import RankFailure, run_ranks
+from tests.support.pool import RankFailure, run_each, run_ranks
 
 WRITERS = ["model parallel", "fsdp"]
 
@@ -128,13 +128,10 @@ def tied(strategy: str, path: str, steps: int) -> dict[str, Any]:
     return fit(strategy, steps, resume=path, model={"tied": True})
 
 
-@pytest.mark.parametrize("strategy", ["ours", "ours, pp"])
-def test_a_tied_weight_that_was_stored_under_each_of_its_names_is_one_again(
-    made: tuple[Path, dict[str, Any]], strategy: str
-) -> None:
+def test_a_tied_weight_that_was_stored_under_each_of_its_names_is_one_again(made: tuple[Path, dict[str, Any]]) -> None:
     folder, known = made
     expected = known["tied"]["state"]
-    for found in run_ranks(2, tied, strategy, str(folder / "tied.ckpt"), 2):  # the last stage has it by another name
+    for found in run_ranks(2, tied, "ours, pp", str(folder / "tied.ckpt"), 2):  # the last stage has it by another name
         state = {k.replace("0/head.weight", "0/embed.weight"): v for k, v in found["state"].items()}
         assert tiny.differences({k: expected[k] for k in state}, state) == []
 
@@ -264,21 +261,11 @@ def resume_at_0(strategy: str, path: str) -> dict[str, Any]:
     return tiny.full_state(module, pl_trainer.optimizers)
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "strategy"),
-    [
-        *(("fabric", 2, "ours"), ("fabric", 1, "auto"), ("step3-flat", 2, "ours, pp")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("step3-flat", 2, "ours"),)
-        ),
-    ],
-)
-def test_training_begins_at_step_0_with_what_other_directories_hold(
-    others: tuple[Path, dict[str, Any]], name: str, world: int, strategy: str
-) -> None:
+def test_training_begins_at_step_0_with_what_other_directories_hold(others: tuple[Path, dict[str, Any]]) -> None:
     folder, expected = others
-    for found in run_ranks(world, resume_at_0, strategy, str(folder / name)):
+    ways = [("fabric", 2, "ours"), ("fabric", 1, "auto"), ("step3-flat", 2, "ours, pp")]
+    ranks = run_each({way: (way[1], resume_at_0, way[2], str(folder / way[0])) for way in ways})
+    for found in (rank for of in ranks.values() for rank in of):
         model = {k.removeprefix("model/"): v for k, v in found.items() if k.startswith("model/")}
         assert tiny.differences({k: expected["model"][k] for k in model}, model) == []
         states = {k: v for k, v in found.items() if "/state/" in k}

@@ -45,7 +45,7 @@ from tests.support.load_hooks import (
     weight_norm,
     whole,
 )
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 SAME_NAMES = [
     "a hook after rebuilds a table",
@@ -185,10 +185,9 @@ def by_trainer(path: str, world: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_trainer_loads_as_torch_does(tmp_path: Path, world: int) -> None:
+def test_a_trainer_loads_as_torch_does(tmp_path: Path) -> None:
     expected, tensors_alone = by_torch(), by_torch_of_tensors()
-    for *every, of_tensors in run_ranks(world, by_trainer, str(tmp_path / "a"), world):
+    for *every, of_tensors in run_ranks(2, by_trainer, str(tmp_path / "a"), 2):
         assert [same(one, expected) for one in every] == [[]] * 4
         assert same(of_tensors, tensors_alone) == []
 
@@ -204,10 +203,9 @@ def resumed(path: str, world: int) -> tuple[dict[str, Any], list[Any]]:
     return module.seen, [run.global_step, len(run.optimizers[0].state)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_resume_runs_the_code_once(tmp_path: Path, world: int) -> None:
+def test_a_resume_runs_the_code_once(tmp_path: Path) -> None:
     expected = by_torch(SAME_NAMES)
-    for found, (step, states) in run_ranks(world, resumed, str(tmp_path / "a.ckpt"), world):
+    for found, (step, states) in run_ranks(2, resumed, str(tmp_path / "a.ckpt"), 2):
         assert same(found, expected) == []
         assert step == 2 and states > 0
 
@@ -224,10 +222,9 @@ def by_fabric(path: str, world: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_fabric_loads_as_torch_does(tmp_path: Path, world: int) -> None:
+def test_fabric_loads_as_torch_does(tmp_path: Path) -> None:
     expected = by_torch()
-    for every in run_ranks(world, by_fabric, str(tmp_path / "a"), world):
+    for every in run_ranks(2, by_fabric, str(tmp_path / "a"), 2):
         assert [same(one, expected) for one in every] == [[], []]
 
 
@@ -306,25 +303,24 @@ def by_topology(path: str, strategy: dict[str, Any]) -> tuple[dict[str, Any], li
     return contents(module), module.noted
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"data_parallel_shard_size": 2},
-        {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_replicate_size": 2},
-    ],
-    ids=lambda strategy: next(iter(strategy)),
-)
-def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path, strategy: dict[str, Any]) -> None:
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"data_parallel_shard_size": 2},
+    "tp2": {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN},
+    "pp2": {"pipeline_parallel_size": 2},
+    "replicas": {"data_parallel_replicate_size": 2},
+}
+
+
+def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path) -> None:
     module = Hooked()
     module.load_state_dict(stored_hooked().state_dict())
-    expected, found = contents(module), dict[str, Any]()
-    for one, noted in run_ranks(2, by_topology, str(tmp_path / "a"), strategy):
-        assert noted == [[]]
-        assert same(one, {name: expected[name] for name in one}) == []
-        found |= one
-    assert same(found, expected) == []
+    expected = contents(module)
+    ranks = run_each({name: (2, by_topology, str(tmp_path / name), way) for name, way in TOPOLOGIES.items()})
+    for topology, both in ranks.items():
+        for one, noted in both:
+            assert noted == [[]], topology
+            assert same(one, {name: expected[name] for name in one}) == [], topology
+        assert same({**both[0][0], **both[1][0]}, expected) == [], topology
 
 
 class Dropping(Linear):
@@ -435,9 +431,8 @@ def grow(path: str, world: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_hook_that_replaces_a_parameter_is_refused_before_training(tmp_path: Path, world: int) -> None:
-    for found in run_ranks(world, grow, str(tmp_path / "a"), world):
+def test_a_hook_that_replaces_a_parameter_is_refused_before_training(tmp_path: Path) -> None:
+    for found in run_ranks(2, grow, str(tmp_path / "a"), 2):
         assert len(found) == 3
 
 

@@ -77,14 +77,9 @@ def save_before_the_first_step(path: str, optimizer: str) -> dict[str, Any]:
     return tiny.full_state(module, run.optimizers)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("momentum", marks=pytest.mark.slow)])
-def test_saving_before_the_first_step_takes_no_step(optimizer: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    for found in run_ranks(2, save_before_the_first_step, path, optimizer):
-        assert not any("/state/" in key for key in found)
-    for found in run_ranks(2, tiny.fit, {}, 0):
-        expected = run_ranks(1, save_before_the_first_step, str(tmp_path / "b.ckpt"), optimizer)[0]
-        assert {k for k in found["state"] if "/state/" in k} == {k for k in expected if "/state/" in k} == set()
+def test_saving_before_the_first_step_takes_no_step(tmp_path: Path) -> None:
+    for found in run_ranks(2, save_before_the_first_step, str(tmp_path / "a.ckpt"), "adamw"):
+        assert found and not any("/state/" in key for key in found)
 
 
 class Unfrozen(tiny.TinyLM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 
 def _net() -> nn.Sequential:
@@ -94,13 +95,16 @@ CHANGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "said"), CHANGES.items(), ids=CHANGES)
-def test_a_replica_that_differs_is_an_error_that_names_it(what: str, said: str, tmp_path: Path) -> None:
-    for background in (False, True):
-        for found in run_ranks(3, save_changed, str(tmp_path / f"c{background}"), what, "same", background):
+def test_a_replica_that_differs_is_an_error_that_names_it(tmp_path: Path) -> None:
+    ways = [(what, background) for what in CHANGES for background in (False, True)]
+    paths = {way: str(tmp_path / "{} {}".format(*way)) for way in ways}
+    saves = run_each({way: (3, save_changed, paths[way], way[0], "same", way[1]) for way in ways})
+    for (what, back), ranks in saves.items():
+        said = CHANGES[what]
+        for found in ranks:
             assert said in found if said else not found
             assert not said or 'replicas="first"' in found
-        assert (tmp_path / f"c{background}" / "checkpoint.index.json").exists() == (not said)
+        assert (tmp_path / f"{what} {back}" / "checkpoint.index.json").exists() == (not said)
 
 
 @pytest.mark.slow
@@ -201,13 +205,13 @@ def save_each_state(path: str, fabric: bool) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("fabric", [False, True])
-def test_replicas_that_hold_equal_numbers_in_another_order_differ(fabric: bool, tmp_path: Path) -> None:
-    for said in run_ranks(3, save_each_state, str(tmp_path), fabric):
-        for name, (_, keys) in STATES.items():
+def test_replicas_that_hold_equal_numbers_in_another_order_differ(tmp_path: Path) -> None:
+    doors = {fabric: (3, save_each_state, str(tmp_path / str(fabric)), fabric) for fabric in (False, True)}
+    for fabric, ranks in run_each(doors).items():
+        for said, (name, (_, keys)) in itertools.product(ranks, STATES.items()):
             found = set(re.findall(r"^  (\S+)  ranks \[0, 2\] \| \[1\]$", said[name], re.MULTILINE))
             assert found == keys, name
-            assert (tmp_path / name / "checkpoint.index.json").exists() == (not keys)
+            assert (tmp_path / str(fabric) / name / "checkpoint.index.json").exists() == (not keys)
 
 
 class Counting(tiny.TinyLM):

@@ -19,7 +19,7 @@ from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 FOUR = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 
@@ -207,42 +207,52 @@ def save_and_load_watched(path: str, strategy: dict[str, Any], use_async: bool) 
     io = ShardCkptIO(use_async=use_async)
     run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0, plugins=[io])
     run.fit(module := Wide(), tiny.loader())
-    DTensor.full_tensor = DTensor.redistribute = gathering  # type: ignore[method-assign]
     checkpoint = run._checkpoint_connector.dump_checkpoint()
-    with NoFullTensor() as saving:
-        run.strategy.save_checkpoint(checkpoint, path)
-        io.wait()
-    with NoFullTensor() as loading:
-        run.strategy.load_checkpoint(path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("full_tensor", "redistribute"):
+            patch.setattr(DTensor, name, gathering)
+        with NoFullTensor() as saving:
+            run.strategy.save_checkpoint(checkpoint, path)
+            io.wait()
+        with NoFullTensor() as loading:
+            run.strategy.load_checkpoint(path)
     return saving.largest, loading.largest, module.wide.numel() * module.wide.element_size()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "use_async", "shards"),
-    [
-        ({}, False, 4),
-        pytest.param({}, True, 4, marks=pytest.mark.slow),
-        pytest.param(TP2, False, 2, marks=pytest.mark.slow),
-        pytest.param({"pipeline_parallel_size": 2}, True, 2, marks=pytest.mark.slow),
-    ],
-    ids=["fsdp", "asynchronous", "tensor", "pipeline"],
-)
-def test_no_rank_holds_a_full_tensor_while_saving_or_loading(
-    strategy: dict[str, Any], use_async: bool, shards: int, tmp_path: Path
-) -> None:
-    for saving, loading, full in run_ranks(4, save_and_load_watched, str(tmp_path / "a.ckpt"), strategy, use_async):
-        assert max(saving, loading) <= full // shards
+WATCHED: dict[str, tuple[dict[str, Any], bool, int]] = {
+    "fsdp": ({}, False, 4),
+    "asynchronous": ({}, True, 4),
+    "tensor": (TP2, False, 2),
+    "pipeline": ({"pipeline_parallel_size": 2}, True, 2),
+}
+"""Strategy, whether it is an asynchronous save, and how many parts a tensor has."""
+
+
+def test_no_rank_holds_a_full_tensor_while_saving_or_loading(tmp_path: Path) -> None:
+    calls = {
+        name: (4, save_and_load_watched, str(tmp_path / name), strategy, use_async)
+        for name, (strategy, use_async, _) in WATCHED.items()
+    }
+    for name, ranks in run_each(calls).items():
+        for saving, loading, full in ranks:
+            assert max(saving, loading) <= full // WATCHED[name][2], name
 
 
 @pytest.mark.slow
-def test_ranks_write_balanced_shares_and_split_files(tmp_path: Path) -> None:
-    for strategy in ({}, {"data_parallel_replicate_size": 4}):
-        path = tmp_path / f"{len(strategy)}.ckpt"
-        run_ranks(4, save_wide, strategy, str(path))
+def test_ranks_write_balanced_shares_and_split_files_and_the_next_save_leaves_none(tmp_path: Path) -> None:
+    ways = {"sharded": {}, "replicas": {"data_parallel_replicate_size": 4}}
+    run_each({name: (4, save_wide, strategy, str(tmp_path / name)) for name, strategy in ways.items()})
+    for path in (tmp_path / name for name in ways):
         sizes = [sum(f.stat().st_size for f in path.glob(f"*-dist-{rank:05d}-shard-*")) for rank in range(4)]
         assert max(sizes) <= 1.3 * min(sizes)
         assert max(sizes) <= 1.2 * sum(sizes) / 4
         assert len(list(path.glob("model-dist-00000-shard-*"))) > 1  # 0.05 MB each
+    run_ranks(2, save_wide, {}, str(path))
+    assert not list(path.glob("*-dist-00002*")) and sorted(p.name for p in tmp_path.iterdir()) == sorted(ways)
+    moved = tmp_path / "elsewhere" / "b"
+    moved.parent.mkdir()
+    path.rename(moved)
+    assert load_full(str(moved))["global_step"] == 1
 
 
 def save_wide(strategy: Any, path: str) -> None:
@@ -274,14 +284,3 @@ def test_wrappers_leave_no_trace_in_names(compiled: bool, recomputed: bool, tmp_
         io.load_into(tmp_path / "a.ckpt", module_targets(other, other.state_dict(), None, io.names), strict=True)
         expected = list(source.state_dict().values())
         assert all(torch.equal(a, b) for a, b in zip(expected, other.state_dict().values(), strict=True))
-
-
-def test_stale_files_of_an_earlier_save_are_gone(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    run_ranks(4, save_wide, {}, str(path))
-    run_ranks(2, save_wide, {}, str(path))
-    assert not list(path.glob("*-dist-00002*")) and sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt"]
-    moved = tmp_path / "elsewhere" / "b"
-    moved.parent.mkdir()
-    path.rename(moved)
-    assert load_full(str(moved))["global_step"] == 1

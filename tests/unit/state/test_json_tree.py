@@ -10,11 +10,8 @@ import datetime
 import enum
 import json
 import math
-import os
 import pathlib
 import random
-import subprocess
-import sys
 from typing import Any
 
 import numpy
@@ -133,12 +130,10 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(trip({"deep": [(value,)]}), {"deep": [(value,)]})
 
 
-def test_equal_sets_have_equal_json_in_every_process() -> None:
-    """Oracle: a process whose hashes of texts have another seed."""
-    script = "from lightning_shardckpt.state.json_tree import encode_small; print(encode_small({'a', 'b', 'c'}, ''))"
-    env = os.environ | {"PYTHONHASHSEED": "1"}
-    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str(encode_small({"a", "b", "c"}, ""))
+def test_equal_sets_have_equal_json_whatever_their_order() -> None:
+    one, other = {8, 0}, {0, 8}  # of one hash modulo eight
+    assert list(one) != list(other)
+    assert encode_small(one, "") == encode_small(other, "")
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)
