@@ -84,11 +84,3 @@ def test_a_module_that_is_half_filled_is_neither_trained_nor_saved_until_it_has_
             assert found[use].startswith("StateError: loading") and "bad.ckpt" in found[use], found[use]
         assert found["losses"] and found["state"]
         assert found["saved"] == ["bad.ckpt", "good.ckpt"]
-
-
-def test_nothing_changes_before_all_is_verified_if_that_is_asked_for(tmp_path: Path) -> None:
-    for found in run_ranks(2, resumes, {}, str(tmp_path), "first"):
-        assert found["resume"] and found["kept"]
-        assert found["train"] == found["predict"] == ""
-        assert found["losses"] and found["state"]
-        assert found["saved"] == ["bad.ckpt", "ended.ckpt", "good.ckpt"]

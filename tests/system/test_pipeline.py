@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support.nets import PLAN, full_state
 from tests.support.pipes import BUILDERS, MODULES, RAGGED, Case, Pipe, Trained, Twin
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.support.tiny import trainer
 
 TOLERANCE = 1e-12  # sums of float64 in another order, through AdamW with eps 1e-3 (see nets.optimizer_of)
@@ -142,6 +142,7 @@ SWEPT = {
     *(("two stages per rank", name) for name in ("looped_bfs", "interleaved_zero_bubble", "dualpipe_v")),
     *(("with fsdp", "tied llama"), ("with tensor", "metrics"), ("with fsdp and tensor", "gpipe")),
     *(("with replicas", "1f1b"), ("schedules", "gpipe by microbatch"), ("models", "head first")),
+    *(("three ranks", "1f1b"), ("schedules", "a user's file"), ("models", "bert")),
 }
 """What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
 
@@ -475,15 +476,10 @@ def count_runs(strategy: dict[str, Any]) -> list[int]:
     return Counted.runs
 
 
-@pytest.mark.parametrize(
-    ("strategy", "first", "later"),
-    [(PIPELINE, 7, [5, 5]), (PIPELINE | dict(ONE_F_ONE_B), 7, [5, 4])],
-    ids=["batch", "microbatch"],
-)
-def test_the_step_runs_once_for_each_microbatch_and_once_more(
-    strategy: dict[str, Any], first: int, later: list[int]
-) -> None:
+def test_the_step_runs_once_for_each_microbatch_and_once_more() -> None:
     """Rank 0 looks what crosses the stages; rank 1 runs the rest of the step, if the loss is the batch's."""
-    for rank, runs in enumerate(run_ranks(2, count_runs, strategy)):
-        assert max(runs[:1]) <= first
-        assert runs[1:] == [later[rank]] * 2
+    ways = {"batch": PIPELINE, "microbatch": PIPELINE | dict(ONE_F_ONE_B)}
+    found = run_each({way: (2, count_runs, strategy) for way, strategy in ways.items()})
+    for way, later in {"batch": [5, 5], "microbatch": [5, 4]}.items():
+        for rank, runs in enumerate(found[way]):
+            assert runs[0] <= 7 and runs[1:] == [later[rank]] * 2, way

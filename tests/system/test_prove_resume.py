@@ -152,7 +152,7 @@ def test_trouble_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
 # ── twins ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-SWEPT = (("tp2", "Adam", 2), ("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))
+SWEPT = (("one", "AccumulatesByEpoch", 2), ("tp2", "Adam", 2), ("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))
 
 
 @pytest.mark.slow
@@ -160,7 +160,6 @@ SWEPT = (("tp2", "Adam", 2), ("fsdp2", "LAMB", 2), ("pp2 x fsdp2", "Adam", 2))
     ("topology", "name", "interrupt_at"),
     [
         ("pp2", "Adam", 2),
-        ("one", "AccumulatesByEpoch", 2),  # GradientAccumulationScheduler in an epoch that goes on
         ("one", "Finetunes", 4),  # after BaseFinetuning has thawed layers
         *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT),
     ],

@@ -160,8 +160,8 @@ KINDS = ("one", "persistent workers", "own generator", "max_size_cycle", "min_si
 
 
 def stops(kind: str) -> tuple[int, ...]:
-    # 6: Lightning does not run the validation that followed this save when it resumes
-    return (4, 7) if kind == "validation" else (6, 7)
+    # not 6: Lightning does not run the validation that followed this save when it resumes
+    return (4,) if kind == "validation" else (6, 7) if kind == "one" else (7,)
 
 
 @pytest.fixture(scope="module")

@@ -237,15 +237,8 @@ def test_a_prefix_is_put_before_names_and_taken_off_again(tmp_path: Path) -> Non
     assert differing(whole(state["optimizer"]), whole(saved["optimizer"])) == []
 
 
-SWAP = {f"layers.{a}.{kind}": f"layers.{b}.{kind}" for a, b in ((0, 1), (1, 0)) for kind in ("weight", "bias")}
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [SWAP, {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}, lambda name: SWAP.get(name, name)],
-    ids=["dict", "rules", "function"],
-)
-def test_names_are_mapped_all_at_once_for_model_and_optimizer(mapping: Any, tmp_path: Path) -> None:
+def test_names_are_mapped_all_at_once_for_model_and_optimizer(tmp_path: Path) -> None:
+    mapping = {r"^layers\.0\.": "layers.1.", r"^layers\.1\.": "layers.0."}
     saved, state = trained(1), trained(2, steps=0)
     save(tmp_path / "a", saved)
     load(tmp_path / "a", {"model": state["model"], "optimizer": state["optimizer"]}, key_mapping=mapping)
@@ -278,17 +271,16 @@ def test_a_mapping_goes_from_stored_names_to_those_of_the_state_and_may_leave_so
     assert torch.equal(live["head"].weight, before)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_mapping_the_other_way_round_is_refused(strict: bool, tmp_path: Path) -> None:
+def test_a_mapping_the_other_way_round_is_refused(tmp_path: Path) -> None:
     saved, state = nn.Linear(2, 2), nn.ModuleDict({"net": nn.Linear(2, 2)})
     before = state["net"].weight.clone()
     save(tmp_path / "a", {"model": saved})
     mapping = {"net.weight": "weight", "net.bias": "bias"}
     words = r"'net.weight': 'weight' is the other way round: write 'weight': 'net.weight', from stored names to new"
     with pytest.raises(MismatchError, match=words):
-        load(tmp_path / "a", {"model": state}, key_mapping=mapping, strict=strict)
+        load(tmp_path / "a", {"model": state}, key_mapping=mapping, strict=False)
     assert torch.equal(state["net"].weight, before)
-    load(tmp_path / "a", {"model": state}, key_mapping={new: old for old, new in mapping.items()}, strict=strict)
+    load(tmp_path / "a", {"model": state}, key_mapping={new: old for old, new in mapping.items()})
     assert torch.equal(state["net"].weight, saved.weight)
 
 

@@ -19,7 +19,7 @@ from lightning_shardckpt import load, load_from_checkpoint, metadata, save
 from lightning_shardckpt.errors import MismatchError
 from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.system.test_fabric import fabric_of
 
 State = dict[str, Any]
@@ -100,10 +100,6 @@ def alone(folder: str) -> None:
     assert differing(of_names(state), expected) == []
 
 
-def test_an_optimizer_alone_finds_its_parameters_by_the_names_of_a_module(tmp_path: Path) -> None:
-    run_ranks(2, alone, str(tmp_path))
-
-
 # ── ties ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -133,8 +129,7 @@ def load_tied(folder: str) -> None:
 
 
 def test_a_tied_weight_has_one_state_whichever_name_is_registered_first(tmp_path: Path) -> None:
-    load_tied(str(tmp_path / "one"))
-    run_ranks(2, load_tied, str(tmp_path / "two"))
+    load_tied(str(tmp_path))
 
 
 def of_a_trainer(folder: str) -> None:
@@ -148,10 +143,6 @@ def of_a_trainer(folder: str) -> None:
             state = tied(first, 3, steps=0)
             load(f"{folder}/{name}", {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]})
             assert differing(of_names(state), expected) == []
-
-
-def test_functions_load_a_tied_weight_with_its_state_from_a_trainers_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, of_a_trainer, str(tmp_path))
 
 
 def save_stages(folder: str) -> None:
@@ -251,10 +242,6 @@ def resume_with_another_optimizer(folder: str) -> None:
         with pytest.raises(MismatchError, match=r"optimizer 0  is of another class .* SGD has dampening, momentum"):
             again.fit(tiny.TinyLM("momentum"), tiny.loader(), ckpt_path=f"{folder}/{name}")
         assert again.global_step == 0
-
-
-def test_a_trainer_does_not_resume_an_optimizer_of_another_class(tmp_path: Path) -> None:
-    run_ranks(2, resume_with_another_optimizer, str(tmp_path))
 
 
 # ── state dicts and objects ───────────────────────────────────────────────────────────────────────────────────────
@@ -376,10 +363,7 @@ def dicts_and_objects(folder: str) -> None:
 
 
 def test_a_state_dict_and_the_object_that_gave_it_are_the_same_to_a_load(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    dicts_and_objects(str(tmp_path / "one"))
-    run_ranks(2, dicts_and_objects, str(tmp_path / "two"))
+    dicts_and_objects(str(tmp_path))
 
 
 def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: Path) -> None:
@@ -433,5 +417,19 @@ def by_lightning(folder: str) -> None:
         assert torch.equal(recording.first["parameters"][name][0], value), name
 
 
-def test_lightning_takes_a_checkpoint_of_state_dicts_as_one_of_the_objects(tmp_path: Path) -> None:
-    run_ranks(2, by_lightning, str(tmp_path))
+ON_TWO_RANKS = {
+    "an optimizer alone finds its parameters by the names of a module": alone,
+    "a tied weight has one state whichever name is registered first": load_tied,
+    "functions load a tied weight with its state from a Trainer's checkpoint": of_a_trainer,
+    "a Trainer does not resume an optimizer of another class": resume_with_another_optimizer,
+    "a state dict and the object that gave it are the same to a load": dicts_and_objects,
+    "Lightning takes a checkpoint of state dicts as one of the objects": by_lightning,
+}
+"""What each function asserts, in a folder of its own."""
+
+
+def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) -> None:
+    for number in range(len(ON_TWO_RANKS)):
+        (tmp_path / str(number)).mkdir()
+    folders = {fn: str(tmp_path / str(number)) for number, fn in enumerate(ON_TWO_RANKS.values())}
+    run_each({name: (2, fn, folders[fn]) for name, fn in ON_TWO_RANKS.items()})

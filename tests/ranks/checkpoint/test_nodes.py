@@ -257,7 +257,7 @@ def test_a_directory_with_another_path_on_each_host_is_an_error_on_all_ranks(hos
         pytest.param(True, 0, id="last-0"),
         pytest.param(True, 1, id="last-1", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param(False, 0, id="path-0", marks=[pytest.mark.slow, pytest.mark.sweep]),
-        pytest.param(False, 1, id="path-1", marks=pytest.mark.slow),
+        pytest.param(False, 1, id="path-1", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],
 )
 def test_a_checkpoint_that_one_host_sees_is_an_error_on_all_ranks(
@@ -399,7 +399,9 @@ def with_fabric(directory: str, nodes: int, load: bool) -> dict[str, Any]:
     return tiny.full_state(module, [optimizer])
 
 
-@pytest.mark.parametrize("from_two", [True, False], ids=["two to one", "one to two"])
+@pytest.mark.parametrize(
+    "from_two", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["two to one", "one to two"]
+)
 def test_fabric_saves_on_two_hosts_and_loads_on_one_and_the_other_way(
     from_two: bool, hosts: Hosts, tmp_path: Path
 ) -> None:

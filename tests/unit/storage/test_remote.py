@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import lightning_shardckpt
-from lightning_shardckpt import ShardCkptIO, lazy
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
@@ -30,7 +29,7 @@ from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
 from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
-from lightning_shardckpt.storage.router import StorageRouter, backend_of, is_url
+from lightning_shardckpt.storage.router import StorageRouter, backend_of
 from lightning_shardckpt.strategy.ckpt_path import resolve_ckpt_path
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
@@ -254,15 +253,6 @@ def test_a_missing_object_is_named(url: str) -> None:
     assert [finding.file for finding in verify(url).findings] == ["model-dist-00000-shard-00001.safetensors"]
 
 
-def test_the_tools_take_urls(url: str) -> None:
-    save(url, 2.0, step=7)
-    assert (inspect(url)["step"], lazy.metadata(url).step) == (7, 7)
-    with lazy.open(url) as found:
-        assert found["a"][3:5].tolist() == [2.0, 2.0]
-    with pytest.raises(CheckpointNotFoundError, match=r"did you mean memory:/.*/a\.ckpt\?"):
-        inspect(url.removesuffix("/a.ckpt"))
-
-
 def test_a_download_outlives_its_clones_which_threads_close_at_any_time(url: str, tmp_path: Path) -> None:
     save(url, 1.0)
     reader = StorageRouter(pre_download=tmp_path / "cache").open(url)
@@ -355,15 +345,6 @@ def test_a_run_in_one_process_saves_to_memory_and_goes_on(url: str) -> None:
     assert tiny.differences(straight["state"], resumed["state"]) == []
 
 
-def test_a_checkpoint_is_removed_once_and_quietly(url: str) -> None:
-    save(url, 1.0)
-    io = ShardCkptIO()
-    io.remove_checkpoint(url)
-    io.remove_checkpoint(url)  # nothing is there: nothing to say
-    with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
-        load(url)
-
-
 def test_what_is_no_checkpoint_is_not_removed_but_told(url: str) -> None:
     fsspec.filesystem("memory").pipe_file(f"{url}/thesis.tex", b"")
     with pytest.warns(UserWarning, match="not removed: .*not a complete checkpoint"):
@@ -379,11 +360,6 @@ def test_whole_files_only_is_said_before_anything_is_written(url: str) -> None:
     with pytest.raises(ValueError, match="whole objects only"):
         backend_of(url).draft(url, ID).write_pieces("a", [])
     assert not fsspec.filesystem("memory").exists(url)
-
-
-def test_a_url_that_became_a_path_is_refused() -> None:
-    with pytest.raises(ValueError, match="was a URL before it became a Path"):
-        inspect(Path("s3://bucket/a.ckpt"))
 
 
 def test_a_protocol_that_nobody_knows_is_an_error() -> None:
@@ -405,13 +381,3 @@ def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, storage: StorageRout
         save(f"{s3.url()}-not/a.ckpt", 1.0, storage=storage)
     with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt"):
         load(f"{s3.url()}-not/a.ckpt", storage=storage)
-
-
-def test_paths_of_files_stay_what_they_are(tmp_path: Path) -> None:
-    assert not is_url(f"file://{tmp_path}")
-    save(f"file://{tmp_path}/a.ckpt", 1.0)
-    assert load(f"local://{tmp_path}/a.ckpt") == load(str(tmp_path / "a.ckpt")) == 1.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ShardCkptIO().remove_checkpoint(f"file://{tmp_path}/a.ckpt")
-    assert os.listdir(tmp_path) == []
