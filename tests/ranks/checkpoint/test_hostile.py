@@ -183,10 +183,6 @@ def overlapping(value: Any) -> None:
     value["b"]["data_offsets"] = value["norm"]["data_offsets"]
 
 
-def outside(value: Any) -> None:
-    value["w"]["data_offsets"] = [1 << 20, (1 << 20) + 48]
-
-
 def lying_length(length: int) -> Change:
     return lambda p: put_header(p, lambda h: struct.pack("<Q", length) + h[8:])
 
@@ -198,7 +194,6 @@ def keys_of_one_hash(count: int) -> list[int]:
 BASE64 = {"$": "tensor", "dtype": "F32", "v": "AAAAAA=="}
 CASES = [
     # names
-    Case("parent directory", root(("components/model/indexes/0/0", "../x.json")), "not a file name"),
     Case("name with NUL", root(("documents", {"a\0b": [1, "0" * 16]})), "not a file name"),
     Case("file of no rank", index("metadata/w/file", "checkpoint.index.json"), "KeyError"),
     # other kinds of files
@@ -213,17 +208,10 @@ CASES = [
         }.items()
     ),
     # JSON
-    Case("duplicate keys", raw_root(lambda t: t.replace(b'"step":', b'"step":1,"step":')), "duplicate key 'step'"),
     Case(
         "many keys, the last one twice",
         raw(INDEX, json.dumps({str(i): 0 for i in range(60_000)}).encode()[:-1] + b',"1":0}'),
         "duplicate key '1'",
-    ),
-    Case("NaN", raw_root(lambda t: t.replace(b'"step":2', b'"step":NaN')), "NaN is not JSON"),
-    Case(
-        "invalid UTF-8",
-        raw_root(lambda t: t.replace(b'"bias"', b'"\xff"').replace(b'"w"', b'"\xc0"')),
-        "not valid JSON",
     ),
     Case("half a character", raw_root(lambda t: t.replace(b'"norm"', b'"\\ud800"')), "UTF-8"),
     Case("depth bomb of lists", raw(INDEX, deep("[", "]", 100_000)), "nested deeper"),
@@ -235,13 +223,11 @@ CASES = [
     Case(
         "number of 5000 digits", raw_root(lambda t: t.replace(b'"step":2', b'"step":' + b"9" * 5000)), "not valid JSON"
     ),
-    Case("an array", raw(INDEX, b"[]"), "not an index"),
     # numbers
     *(
         Case(f"length {length!r}", root((f"{W}/1", [length, 4])), "is not a size")
         for length in (1 << 63, -1, True)
     ),
-    Case("begin beyond the file", index("metadata/w/begin", 1 << 62), "which has 480"),
     Case("shape that overflows", root((f"{W}/1", [1 << 62, 1 << 62])), "more than 2\\^63 bytes"),
     Case("100,000 dims", root((f"{W}/1", [1 << 62] * 100_000)), "100000 dims"),
     Case("2^40 elements that no file has", root((f"{W}/1", [1 << 38, 4])), "do not fit into indexes"),
@@ -259,37 +245,21 @@ CASES = [
         "has no box",
     ),
     # boxes
-    Case("overlapping boxes", lambda p: edit(p, OTHER_INDEX, at("metadata/w/offsets", [2, 0])), "no box"),
-    Case("a hole", lambda p: edit(p, OTHER_INDEX, at("metadata/w/lengths", [2, 4])), "checksums|no box"),
-    Case("box outside", index("metadata/w/offsets", [4, 0]), "lies outside shape"),
-    Case("box of other order", index("metadata/w/offsets", [0]), "ValueError|shorter"),
     Case("many tensors in the same bytes", one_for_all, "share bytes|cannot"),
-    Case("checksums for too few bytes", index("metadata/w/checksums", []), "0 checksums"),
-    Case("block of 0", index("metadata/w/block", 0), "checksums of 0 bytes"),
-    Case("dtype of another kind", root((f"{W}/0", ["F32"])), "TypeError|unknown dtype"),
     # layouts
-    Case("axis of size 0", a_layout(axes=[["a", 0, 1]]), "without size or stride"),
     Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 1048576 ranks"),
-    Case("cut along no axis", a_layout(cuts=[[7, 0, 1]]), "along no axis"),
     Case("2^40 blocks", a_layout(cuts=[[0, 0, 1 << 40]]), "blocks"),
-    Case("holders backwards", a_layout(holders=[[2, 0]]), "in a world of 2"),
-    Case("order with a rank twice", a_layout(order=[0, 0]), "at two positions"),
     Case("order without a holder", a_layout(order=[5, 7]), "not in"),
     Case("huge world with nothing in it", huge_world, "do not fit|cannot have been written"),
     Case("world of 2^63", root(("world_size", (1 << 63) - 1)), "a world of"),
     Case("indexes that are not there", claimed_indexes, "cannot have been written"),
     Case("index of a rank outside", root(("components/model/indexes/7", ["x.json", 1, "0" * 16])), "the index of rank"),
-    Case("rank written oddly", root(("components/model/indexes/０", ["x.json", 1, "0" * 16])), "the index of rank"),
     # the rest of the indexes
-    Case("aliases in a circle", root(("components/model/aliases", {"x": "y", "y": "x"})), "not a stored tensor"),
-    Case("save id of another kind", root(("save_id", "../../x")), "not a save id"),
     Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "nothing or a 1"),
     # headers
-    Case("header length lies", lying_length(1 << 62), "claims"),
     Case("header length of 0", lying_length(0), "header"),
     Case("header shorter than it is", lying_length(16), "header|JSON"),
     Case("header with overlaps", header(overlapping), "overlaps|follows a gap|wrongly"),
-    Case("header out of the file", header(outside), "wrongly|follows a gap"),
     Case("header with a tensor more", lambda p: put_header(p, _with_extra), "in the header|header"),
     Case("depth bomb in a header", lambda p: put_header(p, lambda h: _framed(deep("[", "]", 50_000))), "nested deeper"),
     Case("header of 1 GB", replaced(SHARD, sparse(1 << 30)), "1073741824 bytes"),

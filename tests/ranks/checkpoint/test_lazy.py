@@ -24,14 +24,6 @@ from tests.support import tiny, zoo
 from tests.support.pool import ROOT, run_ranks
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4 ranks; tests must not change it."""
-    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
-    run_ranks(4, zoo.save, str(path))
-    return path
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)

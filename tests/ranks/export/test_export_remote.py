@@ -50,14 +50,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4 ranks, with rows, columns and both; tests must not change it."""
-    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
-    run_ranks(4, zoo.save, str(path))
-    return path
-
-
 LARGE_BYTES = 12_000_000  # three parts
 
 

@@ -16,14 +16,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import zoo
-from tests.support.pool import ROOT, run_ranks
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "zoo.ckpt"
-    run_ranks(4, zoo.save, str(path))
-    return path
+from tests.support.pool import ROOT
 
 
 def test_json_lists_every_tensor_as_it_was(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def saved() -> MemoryStorage:
     return storage
 
 
-@pytest.mark.parametrize(("source", "target"), product(TOPOLOGIES, TOPOLOGIES))
+@pytest.mark.parametrize(("source", "target"), [*product(TOPOLOGIES, TOPOLOGIES)])
 def test_any_topology_loads_what_any_other_saved(source: str, target: str, saved: MemoryStorage) -> None:
     wanted, (_, _, world) = table(target), TOPOLOGIES[target]
     with Checkpoint(saved, source) as checkpoint:
