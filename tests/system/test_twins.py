@@ -202,6 +202,7 @@ NAMED = [
     *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
     ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
+    ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Softmax) computes something else when it is sharded"),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "which tensor_parallel_plan shards, was assigned a whole parameter"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),

@@ -102,7 +102,10 @@ def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Mod
 
 @dataclass(slots=True)
 class _Comparison:
-    """A forward pre-hook that compares a block with a copy that is not sharded, once."""
+    """A forward pre-hook that compares a block with a copy that is not sharded, once.
+
+    It raises what it found again and again: the first call may be a trial of a pipeline, which ends without an error.
+    """
 
     name: str
     block: ref[nn.Module]
@@ -110,6 +113,7 @@ class _Comparison:
     hooks: Mapping[nn.Module, frozenset[int]]
     group: dist.ProcessGroup
     handle: RemovableHandle | None = None
+    found: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Comparison:
         return self
@@ -117,16 +121,19 @@ class _Comparison:
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self.handle is None or block is not self.block():  # a deep copy of a block has this hook, too
             return
-        self.handle.remove()
-        self.handle = None
-        difference = self._compare(block, args, kwargs)
-        if any_rank(bool(difference), self.group):
-            raise TopologyError(
+        if not self.found:
+            difference = self._compare(block, args, kwargs)
+            if not any_rank(bool(difference), self.group):
+                self.handle.remove()
+                self.handle = None
+                return
+            self.found = (
                 f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
                 f"sharded: {difference or 'another rank found a difference'}. Between its column-wise and row-wise "
                 "layers a rank has a part of the columns, so a norm, a softmax, a chunk, or the number of columns is "
                 f"not that of the whole. {_REMEDY}"
             )
+        raise TopologyError(self.found)
 
     @torch.no_grad()
     def _compare(self, block: nn.Module, args: Any, kwargs: Any) -> str:

@@ -40,7 +40,7 @@ from tests.sweeps.twins import (
     updates,
     weights,
 )
-from tests.sweeps.twins.base import CASES, PLAN, TENSOR_PARALLEL, Case
+from tests.sweeps.twins.base import CASES, PLAN, Case
 
 __all__ = [
     "CASES",
@@ -77,6 +77,15 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fsdp2 by torch": (2, {"fsdp_engine": "torch"}),
     "fsdp2 exact": (2, {"fsdp_engine": "exact"}),
+    "pp2 x tp2": (
+        4,
+        {
+            "pipeline_parallel_size": 2,
+            "data_parallel_shard_size": 1,
+            "tensor_parallel_size": 2,
+            "tensor_parallel_plan": PLAN,
+        },
+    ),
 }
 """How many ranks, and the arguments of the strategy."""
 
@@ -116,7 +125,7 @@ def is_manual(case: Case) -> bool:
 
 def fits(case: Case, topology: str) -> bool:
     """Whether the module has what the tensor-parallel plan shards."""
-    if topology not in TENSOR_PARALLEL:
+    if "tensor_parallel_plan" not in TOPOLOGIES[topology][1]:
         return True
     names = [name for name, _ in _example(case.module).named_modules()]
     return all(fnmatch.filter(names, pattern.removeprefix("*")) for pattern in PLAN)
