@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
@@ -66,9 +66,9 @@ class _SideEffects:
         drew: True if an undone run drew from a random generator in an attribute.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.start, self.drew = ModuleSnapshot(modules), False
-        self._modules = modules
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._modules = pipeline, pipeline.common
+        self.start, self.drew = ModuleSnapshot(self._modules), False
         self._written: dict[tuple[str, str], Tensor] = {}
         self._latest: ModuleSnapshot | None = self.start  # None if modules may have changed since
 
@@ -102,6 +102,21 @@ class _SideEffects:
         self._latest = None
         yield
 
+    def changes(self, name: str) -> list[Change]:
+        """Return what the step, given by name, has changed on the last stage, for `ModuleSnapshot.apply`.
+
+        Raises:
+            UnsupportedCodeError: if it has registered a metric, which other stages don't have.
+        """
+        before = set(map(id, self._modules))
+        for module in self._pipeline.common:
+            if id(module) not in before and isinstance(module, Metric):
+                raise UnsupportedCodeError(
+                    f"{name} registers a metric, {type(module).__name__}, while it runs over the stages of a pipeline. "
+                    "Make it in __init__, or in a hook such as on_train_epoch_start."
+                )
+        return self.start.changes()
+
 
 class FunctionStep:
     """One call of a script's step function, as a `UserStep`."""
@@ -110,7 +125,7 @@ class FunctionStep:
 
     def __init__(self, step: Callable[[Any], Any], pipeline: Pipeline, batch: Any, *, train: bool) -> None:
         self.batch, self.train = batch, train
-        self._step, self._effects = step, _SideEffects(pipeline.common)
+        self._step, self._effects = step, _SideEffects(pipeline)
 
     @property
     def drew(self) -> bool:
@@ -125,7 +140,7 @@ class FunctionStep:
 
     def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
         output = _encode("what the step function returns", _merge_outputs(self.name, outputs))
-        return output, self._effects.start.changes()
+        return output, self._effects.changes(self.name)
 
     def apply_report(self, report: tuple[Any, list[Change]], device: torch.device, *, is_source: bool) -> Any:
         """Repeat the side effects of the last stage on this rank, and return the output."""
@@ -148,7 +163,7 @@ class LightningStep:
         kwargs: dict[str, Any],
     ) -> None:
         self.name, self.train = name, name == "training_step"
-        self._module, self._context, self._effects = module, context, _SideEffects(pipeline.common)
+        self._module, self._context, self._effects = module, context, _SideEffects(pipeline)
         self._log_calls: list[_LogCall] = []
         self._logger_calls: list[LoggerCall] = []
         # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
@@ -194,7 +209,7 @@ class LightningStep:
             output=_encode("what the step returns", _merge_outputs(self.name, outputs)),
             log_calls=self._log_calls,
             logger_calls=self._logger_calls,
-            changes=self._effects.start.changes(),
+            changes=self._effects.changes(self.name),
             should_stop=trainer.should_stop,
             hyperparameters=_get_hyperparameters(trainer),
         )

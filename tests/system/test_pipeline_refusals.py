@@ -354,6 +354,13 @@ class Metered(Good):
         return loss
 
 
+class MeteredLate(Good):
+    def training_step(self, batch: Any, index: int) -> Any:
+        if not hasattr(self, "mean"):
+            self.mean = MeanMetric()
+        return super().training_step(batch, index)
+
+
 class Opaque:
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -768,6 +775,7 @@ CASES = {
     "metric of steps, 1f1b": Case(
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
     ),
+    "metric of a step": Case(MeteredLate, ("training_step registers a metric, MeanMetric", "Make it in __init__")),
     "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
     "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
     "other data": Case(RankData, DIFFERENT),

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MetricTracker
 
 from lightning_shardckpt import load
 from tests.support.nets import full_state
@@ -112,6 +112,24 @@ class MetricsInLists(Plain):
         found = self.metrics["all"].compute()
         numbers = [self.metrics["means"][0].compute(), found["most"], found["each"].sum()]
         self.log_dict(dict(zip("abc", numbers, strict=True)))
+
+
+class MetricsOfEpochs(Plain):
+    """Metrics that come while the module trains, one for each epoch."""
+
+    def build(self) -> None:
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.tracker.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("tracked", self.tracker.compute())
 
 
 class PopsFromBatch(Plain):

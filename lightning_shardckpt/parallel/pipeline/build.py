@@ -164,7 +164,7 @@ class StagedModule:
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.copies[name]
             add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
-        common = [m for name, m in root.named_modules() if not is_inside(clean_fqn(name), places)]
+        staged = [m for name, m in root.named_modules() if is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
             root,
@@ -177,7 +177,7 @@ class StagedModule:
             absent,
             microbatches=self.recipe.microbatches or self.schedule.max_microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
-            common=common,
+            staged=staged,
         )
 
 

@@ -66,7 +66,7 @@ class MicrobatchCheck:
 
     Args:
         root: the module, split into stages.
-        common: the modules that every stage has, which `UserStep.run` restores.
+        staged: the modules that some stages have; `UserStep.run` restores the others.
         stages: runs the stages of this rank.
         last: the index of the last stage.
         in_order: True if the order of the rows in the results matters.
@@ -75,7 +75,7 @@ class MicrobatchCheck:
     def __init__(
         self,
         root: nn.Module,
-        common: Sequence[nn.Module],
+        staged: Sequence[nn.Module],
         stages: StageRunner,
         last: int,
         *,
@@ -83,8 +83,8 @@ class MicrobatchCheck:
     ) -> None:
         self._root, self._stages, self._last = root, stages, last
         self._in_order = in_order
-        others = set(common)
-        self._own = [m for m in root.modules() if m not in others and not withholds_state(m)]
+        here = set(staged)
+        self._own = [m for m in root.modules() if m in here and not withholds_state(m)]
         self._steps: Counter[str] = Counter()
 
     def is_due(self, state: StepState) -> bool:

@@ -63,7 +63,7 @@ class Pipeline:
         absent: the parameters of other stages.
         microbatches: the maximum number of microbatches per batch.
         loss_of: "batch" or "microbatch"; see the module docstring.
-        common: the modules that every stage has.
+        staged: the modules that some stages have: those of layers, and others with a place.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Pipeline:
         *,
         microbatches: int,
         loss_of: LossOf,
-        common: Sequence[nn.Module],
+        staged: Sequence[nn.Module],
     ) -> None:
-        self.common = common
+        self._root, self._staged = root, frozenset(map(id, staged))  # metrics hash by their state
         self._gates, self._plan, self._schedule = gates, plan, schedule
         self._gradients, self._microbatches, self._loss_of = gradients, microbatches, loss_of
         self.absent = absent
@@ -97,8 +97,18 @@ class Pipeline:
         self._layers = {name: here[name] for name in plan.layers}
         self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
         in_order = loss_of == "batch"
-        self._microbatch_check = MicrobatchCheck(root, common, self._stages, self._last, in_order=in_order)
+        self._microbatch_check = MicrobatchCheck(root, staged, self._stages, self._last, in_order=in_order)
         self._state: StepState | None = None
+
+    @property
+    def common(self) -> list[nn.Module]:
+        """The modules that every stage has, in the same order; also those registered since, such as metrics."""
+        found, seen = [self._root], {id(self._root), *self._staged}
+        for module in found:  # grows meanwhile
+            new = {id(m): m for m in module.children() if id(m) not in seen}
+            seen |= new.keys()
+            found += new.values()
+        return found
 
     @property
     def has_last_stage(self) -> bool:
