@@ -38,7 +38,6 @@ from lightning_shardckpt.compat.lightning_trainer import intercept_fit, is_tunin
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.compound_tensors import flatten_compound, is_compound
 from lightning_shardckpt.state.dtensor_layout import local_views
 from lightning_shardckpt.state.model import is_elsewhere
 from lightning_shardckpt.state.module_io import parameter_names
@@ -390,7 +389,7 @@ _SEED = np.uint64(0xD6E8FEB86659FD93)
 
 @torch.no_grad()
 def _tensor_entries(name: str, tensor: Tensor) -> list[tuple[str, Entry]]:
-    """Return the entry of a tensor by its name; of a compound one, those of the tensors inside.
+    """Return the entry of a tensor by its name; none for a tensor of another pipeline stage.
 
     Raises:
         StateError: for a tensor without elements in boxes: lazy, sparse and nested tensors, partial sums.
@@ -399,11 +398,7 @@ def _tensor_entries(name: str, tensor: Tensor) -> list[tuple[str, Entry]]:
         return []
     if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         raise StateError("a lazy, meta, nested or sparse tensor has no elements that could be digested")
-    if not is_compound(tensor):
-        return [(name, tensor_entry(tensor))]
-    inside, records = flatten_compound(name, tensor)
-    entries = [(key, Entry(checksum(repr(record).encode()))) for key, record in records.items()]
-    return entries + [(key, tensor_entry(of)) for key, of in inside.items()]
+    return [(name, tensor_entry(tensor))]
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.hooked_entries import HookedEntries
 from lightning_shardckpt.sources.source import Source, are_equal
 from lightning_shardckpt.sources.source_view import converts
-from lightning_shardckpt.state.compound_tensors import MARK, describe_record
 from lightning_shardckpt.state.model import names_of
 from lightning_shardckpt.state.module_io import NO_HOOKS, Prefixes
 from lightning_shardckpt.state.snapshot import Leaves
@@ -201,23 +200,16 @@ class ModelMatch:
 
     def _compare_others(self, rest: Leaves) -> list[tuple[str, str]]:
         """Return the differences in non-tensor values, and the stored entries without a live one."""
-        document, bases = self._source.document("model") or {}, {key.partition(MARK)[0] for key in self._left_out}
-        records = {k: v for k, v in self._targets.model.records.items() if k.partition(MARK)[0] not in bases}
-        stored, live = self.hooked.unhooked(document), self.hooked.unhooked({*self._targets.extra_state, *records})
+        stored = self.hooked.unhooked(self._source.document("model") or {})
+        live = self.hooked.unhooked(self._targets.extra_state)
         self._values = stored | live
         elsewhere, names = self._elsewhere | self.hooked.names, {n for names in self._names.values() for n in names}
         unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - elsewhere
         in_checkpoint = sorted(unexpected - {base_fqn(name) for name in elsewhere} if unexpected else ())
         self.hooked.note_unmatched(rest, self.keys, self._left_out, in_checkpoint)
-        changed = [
-            (name, f"{describe_record(document[name])} in checkpoint, {describe_record(record)} in model")
-            for name, record in records.items()
-            if document.get(name, record) != record
-        ]
         return [
             *((name, _IN_CHECKPOINT) for name in in_checkpoint),
             *((name, _IN_MODEL) for name in sorted(live - stored)),
-            *changed,
             *(self.hooked.dtype_differences() if not self._targets.cast else ()),
         ]
 

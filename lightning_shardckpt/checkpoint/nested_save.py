@@ -115,7 +115,6 @@ def _add_prefix(described: Snapshot, prefix: str) -> Snapshot:
         {prefix + key: tensor for key, tensor in leaves.tensors.items()},
         {prefix + alias: prefix + key for alias, key in leaves.aliases.items()},
         frozenset(prefix + key for key in leaves.pinned),
-        records={prefix + key: record for key, record in leaves.records.items()},
         frozen=frozenset(prefix + key for key in leaves.frozen),
     )
     values = {prefix + key: value for key, value in described.documents["model"].items()}

@@ -11,7 +11,6 @@ from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.state.compound_tensors import MARK
 from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.module_io import HookedState, LoadHooks, Prefixes
@@ -56,11 +55,11 @@ class HookedEntries:
             here = {name: tuple(shape_of(live.tensors[key])) for key, group in names.items() for name in group}
             stored_values = dict.fromkeys(self._document, ())
             prefixes = hooks.prefixes_seen(shapes | stored_values, here | dict.fromkeys(values, ()), elsewhere)
-        self._is_hooked: Callable[[str], bool] = lambda name: MARK not in name and prefixes(name)
+        self._is_hooked: Callable[[str], bool] = prefixes
         self._live = {
             name: live.tensors[key]
             for key, group in (names.items() if prefixes else ())
-            if MARK not in key and any(map(prefixes, group))
+            if any(map(prefixes, group))
             for name in group
         }
         inside = {name for name in (*known, *self._document) if self._is_hooked(name)}

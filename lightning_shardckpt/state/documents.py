@@ -163,6 +163,8 @@ def parse_document(role: str, content: bytes, where: str) -> Any:
             _check_hugging_face(value)
         elif role != "rank":
             _check_object(value, "")
+        if role == "model":
+            _refuse_compound(value)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     return value
@@ -209,6 +211,11 @@ def _check_object(value: Any, place: str, *keys: str) -> dict[str, Any]:
     return value
 
 
+def _refuse_compound(values: Mapping[str, Any]) -> None:
+    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
+        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
+
+
 def _check_list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise FormatError(f"{place} is not a list: {shown(value)}")
@@ -236,7 +243,8 @@ def _check_optimizers(value: Any) -> None:
             if not isinstance(hyper, dict) or hyper.get("$", "map") != "map":
                 raise FormatError(f"{where}/hyper is not an object: {shown(hyper)}")
             _check_params(group["params"], f"{where}/params", numbered)
-        for name, shared in _check_object(optimizer["values"], f"{place}/values").items():
+        _refuse_compound(_check_object(optimizer["values"], f"{place}/values"))
+        for name, shared in optimizer["values"].items():
             where = f"{place}/values/{shown(name)}"
             for item in _check_list(shared, where):
                 _check_params(_check_object(item, where, "value", "params")["params"], where, numbered)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_shardckpt.compat import dtensor
-from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, new_dtensor, sibling_ranks, spec_of
+from lightning_shardckpt.compat.dtensor import StridedShard, new_dtensor, sibling_ranks, spec_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, Part, parts_of_rank
@@ -94,18 +94,13 @@ def new_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor of the same class, shape, device and placements."""
     if not isinstance(tensor, DTensor):
         return tensor_bytes.new_like(tensor, dtype)
-    new: torch.Tensor = shard_like(tensor_bytes.new_like(dtensor.local_tensor(tensor), dtype), spec_of(tensor))
+    spec = spec_of(tensor)
+    meta = spec.tensor_meta
+    assert meta is not None
+    spec = spec if meta.dtype == dtype else replace(spec, tensor_meta=meta._replace(dtype=dtype))
+    new: torch.Tensor = new_dtensor(tensor_bytes.new_like(dtensor.local_tensor(tensor), dtype), spec)
     new.__class__ = type(tensor)
     return new
-
-
-def shard_like(local: torch.Tensor, like: DTensorSpec) -> DTensor:
-    """Return a DTensor with the local tensor ``local``, its dtype, and the mesh and placements of ``like``."""
-    meta = like.tensor_meta
-    assert meta is not None
-    return new_dtensor(
-        local, like if meta.dtype == local.dtype else replace(like, tensor_meta=meta._replace(dtype=local.dtype))
-    )
 
 
 def is_like(value: object, tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -20,10 +20,10 @@ from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
-from lightning_shardckpt.state.compound_tensors import MARK, flatten_compound, is_compound
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import refuse_compound
 
 _EXTRA = "_extra_state"
 _OWN = (torch.Tensor, nn.Parameter)
@@ -96,8 +96,6 @@ def model_leaves(
     """
     tensors: dict[str, torch.Tensor] = {}
     other: dict[str, Any] = {}
-    inside: dict[str, dict[str, torch.Tensor]] = {}
-    records: dict[str, Any] = {}
     for name, value in state_dict.items():
         key = clean_fqn(name)
         if key in tensors or key in other:
@@ -111,26 +109,21 @@ def model_leaves(
             raise StateError(f"model/{key}: a {kind} cannot be stored; only dense tensors that have a shape")
         if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
-        elif is_compound(value):
-            inside[key], inner_records = flatten_compound(key, value)
-            tensors |= inside[key]
-            records |= inner_records
         else:
+            refuse_compound(value, f"model/{key}")
             tensors[key] = value
     parameters, buffers = named_tensors(module)
     groups = [list(names) for names in shared_names(chain(parameters, buffers))]
-    groups += [list(names) for group in groups for names in zip(*(inside.get(n, ()) for n in group), strict=False)]
     aliases = _aliases(tensors, groups)
     for alias in aliases:
         del tensors[alias]
     pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
     with without_torch_function():
         fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
-    frozen = frozenset(key for key in tensors if key.partition(MARK)[0] in fixed) if fixed else frozenset[str]()
-    leaves = Leaves(tensors, aliases, frozenset(pinned), records=records, frozen=frozen)
+    leaves = Leaves(tensors, aliases, frozenset(pinned), frozen=frozenset(tensors.keys() & fixed))
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
-    return leaves, other | records
+    return leaves, other
 
 
 def _is_plain(value: Any) -> bool:
@@ -157,7 +150,6 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         {renamed.get(key, key): tensor for key, tensor in leaves.tensors.items()},
         aliases | {name: first for name, first in renamed.items() if name != first},
         frozenset(renamed.get(key, key) for key in leaves.pinned),
-        leaves.records,
         frozenset(renamed.get(key, key) for key in leaves.frozen),
     )
 

@@ -22,8 +22,7 @@ from lightning_shardckpt.compat.torch_modules import has_own_load, has_post_load
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
-from lightning_shardckpt.state.compound_tensors import is_compound, memory_of
-from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice
+from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice, local_tensor
 from lightning_shardckpt.state.model import WholeNames, is_value, named_tensors
 from lightning_shardckpt.state.module_versions import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
@@ -134,17 +133,10 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
 
 def find_copies(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of tensors in a state dict that do not share the module's memory."""
-    live = {
-        part.untyped_storage().data_ptr()
-        for _, tensor in chain(module.named_parameters(), module.named_buffers())
-        for part in memory_of(tensor)
-    }
-    return frozenset(
-        name
-        for name, value in state_dict.items()
-        if not is_value(name, value)
-        and any(part.numel() and part.untyped_storage().data_ptr() not in live for part in memory_of(value))
-    )
+    own = chain(module.named_parameters(), module.named_buffers())
+    live = {local_tensor(tensor).untyped_storage().data_ptr() for _, tensor in own}
+    parts = ((name, local_tensor(value)) for name, value in state_dict.items() if not is_value(name, value))
+    return frozenset(n for n, part in parts if part.numel() and part.untyped_storage().data_ptr() not in live)
 
 
 def loaded_state_dict(
@@ -223,10 +215,8 @@ def load_remaining(
     if not (edited or removed or hooked.is_needed):
         return []
     own = {start + n: tensor for start, module in modules.items() for n, tensor in chain(*named_tensors(module))}
-    compound = {name for name, tensor in own.items() if name not in edited and is_compound(tensor)}
-    quiet = compound | {name for name in live if clean_fqn(name) in hooked.kept}
+    quiet = {name for name in live if clean_fqn(name) in hooked.kept}
     entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
-    entries = {name: value for name, value in entries.items() if name not in compound}
     missing, unexpected = _load_each(modules, entries, hooked.versions)
     if keep_parameters:
         _check_same(modules, own)

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.torch_autograd import has_load_hooks, has_own_load_state_dict, has_own_state_dict
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.state.compound_tensors import flatten_compound, is_compound
 from lightning_shardckpt.state.documents import add_value
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.snapshot import Leaves
@@ -161,12 +160,7 @@ def optimizer_leaves(states: list[dict[str, Any]]) -> tuple[Leaves, dict[str, An
                 key = f"{number}/{_name(param)}/{name}"
                 if "/" in name:
                     raise StateError(f"optimizer_states/{key}: the name {name!r} contains a slash")
-                if isinstance(value, torch.Tensor) and is_compound(value):
-                    inside, records = flatten_compound(key, value)
-                    tensors |= inside
-                    for of, record in records.items():
-                        add_value(values, of.rpartition("/")[2], _name(param), record)
-                elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+                if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim > 0):
                     tensors[key] = value
                 elif (equal := _equality_key(name, value)) in having:
                     having[equal].append(_name(param))

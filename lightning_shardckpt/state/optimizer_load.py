@@ -13,15 +13,13 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.state.compound_tensors import MARK, compound_names, unflatten_compound
 from lightning_shardckpt.state.documents import StoredOptimizer
-from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, layout_of, new_like
+from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, new_like
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer import NOT_HYPER, load_extra_entries
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -203,8 +201,7 @@ class OptimizerLoad:
             spec = self._stored.specs[key]
             if spec.shape == shape or row.keeps or self._is_skipped(row.name, entry):
                 continue
-            inside = MARK in entry and isinstance(row.param, DTensor) and bool(layout_of(row.param).cuts)
-            if inside or not acts_as_whole(row.param):
+            if not acts_as_whole(row.param):
                 problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
                 differences.add(f"optimizer {self.number}: {key}", problem)
 
@@ -282,7 +279,7 @@ class OptimizerLoad:
                     spec, current = self._stored.specs[key], state.get(name)
                     if name in kept or (spec.shape != shape and not acts_as_whole(param)):
                         continue
-                    dtype, place = self._dtype(name, spec.dtype, row), new
+                    dtype, place = self._dtype(spec.dtype, row), new
                     if spec.shape != shape:
                         tensor = torch.empty(spec.shape, dtype=dtype, device=param.device)
                     elif current is not None and is_like(current, param, dtype) and id(current) not in shared:
@@ -293,11 +290,10 @@ class OptimizerLoad:
                     row.filled[name] = tensor
         return live, new
 
-    def _dtype(self, name: str, stored: str, row: _Row) -> torch.dtype:
+    def _dtype(self, stored: str, row: _Row) -> torch.dtype:
         """Return the parameter's dtype for state that was stored in the parameter's stored dtype, else the state's."""
         dtype, param = TORCH_DTYPES[stored], row.param
-        is_own = MARK in name or not dtype.is_floating_point
-        if self._dtype_of_parameter is None or is_own or dtype == param.dtype:
+        if self._dtype_of_parameter is None or not dtype.is_floating_point or dtype == param.dtype:
             return dtype
         before = self._dtype_of_parameter(row.name)
         return param.dtype if before == stored and param.is_floating_point() else dtype
@@ -322,8 +318,6 @@ class OptimizerLoad:
             values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
             used.add(stored)
             state = {k: _move(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
-            for compound in compound_names(state):
-                unflatten_compound(compound, state, row.param)
             kept, before = self._kept_entries(row, stored), self._optimizer.state.pop(row.param, {})
             state = {k: v for k, v in state.items() if k not in kept} | {k: before[k] for k in kept if k in before}
             if state:

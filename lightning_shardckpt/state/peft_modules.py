@@ -14,7 +14,6 @@ from torch import nn
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.state.compound_tensors import MARK
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.model import is_elsewhere
 from lightning_shardckpt.state.peft_names import ROOT, Adapter, is_of_adapter
@@ -117,8 +116,7 @@ def leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str,
 
     A tied tensor is left out if ``names`` has one of its names.
     """
-    out = {leaves.aliases.get(name, name) for name in names}
-    out = {key for key in leaves.tensors if key in out or key.partition(MARK)[0] in out}
+    out = leaves.tensors.keys() & {leaves.aliases.get(name, name) for name in names}
     document: dict[str, Any] = {}
     for key in [*sorted(out), *sorted(alias for alias, of in leaves.aliases.items() if of in out)]:
         tensor = leaves.tensors[leaves.aliases.get(key, key)]
@@ -127,6 +125,5 @@ def leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str,
         {key: tensor for key, tensor in leaves.tensors.items() if key not in out},
         {alias: of for alias, of in leaves.aliases.items() if of not in out},
         leaves.pinned - out,
-        {key: record for key, record in leaves.records.items() if key.partition(MARK)[0] not in names},
     )
     return kept, document

@@ -25,14 +25,12 @@ class Leaves:
         tensors: live, sharded or replicated, by stored key.
         aliases: stored key by further name.
         pinned: keys of buffers, whose replicas may differ, so that the lowest rank that holds one writes it.
-        records: of compound tensors.
         frozen: keys of parameters without ``requires_grad``, if the module is known.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pinned: frozenset[str] = frozenset()
-    records: dict[str, Any] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
 
 

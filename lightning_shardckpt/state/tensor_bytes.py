@@ -25,13 +25,7 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     Raises:
         StateError: for a dtype or a tensor layout that cannot be stored.
     """
-    local = local_part(tensor)
-    if hasattr(type(local), "__tensor_flatten__"):  # has no memory of its own to read
-        kind = f"{type(local).__module__}.{type(local).__qualname__}"
-        raise StateError(
-            f"{name}: a {kind} is made of other tensors, and can be stored as a parameter, a buffer or in the state of "
-            "an optimizer only. Return the tensors inside, or tensor.dequantize(), from the state_dict that holds it."
-        )
+    refuse_compound(tensor, name)
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"
@@ -40,6 +34,20 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     if tensor.is_meta:
         raise StateError(f"{name}: the tensor is on the meta device, it has no values to store")
     return dtype
+
+
+def refuse_compound(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a wrapper subclass, such as a weight that torchao quantized: it has no memory of its own.
+
+    Raises:
+        StateError: naming the tensor as ``name``, and its class.
+    """
+    kind = type(local_part(tensor))
+    if hasattr(kind, "__tensor_flatten__"):
+        raise StateError(
+            f"{name}: a {kind.__module__}.{kind.__qualname__} is made of other tensors and can't be stored. Keep it in "
+            "full precision, or store the tensors inside or tensor.dequantize() in its place."
+        )
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -69,10 +69,7 @@ def snapshot(
         documents["versions"] = versions_of(checkpoint["state_dict"], encode_small)
         if adapters_only and module is not None:
             frozen = frozen_base_parameters(module, checkpoint.get("optimizer_states", ()))
-            records = leaves["model"].records
             leaves["model"], documents["frozen"] = leave_out(leaves["model"], frozen)
-            for key in records.keys() - leaves["model"].records.keys():
-                del documents["model"][key]
     if module is not None and (adapters := adapters_of(module)):
         documents["peft"] = adapters_to_json(adapters)
     if "optimizer_states" in checkpoint:

@@ -90,13 +90,10 @@ class Trees:
             for value in module.state_dict().values():
                 if value.is_floating_point():
                     value.normal_(generator=self._generator)
-        kind = self._random.choice(["plain", "tied", "compound", "buffer", "view", "half"])
+        kind = self._random.choice(["plain", "tied", "buffer", "view", "half"])
         if kind == "tied":
             module.append(nn.Linear(4, 3, bias=False))
             module[3].weight = module[2].weight
-        elif kind == "compound":
-            a, b = (torch.randn(4, 3, generator=self._generator) for _ in range(2))
-            module[0].weight = nn.Parameter(TwoTensor(a, b), requires_grad=False)  # type: ignore[no-untyped-call]
         elif kind == "buffer":
             module.register_buffer("more", self._plain())
         elif kind == "view":
@@ -143,8 +140,6 @@ def same(a: Any, b: Any) -> bool:
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(a, torch.optim.Optimizer):
         return same(a.state_dict(), b.state_dict())
-    if isinstance(a, TwoTensor):
-        return isinstance(b, TwoTensor) and same(a.a, b.a) and same(a.b, b.b)
     if isinstance(a, Tensor):
         if not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -173,8 +168,7 @@ def blank(state: Any) -> Any:
         twin = copy.deepcopy(state)
         with torch.no_grad():
             for value in twin.state_dict().values():
-                for part in (value.a, value.b) if isinstance(value, TwoTensor) else (value,):
-                    part.zero_()
+                value.zero_()
         return twin
     if isinstance(state, Tensor):
         return torch.zeros(state.shape, dtype=state.dtype)
