@@ -257,8 +257,8 @@ def load(
             keys.
         state: see ``save``. A single module takes the single stored one, whatever its key; several are matched by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are matched by their keys, or in
-            order. A state dict may take the place of its object, here and in the saved state. Without a state, the
-            whole checkpoint is returned with whole tensors on the CPU, and the call is not collective.
+            order. A state dict may take the place of its object here; one that was saved loads into such alone. Without
+            a state, the whole checkpoint is returned with whole tensors on the CPU, and the call is not collective.
         strict: raise one error for all differences instead of loading the rest.
         skip: patterns of tensor names that are not loaded, such as ``"head.*"``, along with their optimizer state;
             names as ``metadata`` lists them, so ``"optimizer/0/param_groups/*"`` keeps learning rates and other

@@ -22,10 +22,8 @@ from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
 from lightning_shardckpt.sources.state_dict_views import (
-    as_objects,
     as_values,
     blank_trainer,
-    find_state_dicts,
     places_of,
 )
 from lightning_shardckpt.sources.torch_save import TorchFileSource
@@ -42,7 +40,7 @@ from lightning_shardckpt.state.nested_dict import (
     unwrap,
     value_at,
 )
-from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, key_of
+from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, is_optimizer_state, is_weights, key_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.memory import gc_paused
 
@@ -96,6 +94,7 @@ class NestedLoad:
         self._fillable: set[Path] = set()  # paths of tensors that match the stored ones
         self.missing: list[str] = []
         self.present: list[str] = []
+        self._dicts: list[str] = []  # keys of the checkpoint that are state dicts
 
     def _targets(self) -> LoadTargets:
         """Return the live objects that ``checkpoint.load`` fills."""
@@ -124,7 +123,11 @@ class NestedLoad:
         """
         if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
-        source, trainer, keys = self._convert_state_dicts(source)
+        trainer = blank_trainer(source)
+        keys = check_keys(trainer.get(KEYS), source.path)
+        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
+        self.present = [*objects, *(key for key in trainer if key != KEYS)]
+        self._dicts = [key for key, value in trainer.items() if is_weights(value) or is_optimizer_state(value)]
         prefixes = self._stored_prefixes(keys, "model" in source.components())
         numbers = self._stored_numbers(keys, source.document("optimizer"))
         requested = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
@@ -146,21 +149,6 @@ class NestedLoad:
             return live_named, problems
         fitted, more = fit_to(live_named, module=self._root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
-
-    def _convert_state_dicts(self, source: Source) -> tuple[Source, dict[str, Any], dict[str, Any] | None]:
-        """Return the source with state dicts in the form of requested objects, its trainer state and object keys."""
-        trainer = blank_trainer(source)
-        keys = check_keys(trainer.get(KEYS), source.path)
-        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
-        self.present = [*objects, *(key for key in trainer if key != KEYS)]
-        if keys is None:
-            return source, trainer, keys
-        modules, optimizers = find_state_dicts(trainer, keys, [*self._objects.modules], [*self._objects.optimizers])
-        if not modules and not optimizers:
-            return source, trainer, keys
-        source = as_objects(source, keys, modules, optimizers)
-        trainer = blank_trainer(source)
-        return source, trainer, trainer[KEYS]
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
         """Return the prefix of the stored names of each live module that the checkpoint has."""
@@ -280,10 +268,12 @@ class NestedLoad:
             if self.missing and options.strict:
                 present, missing = (list_names([*map(repr, names)]) for names in (self.present, self.missing))
                 there = f"it has {present}" if present else "it has a model alone"
-                raise KeyError(
-                    f"checkpoint {path!r} does not have {missing} of the state; {there}. "
-                    "Pass strict=False to load the rest"
-                ) from error
+                remedy = "Pass strict=False to load the rest"
+                if self._dicts:
+                    listed = list_names([*map(repr, self._dicts)])
+                    remedy += f". {listed} there are state dicts: load them into such, as model.state_dict()"
+                problem = f"checkpoint {path!r} does not have {missing} of the state; {there}"
+                raise KeyError(f"{problem}. {remedy}") from error
             raise
 
         def finish() -> list[str]:

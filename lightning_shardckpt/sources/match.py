@@ -28,12 +28,13 @@ from lightning_shardckpt.sources.hf_conversion import (
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
 from lightning_shardckpt.sources.source_view import Place, SourceView, place_of, root_of
+from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_values import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import VERSION
+from lightning_shardckpt.state.state_dicts import VERSION, is_weights
 from lightning_shardckpt.system.text import count_text
 
 # ── as a source ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -59,6 +60,7 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
         live: its tensors.
         whole: its names over all pipeline stages.
     """
+    refuse_state_dicts(source)
     if not has_weights_only(source):
         return source, []
     ties = whole.ties or [(key, *(a for a, of in live.aliases.items() if of == key)) for key in live.tensors]
@@ -66,6 +68,21 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
     match = match_model(source, module, WholeNames(whole.state or frozenset((*live.tensors, *live.aliases)), ties))
     problems = match.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in match.untied]
     return apply_match(source, match, ties), problems
+
+
+def refuse_state_dicts(source: Source) -> None:
+    """Refuse a checkpoint without a model that has state dicts of modules as values.
+
+    Raises:
+        MismatchError: naming them.
+    """
+    if "model" in source.components():
+        return
+    if found := [key for key, value in blank_trainer(source).items() if is_weights(value)]:
+        raise MismatchError(
+            f"{source.path!r} has no model, but state dicts as {found}: save the module itself in their place. To move "
+            "them, `lightning_shardckpt.load` them into such, as model.state_dict(), and save the module."
+        )
 
 
 def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = ()) -> SourceView:
@@ -168,6 +185,7 @@ def match_model(source: Source, module: nn.Module, whole: WholeNames, mapping: K
     Raises:
         MismatchError: if nothing matches, several parts of the model match equally, or the mapping has mistakes.
     """
+    refuse_state_dicts(source)
     component = source.components().get("model", Component({}))
     keys = {key: key for key in component.tensors} | component.aliases
     if suggestions := mapping.suggest(keys):

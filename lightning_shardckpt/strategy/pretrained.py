@@ -22,7 +22,6 @@ from lightning_shardckpt.sources.match import Match, apply_match, first_lines, m
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import converts, read_converted
-from lightning_shardckpt.sources.state_dict_views import with_model
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, tied_names
 from lightning_shardckpt.state.module_io import (
@@ -126,7 +125,7 @@ def compare_pretrained(
 def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
     with ExitStack() as closing:
         try:
-            source = with_model(closing.enter_context(open_on_ranks(path, ranks=ranks, storage=storage)))
+            source = closing.enter_context(open_on_ranks(path, ranks=ranks, storage=storage))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no pretrained weights: {error}. For a model on the Hugging Face hub, pass the path of a local copy, "

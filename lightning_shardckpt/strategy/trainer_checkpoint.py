@@ -25,7 +25,6 @@ from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.state_dict_views import with_model
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import HookedState, LoadHooks, loaded_state_dict, parameter_names
@@ -199,7 +198,7 @@ def module_targets(
     adapters = adapter_tensors(module, leaves.tensors)
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
-        return fit_to(with_model(source), module=module, live=leaves, whole=whole)
+        return fit_to(source, module=module, live=leaves, whole=whole)
 
     names = parameter_names(module, whole) if optimizers is not None else {}
     hooks = LoadHooks.of({"": module})

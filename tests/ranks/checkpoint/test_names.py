@@ -329,7 +329,7 @@ SAVED: dict[str, Any] = {
     "a file": lambda path, state: torch.save(as_dicts(state), path),
 }
 INTO = [into_objects, into_dicts, into_one_of_each, into_one_dict]
-NOT_THERE = {("state dicts", into_one_dict), ("plain dicts", into_one_dict)}  # a dict that is there has a key
+AS_VALUES = ("state dicts", "plain dicts", "a module and a dict")  # load into such alone
 
 
 def dicts_and_objects(folder: str) -> None:
@@ -346,17 +346,13 @@ def dicts_and_objects(folder: str) -> None:
             for steps in (0, 1):
                 state = normed(2, steps, fabric)
                 live = {key: getattr(value, "optimizer", value) for key, value in state.items()}
-                if (name, into) in NOT_THERE:
-                    with pytest.raises(KeyError, match=r"does not have 'up\.weight', .* it has 'model', 'optimizer'"):
+                if name in AS_VALUES and into is not into_dicts:
+                    with pytest.raises(KeyError, match=r"'optimizer' there are state dicts: load them into such"):
                         into(path, live)
                     continue
                 into(path, live)
                 assert differing(whole(live), expected) == [], (name, into, steps)
     if fabric is not None:
-        fabric.save(folder + "/fabric", as_dicts(objects))
-        state = normed(2, 0, fabric)
-        fabric.load(folder + "/fabric", state)
-        assert differing(whole({k: getattr(v, "optimizer", v) for k, v in state.items()}), expected) == []
         dicts = as_dicts(normed(3, 1, fabric))
         fabric.load(folder + "/objects", dicts)
         assert differing(whole(dicts), whole(as_dicts(objects))) == []
@@ -384,37 +380,6 @@ def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: P
             MismatchError, match=r"model/up.weight  torch.float32 \(400, 3\) in checkpoint, .* \(2, 2\)"
         ):
             load(tmp_path / name, wrong)
-    save(tmp_path / "flat", tensors)
-    module = normed(2, 1)["model"]
-    with pytest.raises(MismatchError, match="_extra_state  in model only"):
-        load(tmp_path / "flat", {"model": module})
-    with pytest.warns(UserWarning, match="_extra_state  in model only"):
-        load(tmp_path / "flat", {"model": module}, strict=False)
-    assert differing(whole(dict(module.named_parameters())), whole(dict(saved.named_parameters()))) == []
-
-
-class Recording(Tied):
-    """Keeps what training began with."""
-
-    def on_train_start(self) -> None:
-        self.first = of_names({"model": self, "optimizer": self.trainer.optimizers[0]})
-
-
-def by_lightning(folder: str) -> None:
-    saved = tied("wte", 1)
-    expected = of_names(saved)
-    path = folder + "/dicts"
-    save(path, as_dicts(saved))
-    module = load_from_checkpoint(Tied, path)
-    assert differing(whole(module), whole(saved["model"])) == []
-    run = tiny.trainer({}, max_steps=1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*is not of Lightning's Trainer")
-        run.fit(recording := Recording(), tiny.loader(), ckpt_path=path)
-    assert differing(recording.first, expected) == []
-    tiny.trainer({"pretrained": path}, max_steps=1).fit(recording := Recording(), tiny.loader())
-    for name, (value, _) in expected["parameters"].items():
-        assert torch.equal(recording.first["parameters"][name][0], value), name
 
 
 ON_TWO_RANKS = {
@@ -423,7 +388,6 @@ ON_TWO_RANKS = {
     "functions load a tied weight with its state from a Trainer's checkpoint": of_a_trainer,
     "a Trainer does not resume an optimizer of another class": resume_with_another_optimizer,
     "a state dict and the object that gave it are the same to a load": dicts_and_objects,
-    "Lightning takes a checkpoint of state dicts as one of the objects": by_lightning,
 }
 """What each function asserts, in a folder of its own."""
 
@@ -433,3 +397,13 @@ def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) ->
         (tmp_path / str(number)).mkdir()
     folders = {fn: str(tmp_path / str(number)) for number, fn in enumerate(ON_TWO_RANKS.values())}
     run_each({name: (2, fn, folders[fn]) for name, fn in ON_TWO_RANKS.items()})
+
+
+def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
+    path = str(tmp_path / "dicts")
+    save(path, as_dicts(tied("wte", 1)))
+    with pytest.raises(KeyError, match=r"'model', 'optimizer' there are state dicts"):
+        load_from_checkpoint(Tied, path)
+    for options, resumed in (({}, path), ({"pretrained": path}, None)):
+        with pytest.raises(MismatchError, match=r"has no model, but state dicts as \['model'\]"):
+            tiny.trainer(options, max_steps=1).fit(Tied(), tiny.loader(), ckpt_path=resumed)
