@@ -276,7 +276,7 @@ class RunCheckpoints:
         return self._optimizers is not None
 
     def finish_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Bring optimizers to what hooks have left of the state that they were shown."""
+        """Check that hooks have left the state of optimizers that they were shown, and set its settings again."""
         if self._optimizers is not None:
             self._optimizers.take(states)
             self._optimizers = None

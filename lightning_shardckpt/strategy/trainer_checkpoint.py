@@ -118,8 +118,7 @@ def load_checkpoint(
     parts = io.resume if fitting else frozenset(PARTS)
     optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
     targets = module_targets(module, state_dict, optimizers, io.names)
-    elsewhere = targets.whole.elsewhere({*targets.model.tensors, *targets.model.aliases, *targets.extra_state})
-    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names, elsewhere)
+    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
     if "callbacks" in parts:
         targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
