@@ -43,7 +43,6 @@ def _parser() -> ArgumentParser:
     inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
-    inspect.add_argument("--ranks", action="store_true", help="list the tensors that each rank held and wrote")
     add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="list the contents of a checkpoint")
 
@@ -73,8 +72,8 @@ def _version_text() -> str:
 def _inspect(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.inspect import inspect, render  # each tool imports what it needs
 
-    path, tensors, ranks = arguments.path, arguments.tensors, arguments.ranks
-    report = inspect(path, tensors, ranks=ranks, storage_options=arguments.storage_options)
+    path, tensors = arguments.path, arguments.tensors
+    report = inspect(path, tensors, storage_options=arguments.storage_options)
     _print(report, arguments.json, lambda: render(report, arguments.all or tensors is not None))
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
@@ -13,26 +12,16 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
-from lightning_shardckpt.tools.listing import (
-    Owned,
-    aliases_by_key,
-    coordinates,
-    is_selected,
-    long_table,
-    sum_held,
-    sum_written,
-)
+from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
-_OWNED = ("tensors", "boxes", "nbytes")
 
 
 def inspect(
     path: str | os.PathLike[str],
     tensors: str | None = None,
     *,
-    ranks: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint, as values that JSON can hold.
@@ -40,7 +29,6 @@ def inspect(
     Args:
         path: the checkpoint.
         tensors: list only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        ranks: add ``by_rank``, the share of the listed tensors that each rank holds and wrote.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Raises:
@@ -51,7 +39,7 @@ def inspect(
         listed = [t for t in _tensors(checkpoint) if is_selected((t["name"], *t["aliases"]), tensors)]
         problems: list[str] = []
         files = list(_files(checkpoint, problems))
-        report = {
+        return {
             "path": os.fspath(path),
             "save_id": root.save_id,
             "step": root.step,
@@ -65,9 +53,6 @@ def inspect(
             "files": files,
             "problems": problems,
         }
-        if ranks:
-            report["by_rank"] = list(_by_rank(checkpoint, listed, files))
-        return report
 
 
 def _component(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -125,36 +110,6 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
         yield {"name": document.name, "rank": int(rank_text) if rank_text.isdigit() else None, "bytes": document.nbytes}
 
 
-# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _by_rank(
-    checkpoint: Checkpoint, listed: list[dict[str, Any]], files: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yield for each rank its boxes of the listed tensors, held and written, and its files."""
-    root = checkpoint.root
-    names = [name for name in root.components if any(t["component"] == name for t in listed)]
-    held_by, written_by = dict[str, dict[int, Owned]](), dict[str, dict[int, Owned]]()
-    for name in names:
-        every = root.components[name].tensors
-        picked = {t["name"]: every[t["name"]] for t in listed if t["component"] == name}
-        held_by[name], written_by[name] = sum_held(picked), sum_written(picked, checkpoint.replicas(name))
-    own_files: dict[int, list[int]] = {}
-    for file in files:
-        if file["rank"] is not None:
-            own_files.setdefault(file["rank"], []).append(file["bytes"])
-    for rank in range(root.world_size):
-        own = own_files.get(rank, [])
-        yield {
-            "rank": rank,
-            "coordinates": coordinates(root, rank),
-            "holds": {name: asdict(held_by[name].get(rank, Owned())) for name in names},
-            "wrote": {name: asdict(written_by[name].get(rank, Owned())) for name in names},
-            "files": len(own),
-            "bytes": sum(own),
-        }
-
-
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,10 +123,7 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     limit = None if everything else _LISTED
     blocks = [_summary(report), _components_table(report)]
     blocks.append(_tensors_table(report, limit) if report["tensors"] else "no tensor matches")
-    if "by_rank" not in report:
-        blocks.append(_files_table(report["files"], limit))
-    elif report["tensors"]:
-        blocks.append(_ranks_table(report, limit))
+    blocks.append(_files_table(report["files"], limit))
     if report["problems"]:
         blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *report["problems"]]))
     return "\n\n".join(blocks)
@@ -231,21 +183,6 @@ def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     has_earlier = any("save_id" in file for file in files)
     header = ("file", "rank", "size", *("of the save",) * has_earlier)
     return long_table(header, files, row, limit=limit, noun="file", right=("rank", "size"))
-
-
-def _ranks_table(report: dict[str, Any], limit: int | None) -> str:
-    """Return the table of sums over components by rank; with replicas, a rank holds more than it wrote."""
-
-    def row(one: dict[str, Any]) -> tuple[str, ...]:
-        sums = [[sum(owned[k] for owned in one[kind].values()) for k in _OWNED] for kind in ("holds", "wrote")]
-        (tensors, _, in_memory), (_, boxes, stored) = sums
-        at = " ".join(f"{axis} {number}" for axis, number in one["coordinates"].items())
-        cells = (f"{tensors:,}", size_text(in_memory), f"{boxes:,}", size_text(stored))
-        return str(one["rank"]), at, *cells, f"{one['files']:,}", size_text(one["bytes"])
-
-    header = ("rank", "coordinates", "tensors", "held", "boxes", "written", "files", "size")
-    numbers = tuple(name for name in header if name != "coordinates")
-    return long_table(header, report["by_rank"], row, limit=limit, noun="rank", right=numbers)
 
 
 def _ranges_text(ranges: list[list[int]]) -> str:

@@ -1,35 +1,21 @@
-"""Lists of tensors by name, and the shares of ranks, in memory and in files, that follow from the root index.
+"""Lists of tensors by name, and the boxes of ranks, in memory and in files, that follow from the root index.
 
 Every rank of a shard *holds* its boxes, and one of them *wrote* each. No file is read.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TypeVar
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import Part, parts_of_shard, replicas, shards_meeting
 from lightning_shardckpt.format.plan import Overlap, plan_load
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.system.text import count_text, table
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """The share of a rank: the number of tensors of which it has elements, their boxes, and the boxes' bytes."""
-
-    tensors: int = 0
-    boxes: int = 0
-    nbytes: int = 0
-
-    def __add__(self, other: Owned) -> Owned:
-        return Owned(self.tensors + other.tensors, self.boxes + other.boxes, self.nbytes + other.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,55 +51,6 @@ def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
         holders = replicas(spec.layout, spec.holders, shard)
         for part in parts_of_shard(spec.layout, spec.shape, shard):
             yield part, holders
-
-
-def sum_held(tensors: Mapping[str, TensorSpec]) -> dict[int, Owned]:
-    """Return the share that each rank holds; every replica counts."""
-    total: dict[int, Owned] = {}
-    for spec, count in Counter(tensors.values()).items():
-        by_rank: dict[int, Owned] = {}
-        for part, holders in held_parts(spec):
-            for rank in holders:
-                _add(by_rank, rank, part.box, spec)
-        _merge(total, by_rank, count)
-    return total
-
-
-def sum_written(tensors: Mapping[str, TensorSpec], chosen: Mapping[str, int | None]) -> dict[int, Owned]:
-    """Return the share that each rank wrote.
-
-    Args:
-        tensors: of one component.
-        chosen: the replica that wrote each, from ``plan.choose_replicas``.
-    """
-    total: dict[int, Owned] = {}
-    for (spec, replica), count in Counter((spec, chosen[key]) for key, spec in tensors.items()).items():
-        by_rank: dict[int, Owned] = {}
-        for one in boxes_of(spec, replica):
-            _add(by_rank, one.writer, one.box, spec)
-        _merge(total, by_rank, count)
-    return total
-
-
-def coordinates(root: RootIndex, rank: int) -> dict[str, int]:
-    """Return a rank's coordinates by axis, outermost first; an empty dict if the topology does not fit the world.
-
-    >>> coordinates(RootIndex("", 4, {}, {}, topology={"shard": 2, "tensor": 2}), 1)
-    {'shard': 0, 'tensor': 1}
-    """
-    sizes = list(root.topology.values())
-    if prod(sizes) != root.world_size:
-        return {}
-    return {axis: rank // prod(sizes[i + 1 :]) % size for i, (axis, size) in enumerate(root.topology.items())}
-
-
-def _add(by_rank: dict[int, Owned], rank: int, box: Box, spec: TensorSpec) -> None:
-    by_rank[rank] = by_rank.get(rank, Owned(tensors=1)) + Owned(0, 1, box.numel * DTYPE_BYTES[spec.dtype])
-
-
-def _merge(total: dict[int, Owned], by_rank: Mapping[int, Owned], count: int) -> None:
-    for rank, one in by_rank.items():
-        total[rank] = total.get(rank, Owned()) + Owned(one.tensors * count, one.boxes * count, one.nbytes * count)
 
 
 # ── lists ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.format.layout import parts_of_rank
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
-from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import zoo
 from tests.support.pool import ROOT
 
@@ -98,39 +95,12 @@ def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytes
     assert "there is nothing at this path" in error and "did you mean" not in error
 
 
-# ── ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_ranks_hold_what_their_memory_held_and_wrote_what_their_indexes_say(saved: Path) -> None:
-    found = inspect(saved, ranks=True)["by_rank"]
-    with Checkpoint(LocalStorage(), str(saved)) as checkpoint:
-        for one in found:
-            rank = one["rank"]
-            assert one["coordinates"] == {"shard": rank // 2, "tensor": rank % 2}
-            for name, component in checkpoint.root.components.items():
-                boxes = [
-                    [p.box for p in parts_of_rank(s.layout, s.shape, rank) if p.box.numel]
-                    for s in component.tensors.values()
-                    if any(a <= rank < b for a, b in s.holders)
-                ]
-                assert one["holds"][name]["boxes"] == sum(map(len, boxes))
-                assert one["holds"][name]["tensors"] == sum(map(bool, boxes))
-                shards = checkpoint.index(name, rank).shards if rank in component.indexes else {}
-                entries = [entry for of_key in shards.values() for entry in of_key if entry.nbytes]
-                assert (one["wrote"][name]["boxes"], one["wrote"][name]["nbytes"]) == (
-                    len(entries),
-                    sum(entry.nbytes for entry in entries),
-                )
-            files = [path.stat().st_size for path in saved.glob(f"*-dist-{rank:05d}*")]
-            assert (one["files"], one["bytes"]) == (len(files), sum(files))
-
-
 @pytest.mark.parametrize(
     "tool",
     [
         *(
             pytest.param(tool, marks=pytest.mark.slow)
-            for tool in (["inspect"], ["inspect", "--json", "--ranks"], ["verify", "--quick"])
+            for tool in (["inspect"], ["inspect", "--json"], ["verify", "--quick"])
         ),
         ["verify"],
         ["diff", "."],

@@ -41,8 +41,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tools(path: Path, whole: Path, output: Path) -> list[list[str]]:
     onto = ["--onto", "pp=1,dp=2,fsdp=2,tp=2"]
     return [
-        ["inspect", str(path), "--ranks"],
-        ["inspect", str(path), "--ranks", "--tensors", "*", "--json"],
+        ["inspect", str(path)],
+        ["inspect", str(path), "--tensors", "*", "--json"],
         ["explain", str(path), *onto],
         ["map", str(path), "-o", str(output), *onto],
         ["diff", str(path), str(whole)],
