@@ -22,11 +22,11 @@ from torch import nn
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import (
-    AsyncOptions,
     ExtraFormat,
     LoadOptions,
     Replicas,
     SaveOptions,
+    check_max_pending,
 )
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, check_state
@@ -174,7 +174,7 @@ def save_async(
     """
     options = SaveOptions(size_per_shard, also, replicas, incremental)
     group, path = _group_of(process_group), os.fspath(path)
-    background = _background(group, process_group, AsyncOptions(max_pending).max_pending)
+    background = _background(group, process_group, check_max_pending(max_pending))
     storage = _storage(sync_files, storage_options, throttle_uploads)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     written = checkpoint.save_async(

@@ -260,7 +260,7 @@ class CheckpointRetention(Callback):
     def _delete_superfluous(self, trainer: pl.Trainer) -> None:
         if self._io is None or not trainer.is_global_zero or not self._io.finished_saves:
             return
-        newest, background = self._io.finished_saves[-1], self._io.async_saves.background
+        newest, background = self._io.finished_saves[-1], self._io.saves.background
         if newest is self._seen or (background is not None and not background.is_idle()):
             return
         self._seen = newest

@@ -22,17 +22,17 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import (
-    AsyncOptions,
     ExtraFormat,
     LoadOptions,
     Replicas,
     SaveOptions,
+    check_max_pending,
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, LightningSave, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
-from lightning_shardckpt.checkpoint.save_series import AsyncSaves, SaveSeries, remove_any
+from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
@@ -135,8 +135,8 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, also, replicas, incremental)
-        async_options = AsyncOptions(max_pending)
-        self.async_saves = AsyncSaves(async_options if use_async else None)
+        max_pending = check_max_pending(max_pending)
+        self.saves = SaveSeries(max_pending if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify))
         if verify not in (True, False, "first"):
             raise ValueError(f'verify is True, False or "first", got {verify!r}')
@@ -151,8 +151,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             throttle_uploads=throttle_uploads,
             pre_download=pre_download,
         )
-        self._saves, self._hugging_face = SaveSeries(self.async_saves), HuggingFace()
-        self._attached = Attached()
+        self._hugging_face, self._attached = HuggingFace(), Attached()
 
     @property
     def names(self) -> WholeNames:
@@ -170,7 +169,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
         Available on every rank that saves: all under ``ShardedStrategy``, rank 0 with Lightning's own strategies.
         """
-        return self._saves.finished.latest()
+        return self.saves.finished.latest()
 
     # --- ranks and module ---
 
@@ -205,7 +204,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         try:
             self.wait()
         finally:
-            self.async_saves.disable()
+            self.saves.disable()
             self._attached = Attached()
 
     def leave(self, error: BaseException) -> None:
@@ -216,7 +215,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         Args:
             error: the exception; failures of the queued saves are added to it as notes.
         """
-        self._warn(self.async_saves.leave(error))
+        self._warn(self.saves.leave(error))
 
     # --- save ---
 
@@ -250,9 +249,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             is_fabric=self._is_fabric,
         )
         check_path(path, self.save_options.also)
-        if self.async_saves.background is None and attached.module is None:  # otherwise the strategy enables it
-            self.async_saves.enable(Ranks.alone())
-        notes = self._saves.save(
+        if self.saves.background is None and attached.module is None:  # otherwise the strategy enables it
+            self.saves.enable(Ranks.alone())
+        notes = self.saves.save(
             path,
             lightning_save.describe,
             ranks=attached.ranks,
@@ -280,9 +279,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             Exception: the failure of a save, on every rank; each failure is raised once.
         """
         try:
-            self.async_saves.wait(self._attached.ranks)
+            self.saves.wait(self._attached.ranks)
         finally:
-            self._warn(self.async_saves.notes())
+            self._warn(self.saves.notes())
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._attached.ranks.rank == 0:
@@ -344,7 +343,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             weights_only=weights_only is not False,
             storage=self.storage,
         )
-        self._saves.add_loaded(path)
+        self.saves.add_loaded(path)
         if not is_torch_file(path) and (frozen := checkpoint.pop(FROZEN, None)):
             self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
         return checkpoint
@@ -392,7 +391,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
-        self._saves.add_loaded(os.fspath(path))
+        self.saves.add_loaded(os.fspath(path))
         self._warn(result.notes)
         return result
 
@@ -406,11 +405,11 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         ``path`` stays, with a warning.
         """
         remove = partial(remove_any, file_path(path), self.storage)
-        if self.async_saves.background is None:
+        if self.saves.background is None:
             self._warn(remove())
         else:
-            self.async_saves.background.remove(file_path(path), remove)
-            self._warn(self.async_saves.notes())
+            self.saves.background.remove(file_path(path), remove)
+            self._warn(self.saves.notes())
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:

@@ -18,12 +18,11 @@ import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
-from lightning_shardckpt.checkpoint.finished_saves import SavedBytes
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadJob
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
-from lightning_shardckpt.checkpoint.save_agreement import Agreement
+from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differing
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.sources.assemble import assemble
@@ -37,6 +36,11 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.threads import signals_deferred
+
+
+def _ignore(nbytes: int, linked_nbytes: int) -> None:
+    """Do nothing: the size of a save does not matter."""
+
 
 _STORAGE = StorageRouter()
 _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
@@ -52,7 +56,7 @@ def save(
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
-    on_complete: Callable[[SavedBytes], None] | None = None,
+    on_complete: Callable[[int, int], None] = _ignore,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -68,7 +72,8 @@ def save(
         storage: of ``path``; by default the file system, or an object store for a URL.
         plans: cached plans of earlier saves by the same caller.
         history: earlier saves and loads by the same caller, whose files may be linked; used after ``agree``.
-        on_complete: called on every rank when the checkpoint is complete.
+        on_complete: called on every rank when the checkpoint is complete, with the bytes of all files of all ranks, and
+            of those that were linked instead of written.
 
     Returns:
         On rank 0, sentences for the user about leftovers of earlier saves; see ``Draft.notes``.
@@ -95,24 +100,15 @@ def save_async(
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     history: SaveHistory | None = None,
-    on_complete: Callable[[SavedBytes], None] | None = None,
+    on_complete: Callable[[int, int], None] = _ignore,
 ) -> Future[list[str]]:
-    """Save like ``save``, but return when the state is copied to host memory; ``background`` writes and commits it.
+    """Save like ``save``, with its arguments, but return when the state is copied to host memory.
 
     Collective: every rank of ``ranks`` must call it, with the same path. Saves the values at the time of the call.
     Waits while ``background`` has no room, or is still writing to this path.
 
     Args:
-        path: see ``save``.
-        describe: see ``save``.
-        ranks: the ranks of the calling thread; ``background`` has its own.
-        run: see ``save``.
-        options: see ``save``.
-        background: of this rank; it writes saves in order.
-        storage: see ``save``.
-        plans: see ``save``.
-        history: see ``save``; used by the writing thread.
-        on_complete: see ``save``; called in the writing thread.
+        background: of this rank; it writes saves in order, with ranks of its own, and calls ``on_complete``.
 
     Returns:
         A future of the result of ``save``, done when the checkpoint is complete and durable on all ranks. If it is not
@@ -130,7 +126,7 @@ def save_async(
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that exactly one thread owns the draft
-            saved = background.save(path, partial(_finish, job, agreed, on_complete), memory)
+            saved = background.save(path, partial(_write_and_commit, job, agreed, on_complete), memory)
             unfinished.pop_all()
         return saved
 
@@ -138,8 +134,9 @@ def save_async(
 def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
     if agreed is None:
-        ranks.step(f"comparing replicas to save {job.path!r}", job.digests, job.refuse_differing_replicas)
-        raise AssertionError("unreachable: refuse_differing_replicas raises")
+        refuse = partial(refuse_differing, job.path)
+        ranks.step(f"comparing replicas to save {job.path!r}", lambda: job.replicas, refuse)
+        raise AssertionError("unreachable: refuse_differing raises")
     if len(agreed["groups"]) > 1:  # pipeline stages: the first rank of each reports its tables
         phase = f"planning to save {job.path!r}"
         agreed["tables"] = ranks.step(phase, lambda: job.group_table(agreed), job.join_tables)
@@ -147,20 +144,13 @@ def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agre
 
 
 def _write_and_commit(
-    job: SaveJob, agreed: Agreement, on_complete: Callable[[SavedBytes], None] | None, ranks: Ranks
-) -> list[str]:
-    nbytes, linked = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
-    job.remember_files()
-    if on_complete is not None:
-        on_complete(SavedBytes(nbytes, linked))
-    return job.notes
-
-
-def _finish(
-    job: SaveJob, agreed: Agreement, on_complete: Callable[[SavedBytes], None] | None, ranks: Ranks
+    job: SaveJob, agreed: Agreement, on_complete: Callable[[int, int], None], ranks: Ranks
 ) -> list[str]:
     with job:
-        return _write_and_commit(job, agreed, on_complete, ranks)
+        nbytes, linked_nbytes = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
+        job.writer.remember_files()
+        on_complete(nbytes, linked_nbytes)
+        return job.notes
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,22 +42,15 @@ class SaveOptions:
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncOptions:
-    """Options of asynchronous saves.
-
-    Attributes:
-        max_pending: the number of saves that may wait while another one is being written; each needs host memory.
+def check_max_pending(max_pending: int) -> int:
+    """Return the number of asynchronous saves that may wait while another one is being written.
 
     Raises:
         ValueError: for a negative number.
     """
-
-    max_pending: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_pending < 0:
-            raise ValueError(f"max_pending is a number of saves and can't be negative, got {self.max_pending}")
+    if max_pending < 0:
+        raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
+    return max_pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,6 @@ _KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class SavedBytes:
-    """The size of a complete save.
-
-    Attributes:
-        nbytes: of all files of all ranks.
-        linked_nbytes: of the files that were linked instead of written.
-    """
-
-    nbytes: int
-    linked_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class FinishedSave:
     """A complete save, with times measured on this rank.
 
@@ -63,9 +50,7 @@ class FinishedSaves:
         return tuple(self._latest)
 
     @contextmanager
-    def measure(
-        self, path: str, step: int | None, waiting: Callable[[], int]
-    ) -> Iterator[Callable[[SavedBytes], None]]:
+    def measure(self, path: str, step: int | None, waiting: Callable[[], int]) -> Iterator[Callable[[int, int], None]]:
         """Measure a save that is called in this context.
 
         Args:
@@ -74,22 +59,21 @@ class FinishedSaves:
             waiting: returns the number of saves that wait to be written.
 
         Yields:
-            The function to call when the save is complete, in any thread.
+            The function to call when the save is complete, in any thread, as ``on_complete`` of ``checkpoint.save``.
         """
         began, lock = time.monotonic(), threading.RLock()  # reentrant: a signal handler may save
         returned_s: float | None = None
-        completion: tuple[float, SavedBytes, int] | None = None
+        completion: tuple[float, int, int, int] | None = None
 
         def record() -> None:
             if returned_s is not None and completion is not None:
-                duration_s, size, pending = completion
-                nbytes, linked = size.nbytes, size.linked_nbytes
+                duration_s, nbytes, linked, pending = completion
                 self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending, linked))
 
-        def complete(size: SavedBytes) -> None:
+        def complete(nbytes: int, linked_nbytes: int = 0) -> None:
             nonlocal completion
             with lock:
-                completion = time.monotonic() - began, size, waiting()
+                completion = time.monotonic() - began, nbytes, linked_nbytes, waiting()
                 record()
 
         try:

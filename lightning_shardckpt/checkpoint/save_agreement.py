@@ -36,11 +36,7 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
 
     Leaves out pinned tensors, which may differ. Runs at the speed of memory.
 
-    Args:
-        snapshot: the state of this rank.
-        tables: the specs of its tensors.
-        rank: of this process, in the default process group.
-        group: any text that is common to the ranks that hold the same tensors.
+    ``rank`` is that of the default process group; ``group`` any text that is common to the ranks with the same tensors.
     """
     replicas: list[tuple[str, str, torch.Tensor]] = []
     for component, leaves in snapshot.leaves.items():
@@ -66,11 +62,7 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
 def digests_over_groups(snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
     """Return digests of tensors that other groups of ranks, such as pipeline stages, hold, too.
 
-    Args:
-        snapshot: the state of this rank.
-        joined: the tables of all groups.
-        rank: of this process, in the default process group.
-        group_size: the number of ranks that hold the same tensors as this one.
+    ``rank`` is that of the default process group; ``group_size`` ranks hold the same tensors as this one.
     """
     replicas = []
     for component, leaves in snapshot.leaves.items():
@@ -221,15 +213,7 @@ _LISTED_KEYS = 5
 
 
 def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], save_id: str, world: int) -> str:
-    """Return a group's tables as a root index without files.
-
-    Args:
-        tables: of the group's first rank.
-        holders: the group's ranks, as ranges.
-        own: tensors of the trainer's state that only the first rank writes.
-        save_id: of the save.
-        world: the number of ranks of the save.
-    """
+    """Return a group's tables as a root index without files; ``own`` are tensors that only its first rank writes."""
     held = {
         name: Component({k: _held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
         for name, c in tables.items()
@@ -240,10 +224,6 @@ def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], 
 
 def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
     """Join the tables and trainer states of all groups.
-
-    Args:
-        groups: the reports of the groups' first ranks, in rank order.
-        world: the number of ranks of the save.
 
     Returns:
         The tables of all groups, as a root index without files, and the union of the groups' trainer states.
@@ -349,10 +329,7 @@ _LISTED = 10
 
 
 def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
-    """Return groups of ranks that hold the same tensors, as lists in rank order.
-
-    Args:
-        requests: of every rank, in rank order.
+    """Return groups of ranks that hold the same tensors, from the requests in rank order.
 
     Raises:
         MismatchError: if the ranks disagree about the path or the step.
@@ -370,25 +347,13 @@ def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
 
 
 def do_replicas_differ(combined: list[dict[str, str]]) -> bool:
-    """Return True if ranks have different digests under the same label.
-
-    Args:
-        combined: of each rank, the result of ``combine_digests``.
-    """
+    """Return True if ranks have different results of ``combine_digests`` under the same label."""
     known: dict[str, str] = {}
     return any(known.setdefault(label, digest) != digest for digests in combined for label, digest in digests.items())
 
 
 def refuse_differing(path: str, reports: list[Digests]) -> None:
-    """Raise an error for differing replicas.
-
-    Args:
-        path: of the save, for the message.
-        reports: the digests of every rank, in rank order.
-
-    Raises:
-        MismatchError: naming tensors and ranks.
-    """
+    """Raise a MismatchError that names the tensors whose replicas differ, and the ranks; one report for each rank."""
     differences = find_differences(dict(enumerate(reports)))
     lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]
     listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)

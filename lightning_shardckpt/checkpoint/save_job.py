@@ -63,21 +63,6 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
-    """The state of a rank, with the tables and digests that it shares with other ranks.
-
-    Attributes:
-        snapshot: of the live state.
-        tables: of its tensors, as if every rank had the same.
-        replicas: digests of state that several ranks hold.
-    """
-
-    snapshot: Snapshot
-    tables: Tables
-    replicas: Digests
-
-
-@dataclass(frozen=True, slots=True)
 class Content:
     """The content that a rank writes.
 
@@ -103,18 +88,12 @@ class Content:
 class SaveJob:
     """One save on one rank: describe, agree, copy if asynchronous, write, commit.
 
-    As a context manager, discards the draft if the save fails in the block.
-
-    Args:
-        path: of the checkpoint.
-        ranks: the ranks that save together.
-        run: step, epoch and topology, for the root index.
-        options: the options of the save.
-        storage: of ``path``.
-        plans: cached plans of earlier saves.
-        history: earlier saves and loads, whose files may be linked.
+    As a context manager, discards the draft if the save fails in the block, on this or another rank. The arguments are
+    those of ``checkpoint.save``.
 
     Attributes:
+        writer: of this rank's files.
+        replicas: digests of state that several ranks hold, after ``prepare``.
         notes: sentences for the user.
     """
 
@@ -130,8 +109,10 @@ class SaveJob:
     ) -> None:
         self.path, self._ranks, self._run, self._storage = path, ranks, run, storage
         self._options, self._plans = options, plans
-        self._writer = RankWriter(path, ranks.rank, options, storage, history)
-        self._state: RankState
+        self.writer = RankWriter(path, ranks.rank, options, storage, history)
+        self.replicas = Digests()
+        self._snapshot: Snapshot
+        self._tables: Tables  # of its tensors, as if every rank had the same
         self._content: Content | None = None
         self._trainer: Any = None  # of all groups, on rank 0
         self._draft: Draft | None = None  # on rank 0
@@ -139,9 +120,9 @@ class SaveJob:
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveRequest:
         """Return this rank's request, which describes its state by digests. Runs on every rank."""
-        snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
-        all_ranks, replicas = ((0, self._ranks.world),), Digests()
-        tables: Tables = {
+        snapshot = self._snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
+        all_ranks = ((0, self._ranks.world),)
+        tables = self._tables = {
             name: Component(specs_of(name, leaves, all_ranks), leaves.aliases)
             for name, leaves in snapshot.leaves.items()
         }
@@ -149,14 +130,9 @@ class SaveJob:
         documents = [snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
         digest = checksum((text + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
         if self._ranks.world > 1 and self._options.replicas == "same":
-            replicas = replica_digests(snapshot, tables, this_rank(), digest)
-        self._state = RankState(snapshot, tables, replicas)
-        return {
-            "path": str(self.path),
-            "step": self._run.step,
-            "digest": digest,
-            "replicas": combine_digests(replicas),
-        }
+            self.replicas = replica_digests(snapshot, tables, this_rank(), digest)
+        request: SaveRequest = {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": {}}
+        return {**request, "replicas": combine_digests(self.replicas)}
 
     def agree(self, requests: list[SaveRequest]) -> Agreement | None:
         """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.
@@ -169,7 +145,7 @@ class SaveJob:
             StateError: if the model can't be written in the extra format.
             FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
-        groups, documents = group_ranks(requests), self._state.snapshot.documents
+        groups, documents = group_ranks(requests), self._snapshot.documents
         if do_replicas_differ([request["replicas"] for request in requests]):
             return None
         mirror = {}
@@ -189,34 +165,17 @@ class SaveJob:
         self._draft = draft  # set only after begin: if that fails, there is nothing to discard
         return {"save_id": save_id, "groups": ranges, "mirror": mirror, "tables": ""}
 
-    def digests(self) -> Digests:
-        """Return the digests of this rank's replicas. Runs on every rank, if replicas differ."""
-        return self._state.replicas
-
-    def refuse_differing_replicas(self, reports: list[Digests]) -> None:
-        """Raise an error for differing replicas. Runs on rank 0.
-
-        Raises:
-            MismatchError: naming tensors and ranks.
-        """
-        refuse_differing(self.path, reports)
-
     def group_table(self, agreed: Agreement) -> GroupTable | None:
         """Return a group's tables and trainer state on its first rank, None on others. Runs on every rank."""
         group = next((group for group in agreed["groups"] if self._ranks.rank == group[0][0]), None)
         if group is None:
             return None
         holders = tuple((start, stop) for start, stop in group)
-        text = group_text(self._state.tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
-        return {"tables": text, "trainer": self._state.snapshot.documents.get("trainer")}
+        text = group_text(self._tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
+        return {"tables": text, "trainer": self._snapshot.documents.get("trainer")}
 
     def join_tables(self, reports: list[GroupTable | None]) -> str:
-        """Return the joined tables of all groups, and keep the union of their trainer states. Runs on rank 0.
-
-        Raises:
-            MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
-            StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
-        """
+        """Return the joined tables of all groups, and keep the union of their trainer states. Runs on rank 0."""
         text, self._trainer = join_groups([report for report in reports if report is not None], self._ranks.world)
         return text
 
@@ -226,14 +185,14 @@ class SaveJob:
         texts: dict[str, bytes] = {}
         if self._ranks.rank == 0:
             floating = (tensor.dtype for tensor in key[0] if tensor.dtype in CONFIG_DTYPES)
-            texts = single_model(self._state.snapshot.documents.get("huggingface")).files(next(floating, None), False)
+            texts = single_model(self._snapshot.documents.get("huggingface")).files(next(floating, None), False)
         return HFMirror(files, texts)
 
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
         return {
             key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
-            for key, tensor in self._state.snapshot.own.items()
+            for key, tensor in self._snapshot.own.items()
         }
 
     def stage(self, agreed: Agreement, memory: HostMemory) -> None:
@@ -243,12 +202,12 @@ class SaveJob:
         copies = memory.empty_like(tensors)
         copy_all(tensors, copies)
         self._content = replace(live, tensors=dict(zip(live.tensors, copies, strict=True)))
-        del self._state
+        del self._snapshot, self._tables
 
     def _live_content(self, agreed: Agreement) -> Content:
         """Return the content that this rank writes, with views of the live tensors."""
-        rank, snapshot = self._ranks.rank, self._state.snapshot
-        tables, shared = self._state.tables, Digests()
+        rank, snapshot = self._ranks.rank, self._snapshot
+        tables, shared = self._tables, Digests()
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
             if self._options.replicas == "same":
@@ -286,7 +245,7 @@ class SaveJob:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
-        written = self._writer.write(draft, plan, content.frozen, lambda p: windows.bytes_of(id(p)), save_id)
+        written = self.writer.write(draft, plan, content.frozen, lambda p: windows.bytes_of(id(p)), save_id)
         documents = []
         for name, text in content.documents.items():
             draft.write(name, [text])
@@ -304,12 +263,8 @@ class SaveJob:
             "notes": [] if draft is self._draft else draft.notes,
         }
 
-    def remember_files(self) -> None:
-        """Let later saves link the files of this one, once it is complete on all ranks. Runs on every rank."""
-        self._writer.remember_files()
-
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
-        rank, documents = self._ranks.rank, dict(self._state.snapshot.documents)
+        rank, documents = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
             names |= {"trainer": "trainer-state.json", "peft": PEFT, "huggingface": HUGGING_FACE}
@@ -373,13 +328,12 @@ class SaveJob:
         return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
 
     def __enter__(self) -> Self:
-        """Enter a block in which any failure, of this or another rank, discards rank 0's draft."""
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Discard the draft if the block failed."""
         if error is not None and self._draft is not None:
             self._draft.discard()
+            self._draft = None
 
 
 def _pin(snapshot: Snapshot) -> Snapshot:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import save, save_async
-from lightning_shardckpt.checkpoint.checkpoint_options import AsyncOptions, SaveOptions
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves
 from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
@@ -21,39 +22,37 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 
-# ── asynchronous saves ────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-class AsyncSaves:
-    """The asynchronous saves of one CheckpointIO.
-
-    Between ``enable`` and ``disable``, while a caller will collect their errors, a background thread writes saves.
-    Otherwise a save is complete on return.
+class SaveSeries:
+    """The saves of one CheckpointIO, in the calling thread, or in the background between ``enable`` and ``disable``.
 
     Args:
-        options: None for synchronous saves only.
+        max_pending: see ``Background``; None for synchronous saves only.
 
     Attributes:
-        background: writes saves; None while saves are synchronous.
+        background: writes saves while a caller will collect their errors; None while saves are synchronous.
+        finished: the complete saves.
     """
 
-    def __init__(self, options: AsyncOptions | None) -> None:
+    def __init__(self, max_pending: int | None) -> None:
         self.background: Background | None = None
-        self._options, self._noted_waiting = options, False
+        self.finished = FinishedSaves()
+        self._max_pending, self._noted_waiting = max_pending, False
+        self._plans, self._history = PlanCache(), SaveHistory()
 
     @property
     def is_async(self) -> bool:
         """True if saves are asynchronous while enabled."""
-        return self._options is not None
+        return self._max_pending is not None
 
     def enable(self, ranks: Ranks) -> None:
-        """Save asynchronously until ``disable`` or ``leave``, if there are options.
+        """Save asynchronously until ``disable`` or ``leave``, if that was chosen.
 
         Args:
             ranks: the ranks that save together; for exclusive use by these saves.
         """
-        if self._options is not None:
-            self.background = Background(ranks, self._options.max_pending)
+        if self._max_pending is not None:
+            self.background = Background(ranks, self._max_pending)
 
     def disable(self) -> None:
         """Save synchronously again."""
@@ -70,47 +69,27 @@ class AsyncSaves:
     def leave(self, error: BaseException) -> list[str]:
         """Finish queued saves after an exception that other ranks may not have. Not collective.
 
-        Args:
-            error: the exception; failures of saves are added to it as notes.
-
         Returns:
-            Sentences for the user.
+            Sentences for the user; failures of saves are added to ``error`` as notes.
         """
-        background = self.background
+        if self.background is not None:
+            self.background.leave(error)
+        notes = self.notes()
         self.disable()
-        if background is None:
-            return []
-        background.leave(error)
-        return self._notes_of(background)
+        return notes
 
     def notes(self) -> list[str]:
-        """Return the notes for the user since the last call, as one text, or none."""
-        return [] if self.background is None else self._notes_of(self.background)
-
-    def _notes_of(self, background: Background) -> list[str]:
-        notes = background.notes()
-        if background.waited and not self._noted_waiting:
+        """Return the notes of the background for the user since the last call, as one text, or none."""
+        if self.background is None:
+            return []
+        notes = self.background.notes()
+        if self.background.waited and not self._noted_waiting:
             self._noted_waiting = True
             notes.append(
                 "a save waited until an earlier one was written: saves come faster than they can be written, and only "
-                f"max_pending={background.max_pending} may wait. This warning is shown once."
+                f"max_pending={self._max_pending} may wait. This warning is shown once."
             )
         return ["\n".join(notes)] if notes else []
-
-
-class SaveSeries:
-    """Saves in the calling thread, or in the background while ``async_saves`` is enabled.
-
-    Args:
-        async_saves: the background saves.
-
-    Attributes:
-        finished: the complete saves.
-    """
-
-    def __init__(self, async_saves: AsyncSaves) -> None:
-        self.finished = FinishedSaves()
-        self._async_saves, self._plans, self._history = async_saves, PlanCache(), SaveHistory()
 
     def add_loaded(self, path: str) -> None:
         """Let later saves link the files of a checkpoint that was loaded."""
@@ -126,53 +105,23 @@ class SaveSeries:
         options: SaveOptions,
         storage: Storage,
     ) -> list[str]:
-        """Write a checkpoint, or begin to; see ``checkpoint.save`` and ``checkpoint.save_async``.
+        """Write a checkpoint, or begin to; arguments and errors are those of ``checkpoint.save`` and ``save_async``.
 
         Collective: every rank of ``ranks`` must call it, with the same path.
 
-        Args:
-            path: of the new checkpoint.
-            describe: returns this rank's state; called once, before this returns.
-            ranks: the ranks that save together.
-            run: step, epoch and topology, for the root index.
-            options: the options of the save.
-            storage: of ``path``.
-
         Returns:
             Notes for the user as one text, or none; for asynchronous saves those since the last call.
-
-        Raises:
-            Exception: the errors of ``checkpoint.save`` and ``checkpoint.save_async``.
         """
-        background = self._async_saves.background
+        background = self.background
         waiting = background.waiting_saves if background is not None else lambda: 0
         with self.finished.measure(path, run.step, waiting) as complete:
+            shared: dict[str, Any] = {"plans": self._plans, "history": self._history, "on_complete": complete}
+            shared |= {"ranks": ranks, "run": run, "options": options, "storage": storage}
             if background is None:
-                notes = save(
-                    path,
-                    describe,
-                    ranks=ranks,
-                    run=run,
-                    options=options,
-                    storage=storage,
-                    plans=self._plans,
-                    history=self._history,
-                    on_complete=complete,
-                )
+                notes = save(path, describe, **shared)
                 return ["\n".join(notes)] if notes else []
-            save_async(
-                path,
-                describe,
-                ranks=ranks,
-                run=run,
-                options=options,
-                background=background,
-                storage=storage,
-                plans=self._plans,
-                history=self._history,
-                on_complete=complete,
-            )
-            return self._async_saves.notes()
+            save_async(path, describe, background=background, **shared)
+            return self.notes()
 
 
 # ── removals ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -297,8 +297,8 @@ class MeshStrategy(PickleByArguments):
 
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""
-        if self.checkpoint_io.async_saves.is_async:
-            self.checkpoint_io.async_saves.enable(self._new_ranks())
+        if self.checkpoint_io.saves.is_async:
+            self.checkpoint_io.saves.enable(self._new_ranks())
 
     # --- modules ---
 

@@ -642,7 +642,7 @@ def told_of_waiting(directory: str) -> list[str]:
     run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
 
     def waits() -> bool:
-        return io.async_saves.background is not None and io.async_saves.background.waited
+        return io.saves.background is not None and io.saves.background.waited
 
     with warnings.catch_warnings(record=True) as told, io.storage.opened_when(waits):
         warnings.simplefilter("always")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves, SavedBytes
+from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
 
@@ -17,7 +17,7 @@ def nothing_waits() -> int:
 def test_a_save_that_is_complete_before_its_call_returns_has_blocked_for_all_of_its_time() -> None:
     saves = FinishedSaves()
     with saves.measure("a", 3, nothing_waits) as complete:
-        complete(SavedBytes(7))
+        complete(7)
         assert saves.latest() == ()  # how long the call blocks is not known yet
     (save,) = saves.latest()
     assert (save.path, save.step, save.nbytes, save.pending) == ("a", 3, 7, 0)
@@ -29,7 +29,7 @@ def test_a_save_that_is_complete_after_its_call_has_returned_has_blocked_for_the
     with saves.measure("a", None, lambda: 2) as complete:
         pass
     assert saves.latest() == ()
-    thread = threading.Thread(target=lambda: complete(SavedBytes(7)))
+    thread = threading.Thread(target=lambda: complete(7))
     thread.start()
     thread.join()
     (save,) = saves.latest()
@@ -40,7 +40,7 @@ def test_the_latest_hundred_are_kept() -> None:
     saves = FinishedSaves()
     for step in range(105):
         with saves.measure("a", step, nothing_waits) as complete:
-            complete(SavedBytes(step))
+            complete(step)
     assert [save.step for save in saves.latest()] == list(range(5, 105))
 
 
