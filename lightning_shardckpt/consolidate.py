@@ -25,7 +25,6 @@ from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.export.safetensors_export import (
     ExportSource,
     ShardedCheckpoint,
-    file_nbytes,
     is_replaceable,
     plan_export,
     tensor_nbytes,
@@ -36,8 +35,8 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
-from lightning_shardckpt.storage.protocol import Contents, Outputs
-from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
 from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -66,7 +65,7 @@ def consolidate(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     tuning: Tuning = TUNING,
-) -> Path | str:
+) -> Path:
     """Export a checkpoint for other programs.
 
     The output appears when it is complete and durable; after an error, nothing is left of it. Waits for the
@@ -75,9 +74,8 @@ def consolidate(
     Args:
         checkpoint_folder: a checkpoint of this package, which may be a URL, of Lightning's FSDPStrategy or
             ModelParallelStrategy, or another checkpoint of torch.distributed.checkpoint.
-        output_file: a path, or a URL, to which the output is uploaded from memory. By default, the folder's path with
-            ``.consolidated`` appended, and then ``.safetensors`` for a safetensors file; for a checkpoint at a URL, in
-            the current directory.
+        output_file: a path. By default, the folder's path with ``.consolidated`` appended, and then ``.safetensors``
+            for a safetensors file; for a checkpoint at a URL, in the current directory.
         format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
             optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
             transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only (see
@@ -95,17 +93,16 @@ def consolidate(
             dict, or the import path of a function. See "Rename tensors" in the documentation.
         strip_prefix: a prefix to remove from names; for "huggingface", it selects one of several models.
         add_prefix: a prefix to add to all names.
-        overwrite: replace the output of an earlier call, atomically. A directory at a URL is deleted first, so that
-            old and new files are never mixed.
+        overwrite: replace the output of an earlier call, atomically.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
         tuning: buffer sizes and the number of threads.
 
     Returns:
-        The path of the file or directory, or its URL.
+        The path of the file or directory.
 
     Raises:
         ValueError: if options contradict each other, names collide, a pattern matches nothing, or the output is inside
-            a checkpoint.
+            a checkpoint, or at a URL.
         CheckpointNotFoundError: if the folder is not a checkpoint; says what it contains instead.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
@@ -139,7 +136,7 @@ def _write(
     options: Options,
     storage_options: Mapping[str, Any] | None,
     tuning: Tuning,
-) -> Path | str:
+) -> Path:
     storage = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
@@ -149,22 +146,22 @@ def _write(
     output = str(folder.with_name(folder.name + suffix)) if output_file is None else file_path(output_file)
     if not output:
         raise ValueError("the path for the converted checkpoint is empty")
-    outputs = storage.outputs(output)
-    if output_file is not None and _is_inside_a_checkpoint(outputs, output):
+    check_local(output)
+    if output_file is not None and os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
     source = None if is_url(where) else folder
     if (folder / ROOT_NAME).exists():  # else the error about the folder is raised first
-        _check_output(outputs, output, source, options)
+        _check_output(output, source, options)
     if options.format == "peft":
         export_adapters(where, output, storage_options=storage_options)
-        return output if is_url(output) else Path(output)
+        return Path(output)
     with ExitStack() as stack:
         stored = stack.enter_context(_open(storage, where, checkpoint_folder))
-        _check_output(outputs, output, source, options)
+        _check_output(output, source, options)
         write = _write_torch if options.format == "torch" else _export
-        write(stored, outputs, output, options, tuning)
+        write(stored, output, options, tuning)
         _warn_of_frozen(where, stored)
-    return output if is_url(output) else Path(output)
+    return Path(output)
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,39 +190,33 @@ def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _is_inside_a_checkpoint(outputs: Outputs, output: str) -> bool:
-    parent = os.path.dirname(output.rstrip("/") if is_url(output) else os.path.abspath(output))
-    is_bucket = is_url(output) and parent.endswith(":/")  # a bucket has no parent
-    return not is_bucket and outputs.kind(f"{parent}/{ROOT_NAME}") is not None
-
-
-def _check_output(outputs: Outputs, output: str, source: Path | None, options: Options) -> None:
+def _check_output(output: str, source: Path | None, options: Options) -> None:
     """Check that ``output`` is free or may be replaced. ``source`` is the directory that is read, None for a URL.
 
     Raises:
         FileExistsError: if it must not be replaced.
     """
-    kind = outputs.kind(output)
-    if kind is None:
+    if not os.path.lexists(output):
         return
     if not options.overwrite:
         raise FileExistsError(
             "The path for the converted checkpoint already exists. Choose a different path by providing"
             f" `--output_file` or move/delete the file first: {output}"
         )
-    if kind == "file" and options.is_file:
+    is_file = os.path.islink(output) or os.path.isfile(output)
+    if is_file and options.is_file:
         return
-    is_source = not is_url(output) and source is not None and source.exists() and source.samefile(output)
-    if options.is_file or is_source or kind != "directory" or not is_replaceable(outputs.contents(output)):
+    is_source = source is not None and source.exists() and source.samefile(output)
+    if options.is_file or is_source or is_file or not os.path.isdir(output) or not is_replaceable(output):
         expected = "a file" if options.is_file else "a directory of an earlier export"
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
 
-def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
+def _write_torch(stored: ExportSource, output: str, options: Options, tuning: Tuning) -> None:
     from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # imports torch
 
     plan = plan_torch(stored, options)
-    output_file = outputs.file(output, plan.file_nbytes, overwrite=options.overwrite)
+    output_file = LocalOutputs().file(output, overwrite=options.overwrite)
     with output_file as (file, notes), progress(plan.nbytes) as advance:
         write_torch(stored, plan, file, advance, tuning=tuning)
     _warn_of_changed(plan.changed)
@@ -233,20 +224,19 @@ def _write_torch(stored: ExportSource, outputs: Outputs, output: str, options: O
         _log.warning(note)
 
 
-def _export(stored: ExportSource, outputs: Outputs, output: str, options: Options, tuning: Tuning) -> None:
+def _export(stored: ExportSource, output: str, options: Options, tuning: Tuning) -> None:
     export = plan_export(stored, options)
 
-    def may_replace(contents: Contents) -> bool:
-        return options.overwrite and is_replaceable(contents)
+    def may_replace(directory: str) -> bool:
+        return options.overwrite and is_replaceable(directory)
 
     with ExitStack() as stack:
         advance = stack.enter_context(progress(tensor_nbytes(export)))
         if options.is_file:
-            output_file = outputs.file(output, file_nbytes(export), overwrite=options.overwrite)
-            file, notes = stack.enter_context(output_file)
+            file, notes = stack.enter_context(LocalOutputs().file(output, overwrite=options.overwrite))
             write_file(stored, export, file, advance, tuning=tuning)
         else:
-            create, notes = stack.enter_context(outputs.directory(output, replaceable=may_replace))
+            create, notes = stack.enter_context(LocalOutputs().directory(output, replaceable=may_replace))
             write_directory(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)
@@ -310,7 +300,7 @@ def command_parser() -> ArgumentParser:
     add = parser.add_argument
     add("checkpoint_folder", type=str, help="the checkpoint: a directory or a URL")
     default = "by default the name of the checkpoint with '.consolidated' appended"
-    add("--output_file", type=str, help=f"file, directory or URL, must not exist yet; {default}")
+    add("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
     add("--overwrite", action="store_true", help="replace the output of an earlier run, atomically")
     formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
     add("--format", type=Format, default="torch", help=formats)

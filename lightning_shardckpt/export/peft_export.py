@@ -19,7 +19,8 @@ from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTenso
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
-from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path
 from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -35,22 +36,22 @@ def export_adapters(
     adapter: str | None = None,
     prefix: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> list[Path | str]:
+) -> list[Path]:
     """Write adapters of a checkpoint in PEFT's layout.
 
     As with PEFT's ``save_pretrained``, the adapter "default" is written to ``output`` itself, and others to folders
     with their names below it; if ``adapter`` is given, it is written to ``output``. The output appears when it is
-    complete; at a URL, the configurations are written last.
+    complete.
 
     Args:
         checkpoint_folder: a checkpoint of this package, with or without the base model.
-        output: a folder that does not exist or is empty; or a URL.
+        output: a folder that does not exist or is empty.
         adapter: the name of the adapter to write; all by default.
         prefix: the prefix of the model's names, such as "model.", if several models have adapters.
         storage_options: options for URLs; see ``ShardCkptIO``.
 
     Returns:
-        The folder of each adapter; as text for URLs.
+        The folder of each adapter.
 
     Raises:
         CheckpointNotFoundError: if the folder is not a checkpoint.
@@ -60,22 +61,22 @@ def export_adapters(
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
     storage = StorageRouter(storage_options=storage_options)
-    outputs = storage.outputs(output)
+    check_local(output)
     with Checkpoint(storage, folder) as checkpoint:
         stored, export, paths = ShardedCheckpoint(checkpoint), Export([]), []
         for selected in _select(checkpoint, adapter, prefix):
             subfolder = "" if selected.name == (adapter or _DEFAULT) else f"{selected.name}/"
             export.tensor_files.append(_plan_weights(subfolder + WEIGHTS, folder, selected, stored.components()))
             export.files[subfolder + CONFIG] = selected.config.encode()
-            paths.append(os.path.join(output, subfolder).rstrip("/"))
-        if outputs.kind(output) == "file" or outputs.contents(output).names:
+            paths.append(Path(output, subfolder))
+        if os.path.lexists(output) and not (os.path.isdir(output) and not os.listdir(output)):
             raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
-        directory = outputs.directory(output, replaceable=lambda contents: not contents.names)
+        directory = LocalOutputs().directory(output, replaceable=lambda folder: not os.listdir(folder))
         with directory as (create, notes), progress(tensor_nbytes(export)) as advance:
             write_directory(stored, export, create, advance)
         for note in notes:
             _log.warning(note)
-    return [path if is_url(path) else Path(path) for path in paths]
+    return paths
 
 
 def _select(checkpoint: Checkpoint, adapter: str | None, prefix: str | None) -> list[Adapter]:

@@ -6,6 +6,7 @@ Exporting a checkpoint of this package needs torch only if dtypes are converted.
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIGS
 from lightning_shardckpt.state.json_values import decode_with
-from lightning_shardckpt.storage.protocol import Contents, File, NewFile
+from lightning_shardckpt.storage.local.local_outputs import NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
@@ -222,7 +223,7 @@ def _plan_files(
 
 
 def write_file(
-    stored: ExportSource, export: Export, file: File, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: ExportSource, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Fill the single file of an export; call ``advance`` with the number of bytes that were written.
 
@@ -255,31 +256,20 @@ def write_directory(
     remaining = deque(export.tensor_files)
     while remaining:
         with ExitStack() as stack:
-            batch, files = list[OutputFile](), list[File]()
+            batch, files = list[OutputFile](), list[int]()
             while remaining and len(batch) < _OPEN_FILES:
                 batch.append(remaining.popleft())
-                files.append(stack.enter_context(create(batch[-1].name, _file_nbytes(batch[-1]))))
-                if not isinstance(files[-1], int):
-                    break  # a stream keeps its parts in memory: one at a time
+                files.append(stack.enter_context(create(batch[-1].name)))
             fill(files, _regions(stored, batch), stored.tensors, None, advance, tuning=tuning)
     for name in sorted(export.files, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
         content = export.files[name]
-        with create(name, len(content)) as file:
+        with create(name) as file:
             fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
-
-
-def _file_nbytes(file: OutputFile) -> int:
-    return len(file.header) + sum(tensor.nbytes for tensor in file.tensors)
 
 
 def tensor_nbytes(export: Export) -> int:
     """Return the size of all tensors of an export in bytes."""
     return sum(tensor.nbytes for file in export.tensor_files for tensor in file.tensors)
-
-
-def file_nbytes(export: Export) -> int:
-    """Return the size of the single file of an export in bytes."""
-    return sum(map(_file_nbytes, export.tensor_files))
 
 
 def _regions(stored: ExportSource, batch: Sequence[OutputFile]) -> list[Region]:
@@ -313,17 +303,18 @@ def plan_conversion(stored: str, written: str) -> DtypeConversion:
     return DtypeConversion(convert, DTYPE_BYTES[stored], DTYPE_BYTES[written])
 
 
-def is_replaceable(contents: Contents) -> bool:
+def is_replaceable(directory: str) -> bool:
     """Return True if a directory is empty, or an earlier export wrote all its files."""
-    if not all(name in (*CONFIGS, _OPTIMIZER) or name.endswith(_SUFFIXES) for name in contents.names):
+    names = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    others = {os.path.join(directory, name) for name in (*CONFIGS, _OPTIMIZER)}
+    if not all(name in others or name.endswith(_SUFFIXES) for name in names):
         return False
-    tensor_files = [name for name in contents.names if name.endswith(_SUFFIXES[0])]
-    if not tensor_files:
-        return not contents.names
-    return all(_was_exported(contents.head, name) for name in tensor_files)
+    tensor_files = [name for name in names if name.endswith(_SUFFIXES[0])]
+    return all(map(_was_exported, tensor_files)) if tensor_files else not names
 
 
-def _was_exported(head: Callable[[str, int], bytes], name: str) -> bool:
+def _was_exported(path: str) -> bool:
     """Return True if the metadata of a safetensors file name an export as its writer."""
-    start = head(name, 8 + _HEAD_BYTES)
+    with open(path, "rb") as file:
+        start = file.read(8 + _HEAD_BYTES)
     return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]

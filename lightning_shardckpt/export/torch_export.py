@@ -28,7 +28,6 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
-from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
@@ -47,11 +46,6 @@ class TorchFile:
     def nbytes(self) -> int:
         """Size of the content in bytes, without what zip adds."""
         return sum(region.nbytes for region in self.regions)
-
-    @property
-    def file_nbytes(self) -> int:
-        """Size of the file in bytes, without the directory at its end."""
-        return self.regions[-1].end
 
 
 def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
@@ -95,7 +89,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
 def write_torch(
     source: ExportSource,
     plan: TorchFile,
-    file: File,
+    file: int,
     advance: Callable[[int], object],
     *,
     tuning: Tuning = TUNING,

@@ -1,4 +1,4 @@
-"""The protocol of a storage backend: readers, drafts of checkpoints, and outputs of exports.
+"""The protocol of a storage backend: readers and drafts of checkpoints.
 
 A checkpoint is a flat set of named files that appears as a whole or not at all. A file system renames a directory; an
 object store puts the root index last. Names never contain a directory.
@@ -6,16 +6,12 @@ object store puts the root index last. Names never contain a directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable
+from typing import Protocol
 
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
-
-File: TypeAlias = "int | Callable[[memoryview], object]"
-"""A descriptor, or a function that takes the bytes in order, from one thread at a time, and keeps no reference."""
 
 
 class Reader(Protocol):
@@ -111,42 +107,6 @@ class Storage(Protocol):
         """Delete the checkpoint at ``path``, and nothing else. Raises CheckpointNotFoundError.
 
         Returns notes if it no longer exists at its path but could not be deleted completely.
-        """
-
-
-class Contents(NamedTuple):
-    """The files of a directory: their relative names, and a function that reads the first bytes of one."""
-
-    names: list[str]
-    head: Callable[[str, int], bytes]
-
-
-NewFile: TypeAlias = "Callable[[str, int], AbstractContextManager[File]]"
-"""Creates a file with a name, which may contain slashes, and an approximate size in bytes, which it may exceed."""
-
-
-class Outputs(Protocol):
-    """Storage of exports, which are files or directories that appear as a whole or not at all.
-
-    The output is in place and durable when its context ends; after an error in the context, none of it is left. Each
-    context also yields a list of notes for the user.
-    """
-
-    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return the type of the entry at a path; None if there is none."""
-
-    def contents(self, path: str) -> Contents:
-        """Return the contents of a directory."""
-
-    def file(self, path: str, nbytes: int, *, overwrite: bool) -> AbstractContextManager[tuple[File, list[str]]]:
-        """Create a file of about ``nbytes`` bytes. Raises FileExistsError if the path is taken by an entry to keep."""
-
-    def directory(
-        self, path: str, *, replaceable: Callable[[Contents], bool]
-    ) -> AbstractContextManager[tuple[NewFile, list[str]]]:
-        """Create a directory, whose last file must be the one that completes it.
-
-        Raises FileExistsError if the path is taken and ``replaceable`` returns False for its contents.
         """
 
 

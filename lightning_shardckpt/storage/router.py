@@ -10,13 +10,12 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
-from lightning_shardckpt.storage.protocol import Draft, Outputs, Reader, Storage
+from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
 from lightning_shardckpt.storage.remote.objects import ObjectStore, RetryPolicy
 from lightning_shardckpt.storage.remote.remote_reader import CachedReader
-from lightning_shardckpt.storage.remote.remote_storage import RemoteOutputs, RemoteStorage
+from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.remote.s3 import S3Objects, s3_options
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
@@ -98,13 +97,6 @@ class StorageRouter:
         """Return the backend of a URL; raises like ``backend``."""
         return RemoteStorage(self._objects(url), self._turn)
 
-    def outputs(self, path: str) -> Outputs:
-        """Return the backend for an export to a path; raises like ``backend``."""
-        if is_url(path):
-            return RemoteOutputs(self._objects(path))
-        _check_not_mangled(path)
-        return LocalOutputs()
-
     def _objects(self, url: str) -> ObjectStore:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
 
@@ -129,6 +121,17 @@ class StorageRouter:
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``; return notes. Raises CheckpointNotFoundError."""
         return self.backend(path).remove(path)
+
+
+def check_local(path: str) -> None:
+    """Check that an export can be written to a path.
+
+    Raises:
+        ValueError: if the path is a URL, or was one.
+    """
+    if is_url(path):
+        raise ValueError(f"{path!r} is a URL, but exports need a file system: export to a path, then upload")
+    _check_not_mangled(path)
 
 
 def _check_not_mangled(path: str) -> None:

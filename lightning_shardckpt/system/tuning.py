@@ -39,7 +39,6 @@ class Tuning:
 
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
-    upload_max_parts: int = 9_900  # per object; parts grow to stay below it; S3 takes 10,000
     upload_threads: int = 4  # each with a part in memory
     stream_block_bytes: int = 16 << 20  # of a file that is written through fsspec, other than to S3
     download_window_bytes: int = 8 << 20

@@ -2,8 +2,7 @@
 
 A region is the place of a tensor in a file. In a zip archive, each region follows a head, which contains the CRC-32 of
 its bytes. One thread reads a region from start to end in windows, verifies, sums, converts and writes it, while other
-threads process the next regions; small adjacent regions form one task. Regions of a stream, such as an upload, are
-written in order; a region with a head in a stream is read twice, the first time for the CRC-32. No torch.
+threads process the next regions; small adjacent regions form one task. No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
-from lightning_shardckpt.storage.protocol import File
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import Request, single_run
@@ -67,7 +65,7 @@ class Region:
 
 
 def fill(
-    file: File | Sequence[File],
+    file: int | Sequence[int],
     regions: Sequence[Region],
     tensors: StoredTensors,
     head: Head | None,
@@ -78,8 +76,8 @@ def fill(
     """Write the regions, which ascend in each file, and their heads. Nothing is synced.
 
     Args:
-        file: a file, or several files, to which the regions refer by number.
-        regions: the regions. In a stream, the first one begins at the stream's position, and there are no gaps.
+        file: the descriptor of a file, or of several, to which the regions refer by number.
+        regions: the regions.
         tensors: the source of the tensors' bytes; not used by other threads meanwhile.
         head: returns the head of a region; None if the regions have no heads, so that no CRC-32 is needed.
         advance: called with the number of bytes of regions that were written, by one thread at a time.
@@ -89,7 +87,7 @@ def fill(
         CorruptionError: naming file, tensor and rank. The first error of any thread is raised after all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
-    output = _Output(files, regions, advance, tuning)
+    output = _Output(files, advance, tuning)
     window_bytes = tuning.fill_window_bytes
 
     @contextmanager
@@ -174,19 +172,15 @@ def _tasks(
 
 
 def _write_large(output: _Output, head: Head | None, item: _Item, window_bytes: int, source: ShardReader) -> None:
-    """Write one region in windows, and its head: before the region in a stream, else after it."""
-    region, crc, is_stream = item.region, 0, output.is_stream(item.region.file)
-    if head is not None and is_stream:
-        for piece in item.pieces(source, window_bytes):
-            crc = zlib.crc32(piece, crc)
-        output.write(region.file, memoryview(head(item.number, crc)), region.first)
+    """Write one region in windows, and then its head."""
+    region, crc = item.region, 0
     at = region.begin
     for piece in item.pieces(source, window_bytes):
         output.write(region.file, piece, at, counted=len(piece))
         at += len(piece)
-        if head is not None and not is_stream:
+        if head is not None:
             crc = zlib.crc32(piece, crc)
-    if head is not None and not is_stream:
+    if head is not None:
         output.write(region.file, memoryview(head(item.number, crc)), region.first)
 
 
@@ -215,61 +209,30 @@ class _AbortedError(Exception):
 
 
 class _Output:
-    """Files and streams that several threads write to. A stream takes its bytes in order, for which threads wait.
+    """Files that several threads write to."""
 
-    A thread only waits for tasks that were begun before its own, so it never waits forever.
-    """
-
-    def __init__(
-        self, files: Sequence[File], regions: Sequence[Region], advance: Callable[[int], Any], tuning: Tuning
-    ) -> None:
+    def __init__(self, files: Sequence[int], advance: Callable[[int], Any], tuning: Tuning) -> None:
         self._files, self._advance, self._writeback_bytes = files, advance, tuning.writeback_bytes
-        # both are acquired in one step of the interpreter, so that Ctrl-C leaves neither locked
-        self._advance_lock, self._stream_lock = threading.Lock(), threading.RLock()
-        self._stream_advanced = threading.Condition(self._stream_lock)
+        self._advance_lock = threading.Lock()
         self._file_locks = [threading.Lock() for _ in files]
         self._dirty_bytes = [0] * len(files)
-        self._ends = {region.file: region.first for region in reversed(regions)}  # positions of the streams
         self._has_failed = False
-
-    def is_stream(self, file: int) -> bool:
-        """Return True if the file with this number is a stream, which takes its bytes in order."""
-        return not isinstance(self._files[file], int)
 
     def abort(self) -> None:
         """Make every other thread end at its next write."""
-        with self._stream_lock:
-            self._has_failed = True
-            self._stream_advanced.notify_all()
+        self._has_failed = True
 
     def write(self, number: int, data: memoryview, offset: int, *, counted: int = 0) -> None:
         """Write bytes to the file with this number, and report ``counted`` of them to ``advance``."""
-        file = self._files[number]
         if self._has_failed:
             raise _AbortedError
-        if isinstance(file, int):
-            with self._file_locks[number]:  # the kernel lets one thread at a time write to a file; others would spin
-                write_at(file, data, offset)
-                self._dirty_bytes[number] += len(data)
-                if self._dirty_bytes[number] >= self._writeback_bytes:
-                    begin_writeback(file)
-                    self._dirty_bytes[number] = 0
-        elif len(data):
-            self._write_to_stream(number, file, data, offset)
+        file = self._files[number]
+        with self._file_locks[number]:  # the kernel lets one thread at a time write to a file; others would spin
+            write_at(file, data, offset)
+            self._dirty_bytes[number] += len(data)
+            if self._dirty_bytes[number] >= self._writeback_bytes:
+                begin_writeback(file)
+                self._dirty_bytes[number] = 0
         if counted:
             with self._advance_lock:
                 self._advance(counted)
-
-    def _write_to_stream(
-        self, number: int, stream: Callable[[memoryview], object], data: memoryview, offset: int
-    ) -> None:
-        with self._stream_lock:
-            while self._ends[number] != offset:
-                assert self._ends[number] < offset, f"the stream is at byte {self._ends[number]}, not at {offset}"
-                if self._has_failed:
-                    raise _AbortedError
-                self._stream_advanced.wait()
-        stream(data)
-        with self._stream_lock:
-            self._ends[number] += len(data)
-            self._stream_advanced.notify_all()

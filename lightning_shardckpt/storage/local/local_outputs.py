@@ -1,4 +1,7 @@
-"""Outputs of exports in a file system: like a checkpoint, they are written under a temporary name and then renamed."""
+"""Outputs of exports: like a checkpoint, they are written under a temporary name and then renamed.
+
+An output is in place and durable when its context ends; after an error in the context, none of it is left.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Literal
+from typing import TypeAlias
 from uuid import uuid4
 
 from lightning_shardckpt.storage.local import leftovers
@@ -23,35 +26,22 @@ from lightning_shardckpt.storage.local.posix import (
     make_directories,
     sync_directory,
 )
-from lightning_shardckpt.storage.protocol import Contents, NewFile
+
+NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
+"""Creates a file with a name, which may contain slashes; yields its descriptor."""
 
 
 class LocalOutputs:
-    """``Outputs`` of a file system. Leftovers of killed processes next to an output are removed first, with a note."""
+    """Files and directories for exports. Leftovers of killed processes next to an output are removed first.
+
+    Each context also yields a list of notes for the user.
+    """
 
     def __init__(self, file_system: FileSystem = POSIX) -> None:
         self._file_system = file_system
 
-    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return the type of the entry at a path; every link counts as a file."""
-        if not os.path.lexists(path):
-            return None
-        if os.path.islink(path) or os.path.isfile(path):
-            return "file"
-        return "directory" if os.path.isdir(path) else "other"
-
-    def contents(self, path: str) -> Contents:
-        """Return the contents of a directory."""
-        names = [os.path.relpath(os.path.join(at, name), path) for at, _, names in os.walk(path) for name in names]
-
-        def head(name: str, nbytes: int) -> bytes:
-            with open(os.path.join(path, name), "rb") as file:
-                return file.read(nbytes)
-
-        return Contents(names, head)
-
     @contextmanager
-    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
+    def file(self, path: str, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
         """Create a file, and yield its descriptor and notes. It replaces a regular file or a link atomically.
 
         Raises:
@@ -64,15 +54,17 @@ class LocalOutputs:
                 os.fsync(claim.file)
 
     @contextmanager
-    def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
-        """Create a directory, and yield a function that creates files in it. ``replaceable`` is called at the end.
+    def directory(self, path: str, *, replaceable: Callable[[str], bool]) -> Iterator[tuple[NewFile, list[str]]]:
+        """Create a directory, and yield a function that creates files in it.
+
+        At the end, ``replaceable`` is called with the path of a directory that is there.
 
         Raises:
             FileExistsError: if ``path`` must not be replaced, or another process is creating it.
         """
 
         def publish(unfinished: str, output: str) -> str | None:
-            if not os.path.isdir(output) or os.path.islink(output) or not replaceable(self.contents(output)):
+            if not os.path.isdir(output) or os.path.islink(output) or not replaceable(output):
                 self._rename_new(unfinished, output)
                 return None
             if self._file_system.rename_with_flag(unfinished, output, EXCHANGE):
@@ -146,7 +138,7 @@ def _replace_file(source: str, target: str) -> None:
 
 
 @contextmanager
-def _open_new(folder: str, name: str, nbytes: int) -> Iterator[int]:
+def _open_new(folder: str, name: str) -> Iterator[int]:
     """Create a file below a folder, and yield its descriptor."""
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -213,34 +213,15 @@ class ObjectStore:
         self._retry(f"writing {self.url(key)}", write)
 
     def upload(self, key: str, parts: Iterable[Bytes]) -> None:
-        """Write a new object from its parts, without keeping references to them; after an error, none of it is left."""
-        with self.open_upload(key) as write:
-            for part in parts:
-                write(part)
+        """Write a new object from its parts, without keeping references to them; after an error, none of it is left.
 
-    @contextmanager
-    def open_upload(
-        self, key: str, nbytes: int | None = None, *, replace: bool = True
-    ) -> Iterator[Callable[[Bytes], object]]:
-        """Yield a function that takes the parts of an object one after the other, without keeping references to them.
-
-        At the end of the context, the object replaces an older one. An error in the context leaves the older one,
-        except in file systems that write in place, which may lose both.
-
-        Args:
-            key: the object's key.
-            nbytes: the approximate size in bytes, which the object may slightly exceed; None if unknown.
-            replace: replace an object that is already there.
-
-        Raises:
-            FileExistsError: if an object is there, and ``replace`` is False.
+        File systems that write in place may also lose an older object then.
         """
         before = self._tag(key)
-        if before is not None and not replace:
-            raise FileExistsError(f"another object is at {self.url(key)}")
         file = self.fs.open(key, "wb", block_size=self._tuning.stream_block_bytes)
         try:
-            yield file.write
+            for part in parts:
+                file.write(part)
             file.close()
         except BaseException:
             with suppress(Exception):  # the first error is raised

@@ -1,18 +1,17 @@
-"""Checkpoints and exports in an object store: find, write and delete them. ``RemoteReader`` reads checkpoints."""
+"""Checkpoints in an object store: find, write and delete them. ``RemoteReader`` reads them."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Literal
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import describe_other_program
-from lightning_shardckpt.storage.protocol import Bytes, Contents, File, NewFile, Reader
+from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.remote_reader import (
     HEAD_BYTES,
@@ -187,89 +186,6 @@ class RemoteDraft:
 
     def _key(self, name: str) -> str:
         return f"{self._folder}/{name}"
-
-
-# ── outputs of exports ────────────────────────────────────────────────────────────────────────────────────────────────
-# Each file appears atomically, and the file that completes the export is written last.
-#
-# No disk is used, and only the parts that are being sent are in memory. A directory cannot replace an older export
-# atomically: the older one is deleted first, so that the two are never mixed.
-
-
-class RemoteOutputs:
-    """``Outputs`` in an object store; paths are URLs."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
-
-    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
-        """Return "file" if an object is at the path, "directory" if objects are below it, else None."""
-        key = self._objects.key(path)
-        with suppress(FileNotFoundError):
-            self._objects.stat(key)
-            return "file"
-        return "directory" if self._objects.names(key) else None
-
-    def contents(self, path: str) -> Contents:
-        """Return the objects below a path."""
-        folder = self._objects.key(path)
-        sizes = self._objects.names(folder)
-
-        def head(name: str, nbytes: int) -> bytes:
-            return self._objects.read(f"{folder}/{name}", 0, min(sizes[name], nbytes))
-
-        return Contents(sorted(sizes), head)
-
-    @contextmanager
-    def file(self, path: str, nbytes: int, *, overwrite: bool) -> Iterator[tuple[File, list[str]]]:
-        """Create an object, and yield a function that takes its bytes. It appears at the end, if the store can do that.
-
-        Raises:
-            FileExistsError: if an object is there that may not be replaced, or objects are below the path.
-        """
-        kind = self.kind(path)
-        if kind is not None and not (overwrite and kind == "file"):
-            raise FileExistsError(f"something is at {path!r}, so nothing is written there")
-        key = self._objects.key(path)
-        self._objects.make_folder(key.rpartition("/")[0])
-        with self._objects.open_upload(key, nbytes, replace=overwrite) as write:
-            yield write, []
-
-    @contextmanager
-    def directory(self, path: str, *, replaceable: Callable[[Contents], bool]) -> Iterator[tuple[NewFile, list[str]]]:
-        """Yield a function that creates objects below the path, one after the other; an error deletes them.
-
-        Raises:
-            FileExistsError: if the path must not be replaced, or another process wrote there meanwhile.
-        """
-        kind = self.kind(path)
-        if kind is not None and not (kind == "directory" and replaceable(self.contents(path))):
-            raise FileExistsError(f"something is at {path!r}, so nothing is written there")
-        old, folder, written = self.contents(path).names, self._objects.key(path), list[str]()
-        for is_index in (True, False):  # first the indexes, without which the export is not complete
-            self._objects.delete(f"{folder}/{name}" for name in old if name.endswith(".json") == is_index)
-
-        @contextmanager
-        def new(name: str, nbytes: int) -> Iterator[File]:
-            key = f"{folder}/{name}"
-            self._objects.make_folder(key.rpartition("/")[0])
-            with self._objects.open_upload(key, nbytes, replace=False) as write:
-                yield write
-            written.append(name)
-
-        try:
-            yield new, []
-        except BaseException as error:
-            try:
-                self._delete(path, written)
-            except OSError as failure:
-                error.add_note(f"files may be left at {path!r}: {failure}")
-            raise
-
-    def _delete(self, path: str, names: Iterable[str]) -> None:
-        folder = self._objects.key(path)
-        self._objects.delete([f"{folder}/{name}" for name in names])
-        self._objects.drop_folder(folder)
 
 
 _DOWNLOAD = "; checkpoints of other programs can't be read at a URL: download it first"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from lightning_shardckpt.storage.protocol import Bytes
@@ -14,7 +14,7 @@ from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore, 
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 
-_LARGER_AFTER = 2000  # parts of an object of unknown size, after which the part size doubles
+_LARGER_AFTER = 2000  # parts, after which the part size doubles
 _MAX_DELETED = 1000  # objects per request, S3's limit
 _CONDITION_FAILED, _BAD_REQUEST, _NOT_IMPLEMENTED = (409, 412), 400, 501  # HTTP
 
@@ -78,24 +78,15 @@ class S3Objects(ObjectStore):
             self.conditional = False
             super().put(key, content, expected)
 
-    @contextmanager
-    def open_upload(
-        self, key: str, nbytes: int | None = None, *, replace: bool = True
-    ) -> Iterator[Callable[[Bytes], object]]:
-        """Yield a function that takes the parts of an object one after the other, without keeping references to them.
+    def upload(self, key: str, parts: Iterable[Bytes]) -> None:
+        """Write a new object from its parts, without keeping references to them; after an error, none of it is left.
 
-        A small object is sent with one request at the end, a larger one in parts, several at a time. At the end of the
-        context, the object replaces an older one. An error in the context leaves the older one.
-
-        Raises:
-            FileExistsError: if an object is there at the end, and ``replace`` is False.
+        A small object is sent with one request, a larger one in parts, several at a time.
         """
-        upload = _Upload(self, key, nbytes, self._tuning)
+        upload = _Upload(self, key, self._tuning)
         try:
-            yield upload.add
-            upload.wait()
-            if not replace and self._tag(key) is not None:
-                raise FileExistsError(f"another object is at {self.url(key)}")
+            for part in parts:
+                upload.add(part)
             upload.complete()
         except BaseException as error:
             upload.abort(error)
@@ -169,20 +160,13 @@ class S3Objects(ObjectStore):
         return self._retry(f"{action} {self.url(key)}", call)
 
 
-def _part_bytes(number: int, nbytes: int | None, tuning: Tuning = TUNING) -> int:
-    """Return the size of part ``number``, counted from 1, of an object of ``nbytes`` bytes.
+def _part_bytes(number: int, tuning: Tuning = TUNING) -> int:
+    """Return the size of part ``number``, counted from 1; later parts are larger, to stay within S3's limit of parts.
 
-    All parts have one size, which grows with ``nbytes`` so that their number stays within S3's limit. If ``nbytes`` is
-    None, later parts are larger.
-
-    >>> _part_bytes(1, 100) == _part_bytes(9000, 64 << 30) == _part_bytes(2000, None) == 8 << 20
-    True
-    >>> _part_bytes(2001, None) >> 20, _part_bytes(1, 1 << 40) >> 20
-    (16, 105)
+    >>> _part_bytes(2000) >> 20, _part_bytes(2001) >> 20
+    (8, 16)
     """
-    if nbytes is None:
-        return tuning.upload_part_bytes << (number - 1) // _LARGER_AFTER
-    return max(tuning.upload_part_bytes, -(-nbytes // tuning.upload_max_parts))
+    return tuning.upload_part_bytes << (number - 1) // _LARGER_AFTER
 
 
 class _Upload:
@@ -191,8 +175,8 @@ class _Upload:
     Memory holds only the parts in flight and the part that is being filled.
     """
 
-    def __init__(self, objects: S3Objects, key: str, nbytes: int | None, tuning: Tuning) -> None:
-        self._objects, self._key, self._nbytes, self._tuning = objects, key, nbytes, tuning
+    def __init__(self, objects: S3Objects, key: str, tuning: Tuning) -> None:
+        self._objects, self._key, self._tuning = objects, key, tuning
         self._id: str | None = None
         self._number, self._rest = 1, bytearray()
         self._sent: dict[int, tuple[str, int]] = {}
@@ -202,23 +186,19 @@ class _Upload:
         """Append a copy of the bytes. Raises the error of an earlier part that failed."""
         left = memoryview(part)
         while len(left):
-            part_bytes = _part_bytes(self._number, self._nbytes, self._tuning)
+            part_bytes = _part_bytes(self._number, self._tuning)
             room = part_bytes - len(self._rest)
             self._rest += left[:room]
             left = left[room:]
             if len(self._rest) == part_bytes:
                 self._send_rest()
 
-    def wait(self) -> None:
-        """Send the last part, if the object has parts, and wait for all. Raises the error of a part that failed."""
+    def complete(self) -> None:
+        """Make the object appear, in place of an older one. Raises the error of a part that failed."""
         if self._id is not None and self._rest:
             self._send_rest()
         while self._sending:
             self._wait_for_first()
-
-    def complete(self) -> None:
-        """Make the object appear, in place of an older one."""
-        self.wait()
         if self._id is None:
             self._objects.call("writing", self._key, "put_object", Body=bytes(self._rest))
             return

@@ -257,7 +257,7 @@ from lightning_shardckpt.storage.local.posix import write_at
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 output = sys.argv[1]
 try:
-    with LocalOutputs().file(output, 2 << 20, overwrite=False) as (file, notes):
+    with LocalOutputs().file(output, overwrite=False) as (file, notes):
         write_at(file, memoryview(bytes(2 << 20)), 0)
 except OSError as error:
     assert error.errno == errno.ENOSPC, error

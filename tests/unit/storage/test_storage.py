@@ -224,7 +224,7 @@ LOCAL_WITHOUT_FLAGS = LocalStorage(file_system=WITHOUT_FLAGS)
 
 def new_file(path: str, file_system: FileSystem = OF_ONE_MACHINE) -> AbstractContextManager[tuple[int, list[str]]]:
     """A file that appears at the end of the context, as consolidate writes it: its descriptor."""
-    return LocalOutputs(file_system).file(path, 0, overwrite=False)
+    return LocalOutputs(file_system).file(path, overwrite=False)
 
 
 @pytest.fixture(params=[LOCAL, LOCAL_WITHOUT_FLAGS], ids=["exchange", "no exchange"])

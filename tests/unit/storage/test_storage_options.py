@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from lightning_shardckpt.tools.explain import explain
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.tools.verify import verify
-from tests.support.pool import ROOT
 from tests.support.stores import Bucket
 
 
@@ -75,11 +72,11 @@ def test_every_tool_takes_them(
         "diff": [url, url],
         "explain": [url, "--onto", "fsdp=2"],
         "map": [url, "-o", str(tmp_path / "map.html")],
-        "consolidate": [url, "--output_file", s3.url("out.pt")],
+        "consolidate": [url, "--output_file", str(tmp_path / "out.pt")],
     }
     for tool, arguments in tools.items():
         assert main([tool, *arguments, *given]) == 0, capsys.readouterr().err
-    assert s3.listed()[-1] == "out.pt"
+    assert (tmp_path / "out.pt").is_file()
     assert main(["consolidate", *tools["consolidate"], *given]) == 1
     assert "already exists" in capsys.readouterr().err
 
@@ -92,12 +89,3 @@ def test_values_are_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["inspect", "s3://b/a", *(f"--storage_options.{one}" for one in arguments)]) == 0
     expected = {"anon": True, "key": "AKIA07", "config_kwargs": {"read_timeout": 5}}
     assert seen[0]["storage_options"] == expected
-
-
-def test_the_command_writes_to_a_url(url: str, s3: Bucket) -> None:
-    given = [f"--storage_options.{name}={value}" for name, value in s3.options.items()]
-    command = [sys.executable, "-m", "lightning_shardckpt.consolidate", url, "--format", "safetensors", *given]
-    output = ["--output_file", s3.url("out.safetensors")]
-    done = subprocess.run([*command, *output], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "out.safetensors" in s3.listed()
