@@ -191,11 +191,7 @@ def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> 
 
 
 def _check_output(output: str, source: Path | None, options: Options) -> None:
-    """Check that ``output`` is free or may be replaced. ``source`` is the directory that is read, None for a URL.
-
-    Raises:
-        FileExistsError: if it must not be replaced.
-    """
+    """Check that ``output`` is free or may be replaced. ``source`` is the directory that is read, None for a URL."""
     if not os.path.lexists(output):
         return
     if not options.overwrite:

@@ -364,11 +364,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
 
 def decode_entry(entry: DocumentEntry) -> Any:
-    """Return the value of a document's entry.
-
-    Raises:
-        FormatError: if the value contradicts its tag.
-    """
+    """Return the value of a document's entry."""
     if entry.is_plain:
         return entry.value
     from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need

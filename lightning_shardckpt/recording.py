@@ -389,11 +389,7 @@ _SEED = np.uint64(0xD6E8FEB86659FD93)
 
 @torch.no_grad()
 def _tensor_entries(name: str, tensor: Tensor) -> list[tuple[str, Entry]]:
-    """Return the entry of a tensor by its name; none for a tensor of another pipeline stage.
-
-    Raises:
-        StateError: for a tensor without elements in boxes: lazy, sparse and nested tensors, partial sums.
-    """
+    """Return the entry of a tensor by its name; none for a tensor of another pipeline stage."""
     if is_elsewhere(tensor):
         return []
     if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:

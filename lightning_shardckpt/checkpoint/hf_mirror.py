@@ -51,11 +51,7 @@ def check_path(path: str, also: ExtraFormat | None) -> None:
 
 
 def single_model(document: Mapping[str, Any] | None) -> Model:
-    """Return the single transformers model of the saved module.
-
-    Raises:
-        StateError: if there is none, or more than one.
-    """
+    """Return the single transformers model of the saved module."""
     try:
         model = pick_model(document, "")
     except ValueError as error:
@@ -69,11 +65,7 @@ def single_model(document: Mapping[str, Any] | None) -> Model:
 
 
 def plan_mirror(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[OutputFile]:
-    """Return files of at most ``limit_bytes`` of data each; a larger tensor gets a file of its own.
-
-    Raises:
-        FormatError: naming a tensor that safetensors can't hold.
-    """
+    """Return files of at most ``limit_bytes`` of data each; a larger tensor gets a file of its own."""
     groups = group_by_size(tensors, limit_bytes)
     names = name_chunks("model", len(groups))
     return [plan_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]

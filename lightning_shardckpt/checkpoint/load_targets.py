@@ -87,17 +87,7 @@ class Skips:
 
 
 def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequence[str], path: str) -> list[str]:
-    """Return a sentence for the user about the names that all ranks skipped, or none.
-
-    Args:
-        patterns: all patterns.
-        used: the patterns that matched on any rank.
-        names: the skipped names.
-        path: of the checkpoint.
-
-    Raises:
-        MismatchError: listing patterns that match nothing.
-    """
+    """Return a sentence for the user about the names that all ranks skipped, or none."""
     unused = [pattern for pattern in patterns if pattern not in {*used}]
     if unused:
         raise MismatchError(

@@ -115,12 +115,7 @@ class NestedLoad:
         )
 
     def fit_source(self, source: Source) -> tuple[Source, list[str]]:
-        """Return a source of the requested state under the live names, and a line for each difference.
-
-        Raises:
-            FormatError: if its record of modules and optimizers is invalid.
-            MismatchError: if the key mapping gives two stored tensors one name, or maps in the wrong direction.
-        """
+        """Return a source of the requested state under the live names, and a line for each difference."""
         if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
         trainer = blank_trainer(source)
@@ -211,16 +206,7 @@ class NestedLoad:
     def _names(
         self, stored_prefixes: Mapping[str, str], source: Source, problems: list[str]
     ) -> tuple[dict[str, str | None], Callable[[str], str | None]]:
-        """Return the stored name of each live entry, and a function from other stored names to live names.
-
-        Args:
-            stored_prefixes: the stored prefix of each module, by its live prefix.
-            source: the stored state.
-            problems: gets a line for each entry of the key mapping that matches nothing.
-
-        Raises:
-            MismatchError: if the key mapping maps in the wrong direction.
-        """
+        """Return the stored name of each live entry, and a function from other stored names to live names."""
         live_prefixes = {stored: live for live, stored in stored_prefixes.items()}
         known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
         if wrong := self._key_mapping.suggest(known):

@@ -134,11 +134,7 @@ def _refuse_existing(path: str, storage: StorageRouter) -> None:
 
 
 def _check_members(described: Snapshot, group: SaveGroup) -> None:
-    """Check that ranks of a group have the same slices of each DTensor by group rank as by global rank.
-
-    Raises:
-        StateError: for a DTensor that ranks outside of the group hold parts of, or whose slices differ.
-    """
+    """Check that ranks of a group have the same slices of each DTensor by group rank as by global rank."""
     if group.members is None:
         return
     for component, leaves in described.leaves.items():

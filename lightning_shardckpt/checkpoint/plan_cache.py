@@ -71,11 +71,7 @@ class PlanCache:
 
 
 def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:
-    """Return the plan of ``rank`` for tables that all ranks have agreed on.
-
-    Raises:
-        FormatError: on rank 0, if a loader would refuse the tables in the root index.
-    """
+    """Return the plan of ``rank`` for tables that all ranks have agreed on."""
     files: dict[str, list[FilePlan]] = {}
     for component in filter(tables.__contains__, COMPONENTS):
         pieces = plan_save(tables[component].tensors, rank)
@@ -95,9 +91,6 @@ def check_new_parts(root: RootIndex) -> None:
     """Check that a loader accepts the parts of a root index that differ between saves of the same tables.
 
     A root index that it refuses must not replace a good checkpoint.
-
-    Raises:
-        FormatError: naming the rule.
     """
     _check(replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()}))
 

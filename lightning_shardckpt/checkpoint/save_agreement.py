@@ -279,9 +279,6 @@ def _join_tables(tables: list[Tables]) -> Tables:
 
     If a group has only an alias of a tensor, the tensor is joined under the name that the others use. Plain tensors of
     the trainer's state may differ; the first group's is kept.
-
-    Raises:
-        MismatchError: if two groups have different tensors under one name.
     """
     joined: Tables = {}
     for table in tables:
@@ -329,11 +326,7 @@ _LISTED = 10
 
 
 def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
-    """Return groups of ranks that hold the same tensors, from the requests in rank order.
-
-    Raises:
-        MismatchError: if the ranks disagree about the path or the step.
-    """
+    """Return groups of ranks that hold the same tensors, from the requests in rank order."""
     for field in ("path", "step"):
         values = {json.dumps(request[field]): rank for rank, request in reversed(list(enumerate(requests)))}
         if len(values) > 1:

@@ -302,11 +302,7 @@ class Ranks:
         return {"value": lead([report["value"] for report in reports])}
 
     def _call_store(self, call: Callable[[], T], phase: str, timeout_s: float) -> T:
-        """Run ``call`` in a thread, since requests to a store can't be interrupted while its server hangs.
-
-        Raises:
-            RankError: if the store does not answer in time.
-        """
+        """Run ``call`` in a thread, since requests to a store can't be interrupted while its server hangs."""
         results: list[T] = []
         self._answered_at = time.monotonic()
         calling = Worker(lambda: results.append(call()), name="shardckpt-answer", daemon=True)

@@ -88,11 +88,7 @@ class Naming:
 
 
 def check_unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
-    """Return the old names by new names, from ``(old name, new name, identity of the tensor)``.
-
-    Raises:
-        ValueError: naming two tensors that would get the same name.
-    """
+    """Return the old names by new names, from ``(old name, new name, identity of the tensor)``."""
     by_new_name: dict[str, tuple[str, object]] = {}
     for old, new, tensor in names:
         other = by_new_name.setdefault(new, (old, tensor))

@@ -287,12 +287,7 @@ def _regions(stored: ExportSource, batch: Sequence[OutputFile]) -> list[Region]:
 
 @cache
 def plan_conversion(stored: str, written: str) -> DtypeConversion:
-    """Return the conversion of bytes from one dtype to another, with the results of torch's ``Tensor.to``.
-
-    Args:
-        stored: the source dtype, by its safetensors name.
-        written: the target dtype.
-    """
+    """Return the conversion of bytes from one dtype to another, with the results of torch's ``Tensor.to``."""
     import torch  # imported here, since it takes two seconds and exports without a conversion don't need it
 
     from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes

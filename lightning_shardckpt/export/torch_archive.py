@@ -72,14 +72,7 @@ def archive_decoders(stored: Callable[[str], ArchivedTensor]) -> TorchDecoders:
 
 
 def pickle_value(value: Any) -> tuple[bytes, list[ArchivedTensor]]:
-    """Return the pickle that ``torch.save`` writes for a value, and its tensors in the order of their storages.
-
-    Args:
-        value: a result of ``Simplifier.simplify``: a pickler writes anything, but ``torch.load`` refuses most of it.
-
-    Raises:
-        StateError: if a tensor is not dense.
-    """
+    """Return the pickle that ``torch.save`` writes for a value, and its tensors in the order of their storages."""
     file = io.BytesIO()
     pickler = _Pickler(file, 2)
     pickler.tensors = []

@@ -162,9 +162,6 @@ def sort_by_layer(params: list[str]) -> list[str]:
 
     >>> sort_by_layer(["embed", "layers.0.w", "layers.2.w", "layers.1.w", "layers.3.w", "head"])
     ['embed', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head']
-
-    Raises:
-        StateError: if the order is unknown, since a name that is not in a layer lies between layers.
     """
     positions: dict[str, list[tuple[int, int]]] = {}  # of layers: (number of the layer, position)
     for position, param in enumerate(params):

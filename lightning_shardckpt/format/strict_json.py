@@ -94,17 +94,7 @@ def compact(value: Any) -> str:
 
 
 def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
-    """Check the format and version of an index, and decode it.
-
-    Args:
-        value: the parsed JSON.
-        where: the file, for errors.
-        decode: builds the index from the JSON object.
-        versions: the accepted versions, ascending.
-
-    Raises:
-        FormatError: if the value is not an index of an accepted version, or ``decode`` fails.
-    """
+    """Check the format and version of an index, and decode it."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
     version = value.get("version")

@@ -158,16 +158,7 @@ _SMALL_BYTES = 64 << 20  # limit of tensors that are read as values: settings, a
 
 
 def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
-    """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state.
-
-    Args:
-        path: the directory with ``.metadata``, or OLMo-core's directory above it.
-        weights_only: for ``meta.pt``, as in ``torch.load``.
-
-    Raises:
-        FormatError: naming the file, if it is malformed, would execute code, or has unsupported content.
-        CorruptionError: if a file is missing or too short.
-    """
+    """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
     directory = find_dcp_directory(path)
     if directory is None:
         raise CheckpointNotFoundError(f"{path!r} has no {DCP_NAME}: it is not a checkpoint of torch.distributed")

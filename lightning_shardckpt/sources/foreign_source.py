@@ -32,12 +32,7 @@ from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
 
 def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:
-    """Return the tensors of a safetensors file by name; ``where`` is the path of its directory, for messages.
-
-    Raises:
-        FormatError: if the header is malformed.
-        CorruptionError: if the file is missing, or shorter than its header.
-    """
+    """Return the tensors of a safetensors file by name; ``where`` is the path of its directory, for messages."""
     header = parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False)
     return {
         key: ForeignTensor(t.dtype, t.shape, (ForeignBox(Box.whole(t.shape), name, t.begin),))

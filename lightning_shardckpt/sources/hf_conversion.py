@@ -158,11 +158,7 @@ def stack(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
 
 
 def concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
-    """Concatenate tensors as ``torch.cat`` does.
-
-    Raises:
-        UnsupportedError: if dtypes or other dims differ.
-    """
+    """Concatenate tensors as ``torch.cat`` does."""
     first, at = tensors[0], 0
     if any(len(t.shape) <= dim for t in tensors):
         raise UnsupportedError(f"shapes {[t.shape for t in tensors[:3]]} along dim {dim}")

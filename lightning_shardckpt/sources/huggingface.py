@@ -36,12 +36,7 @@ def open_file(path: str) -> Source:
 
 
 def open_directory(path: str, index: str | None = None) -> Source:
-    """Open a directory with weights; ``index`` is the name of an index file, if it has several.
-
-    Raises:
-        FormatError: if it has two versions of the weights, or a malformed index.
-        CorruptionError: if a file of the index is missing, truncated, or lacks a tensor.
-    """
+    """Open a directory with weights; ``index`` is the name of an index file, if it has several."""
     single, index = _choose(path) if index is None else (None, index)
     with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)
@@ -71,12 +66,7 @@ def _choose(path: str) -> tuple[str | None, str]:
 
 
 def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
-    """Return the file of each tensor, from the index.
-
-    Raises:
-        FormatError: if the index is malformed or too long.
-        CorruptionError: if it is missing.
-    """
+    """Return the file of each tensor, from the index."""
     where = f"{path!r}, file {index}"
     try:
         content = parse_json(read_all(reader, index), where)

@@ -71,11 +71,7 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
 
 
 def refuse_state_dicts(source: Source) -> None:
-    """Refuse a checkpoint without a model that has state dicts of modules as values.
-
-    Raises:
-        MismatchError: naming them.
-    """
+    """Refuse a checkpoint without a model that has state dicts of modules as values."""
     if "model" in source.components():
         return
     if found := [key for key, value in blank_trainer(source).items() if is_weights(value)]:

@@ -45,11 +45,7 @@ def indexes(path: str) -> list[str]:
 
 
 def only_index(path: str) -> str:
-    """Return the name of the index file in a directory.
-
-    Raises:
-        FormatError: naming the index files, if there are several.
-    """
+    """Return the name of the index file in a directory."""
     names = indexes(path)
     if len(names) != 1:
         raise FormatError(f"{path!r} holds {' and '.join(names)}. Give the path of one of these files.")

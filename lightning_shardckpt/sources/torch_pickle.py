@@ -217,11 +217,7 @@ def _unpickle_tensor(content: bytes) -> Any:
 
 
 def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[PickledTensor, int]:
-    """Return the only tensor of an archive, and the offset of its bytes in the file.
-
-    Raises:
-        FormatError: naming file and byte, if the archive has anything else.
-    """
+    """Return the only tensor of an archive, and the offset of its bytes in the file."""
     archive = ZipArchive(windows, piece)
     try:
         tensor = _unpickle_tensor(archive.content(_PICKLE, _SHORT_BYTES))
@@ -253,11 +249,7 @@ _unpickle_plain_cached = lru_cache(maxsize=4096)(_unpickle_plain)  # equal hyper
 
 
 def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
-    """Return the value in an archive, as ``torch.load(weights_only=True)`` does. It must not be changed.
-
-    Raises:
-        FormatError: naming file and byte, if torch refuses it.
-    """
+    """Return the value in an archive, as ``torch.load(weights_only=True)`` does. It must not be changed."""
     archive = ZipArchive(windows, piece)
     content = archive.content(_PICKLE, _VALUE_BYTES)
     if not any(name.startswith("data/") for name in archive.sizes):
@@ -271,11 +263,7 @@ def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
 
 
 def load_or_raise(load: Callable[[], Any], malformed: Callable[[str], Exception]) -> Any:
-    """Return the result of ``load``, a call of ``torch.load``.
-
-    Raises:
-        Exception: the result of ``malformed`` with torch's message, for any error of ``load``.
-    """
+    """Return the result of ``load``, a call of ``torch.load``."""
     try:
         return load()
     except MemoryError:

@@ -154,12 +154,7 @@ class TorchFileSource:
 
 
 def map_file(path: str, weights_only: bool = True) -> Any:
-    """Return the content of a file of ``torch.save``, with mapped tensors.
-
-    Raises:
-        FormatError: if torch cannot map it.
-        CorruptionError: if torch cannot read it.
-    """
+    """Return the content of a file of ``torch.save``, with mapped tensors."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except RuntimeError as error:
@@ -176,11 +171,7 @@ def map_file(path: str, weights_only: bool = True) -> Any:
 
 
 def _split(content: Any, path: str, only: str | None) -> CheckpointAndWeights:
-    """Split the content of a file into Lightning's other keys and the state dict; None if it has only optimizers.
-
-    Raises:
-        CheckpointNotFoundError: if it has neither a model nor optimizers.
-    """
+    """Split the content of a file into Lightning's other keys and the state dict; None if it has only optimizers."""
     is_dict = isinstance(content, dict)
     if is_dict and isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list):
         return {"optimizer_states": [content]}, None

@@ -38,9 +38,6 @@ def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     """Return the tensors that the entries of a model's state dict become in a file, by name, if they are converted.
 
     A rule with ``#`` for the number of a layer stands for equal layers, also those of other pipeline stages.
-
-    Raises:
-        ValueError: if a tensor is not a box of one entry, such as a transposed tensor.
     """
     revert = revert_function()
     if revert is None:

@@ -269,12 +269,7 @@ _NOTHING = object()
 
 
 def _without_objects(value: Any, state_dicts: Mapping[int, Any]) -> Any:
-    """Return a value without modules, optimizers and loaders, and with other objects replaced by their state dicts.
-
-    Args:
-        value: live.
-        state_dicts: by ``id`` of the object.
-    """
+    """Return a value without modules, optimizers and loaders, and with other objects replaced by their state dicts."""
     value = loader_of_fabric(value)
     if id(value) in state_dicts:
         return state_dicts[id(value)]

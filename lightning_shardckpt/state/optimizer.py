@@ -61,11 +61,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
 
 
 def refuse_zero_redundancy(optimizer: Optimizer, name: str) -> None:
-    """Refuse a ZeroRedundancyOptimizer, which is sharded without DTensors.
-
-    Raises:
-        StateError: calling it by ``name``.
-    """
+    """Refuse a ZeroRedundancyOptimizer, which is sharded without DTensors."""
     if is_of_torch(optimizer, "ZeroRedundancyOptimizer"):
         raise StateError(
             f"{name} is a ZeroRedundancyOptimizer, of which each rank has the state of its own parameters only. Shard "
@@ -94,11 +90,7 @@ def _check_keys(optimizer: Optimizer) -> None:
 
 
 def extra_entries(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the entries that an optimizer's ``state_dict`` adds to torch's.
-
-    Raises:
-        StateError: if its ``state_dict`` or ``load_state_dict`` does anything else, which a checkpoint would lose.
-    """
+    """Return the entries that an optimizer's ``state_dict`` adds to torch's."""
     name, extra = type(optimizer).__name__, dict[str, Any]()
     problem = "hooks on load_state_dict" if has_load_hooks(optimizer) else ""
     if has_own_state_dict(optimizer):
@@ -123,12 +115,7 @@ def _is_unchanged(optimizer: Optimizer, saved: Mapping[Any, Any]) -> bool:
 
 
 def load_extra_entries(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
-    """Load state without a parameter and extra entries into an optimizer whose other state is loaded.
-
-    Args:
-        optimizer: the live optimizer.
-        own: like its ``state_dict``, without parameters.
-    """
+    """Load state without a parameter and extra entries into an optimizer whose other state is loaded."""
     optimizer.state.update(own.get("state", {}))
     entries = {key: value for key, value in own.items() if key not in _OF_TORCH}
     if entries and has_own_load_state_dict(optimizer):

@@ -337,11 +337,7 @@ class OptimizerLoad:
                 yield row, row.stored
 
     def _kept_entries(self, row: _Row, stored: str) -> set[str]:
-        """Return the stored entries of a parameter's state that are skipped.
-
-        Raises:
-            MismatchError: if only some of its entries are skipped, and the live state lacks one of them.
-        """
+        """Return the stored entries of a parameter's state that are skipped."""
         if self._skips is None:
             return set()
         entries = {*self._stored.entries(stored)}

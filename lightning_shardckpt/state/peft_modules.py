@@ -22,11 +22,7 @@ from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 
 def adapters_of(module: nn.Module) -> list[Adapter]:
-    """Return the adapters of every model in ``module`` that PEFT wrapped, or put adapters into.
-
-    Raises:
-        StateError: if a configuration cannot be written as JSON.
-    """
+    """Return the adapters of every model in ``module`` that PEFT wrapped, or put adapters into."""
     adapters = []
     for name, wrapped in _wrapped(module):
         prefix = f"{name}." if name else ""
@@ -93,10 +89,6 @@ def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str
 
     Leaves out parameters with optimizer state, which were trained, base weights that an adapter's initialization
     changed, and frozen parameters outside of models with adapters, such as averages.
-
-    Args:
-        module: the live module.
-        optimizers: state dicts with the states of parameters by canonical FQN.
     """
     frozen: set[str] = set()
     inside_of = tuple(f"{name}." if name else "" for name, _ in _wrapped(module))

@@ -25,11 +25,7 @@ def pickle_object(value: Any) -> bytes | None:
 
 
 def unpickle_object(content: bytes, type_name: str) -> Any:
-    """Return the object of a pickle. Executes code of the pickle.
-
-    Raises:
-        TypeError: naming ``type_name`` and the reason, such as a missing module.
-    """
+    """Return the object of a pickle. Executes code of the pickle."""
     try:
         return pickle.loads(content)
     except Exception as error:  # the object's class may raise anything

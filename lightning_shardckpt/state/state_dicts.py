@@ -141,11 +141,7 @@ class _StateDicts:
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Join state dicts into one, with a prefix before the names of each.
-
-    Raises:
-        StateError: if two have an entry of the same name.
-    """
+    """Join state dicts into one, with a prefix before the names of each."""
     joined, versions = OrderedDict[str, Any](), OrderedDict[str, Any]()
     for prefix, state in by_prefix.items():
         named = {prefix + name: value for name, value in state.items()}

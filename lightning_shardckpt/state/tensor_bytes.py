@@ -37,11 +37,7 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
 
 
 def refuse_compound(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a wrapper subclass, such as a weight that torchao quantized: it has no memory of its own.
-
-    Raises:
-        StateError: naming the tensor as ``name``, and its class.
-    """
+    """Refuse a wrapper subclass, such as a weight that torchao quantized: it has no memory of its own."""
     kind = type(local_part(tensor))
     if hasattr(kind, "__tensor_flatten__"):
         raise StateError(

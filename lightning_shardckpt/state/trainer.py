@@ -96,11 +96,7 @@ def _is_trainer_state(key: str, value: Any) -> bool:
 
 
 def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:
-    """Refuse callbacks whose state key would differ after a load, so that Lightning would not find their state.
-
-    Raises:
-        StateError: naming every such callback, if ``module`` has a Trainer.
-    """
+    """Refuse callbacks whose state key would differ after a load, so that Lightning would not find their state."""
     states = checkpoint.get("callbacks")
     if not isinstance(states, Mapping):
         return

@@ -107,9 +107,6 @@ def parse_topology(text: str) -> dict[str, int]:
 
     >>> parse_topology("tp=4, data_parallel_shard_size=2")
     {'pipeline': 1, 'replicate': 1, 'shard': 2, 'tensor': 4}
-
-    Raises:
-        TopologyError: for an unknown or repeated axis, or a malformed size.
     """
     sizes: dict[str, int] = {}
     for item in text.replace("×", ",").split(","):
@@ -147,11 +144,7 @@ class TargetLayout:
 
 
 def target_layouts(root: RootIndex, sizes: Mapping[str, int]) -> dict[str, dict[str, TargetLayout]]:
-    """Return the layout of every tensor on a target topology, by component and key.
-
-    Raises:
-        TopologyError: if the target has a pipeline of another size than the checkpoint.
-    """
+    """Return the layout of every tensor on a target topology, by component and key."""
     stages, stages_before = sizes["pipeline"], root.topology.get("pipeline", 1)
     if stages not in (1, stages_before):
         raise TopologyError(

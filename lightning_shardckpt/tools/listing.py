@@ -32,12 +32,7 @@ class OwnedBox:
 
 
 def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
-    """Yield the stored boxes of a tensor.
-
-    Args:
-        spec: the tensor.
-        replica: the replica that wrote it, from ``plan.choose_replicas``.
-    """
+    """Yield the stored boxes of a tensor."""
     for part, holders in held_parts(spec):
         for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
             yield OwnedBox(overlap.stored, overlap.writer, holders)
@@ -75,15 +70,6 @@ def long_table(
     file  size
     f0     0 B
     … and 2 more files: --all lists them
-
-    Args:
-        header: the names of the columns.
-        items: one for each row.
-        row: returns the cells of an item; called for listed items only.
-        limit: the number of rows; None for all.
-        noun: the name of an item, in the singular.
-        hint: how to list the others.
-        right: the columns that are aligned to the right.
     """
     text = table(header, [row(item) for item in items[:limit]], right)
     more = 0 if limit is None else max(len(items) - limit, 0)

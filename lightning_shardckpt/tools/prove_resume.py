@@ -269,16 +269,7 @@ def compare_runs(
     tolerance: float = 0.0,
     ignore: Sequence[str] = (),
 ) -> Comparison:
-    """Compare the records of two runs of the same steps.
-
-    Args:
-        straight: of all ranks of a run that was not interrupted.
-        other: of all ranks of another run, which may have another topology.
-        first: the number of batches after which the other run began.
-        last: the last batch to compare.
-        tolerance: the accepted relative difference of numbers, and relative L2 norm of a difference of tensors.
-        ignore: patterns of ``SECTION/NAME`` to leave out.
-    """
+    """Compare the records of two runs of the same steps."""
     result, same = Comparison(), same_topology(straight, other)
     steps: list[tuple[int, Phase]] = [(n, when) for n in range(first + 1, last + 1) for when in ("before", "after")]
     for step, phase in [(first, "restored"), *steps]:
@@ -484,20 +475,7 @@ def prove_runs(
     tolerance: float | None = None,
     ignore: Sequence[str] = (),
 ) -> ResumeReport:
-    """Do the three runs of a proof by ``run``, and compare their records.
-
-    Args:
-        run: trains under a plan, with a ``RunRecorder`` on each rank; its first argument is ``straight``,
-            ``interrupted`` or ``resumed``; returns a description of the run for errors.
-        folder: for records and the checkpoint; absolute.
-        steps, interrupt_at, tolerance, ignore: see `prove_resume`.
-
-    Returns:
-        The report of the comparison.
-
-    Raises:
-        RankError: if a run records nothing, or not all.
-    """
+    """Do the three runs of a proof by ``run``, and compare their records."""
     checkpoint = str(folder / "checkpoint.ckpt")
 
     def record(name: str, first: int, last: int, save_to: str | None, resume_from: str | None) -> list[RankRecords]:
@@ -577,17 +555,7 @@ def callbacks():
 
 
 def _run_command(command: Sequence[str], plan: RunPlan, folder: Path, timeout_s: float) -> str:
-    """Run a training command under a plan, wait for its end, and return the command and the end of its output.
-
-    Args:
-        command: a program and its arguments; a Python script is run by this Python.
-        plan: of the run.
-        folder: for the output of the run, and the modules that are added to it.
-        timeout_s: seconds after which all of its processes are killed.
-
-    Raises:
-        RankError: if it fails or takes too long; with the end of its output.
-    """
+    """Run a training command under a plan, wait for its end, and return the command and the end of its output."""
     path = _python_path(folder, plan)
     log = folder / "output.txt"
     with log.open("wb") as output:

@@ -319,14 +319,7 @@ class ShardFile:
 
 
 def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]) -> Iterator[Finding]:
-    """Yield the differences of a shard file from its index: size, header, save id, positions, and blocks of data.
-
-    Args:
-        reader: reads the file.
-        file: its description.
-        quick: whether to skip the data.
-        advance: called with the bytes of data as they are read.
-    """
+    """Yield the differences of a shard file from its index: size, header, save id, positions, and blocks of data."""
     try:
         size = reader.size(file.info.name)
         if size != file.info.nbytes:

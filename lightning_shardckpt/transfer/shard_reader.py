@@ -190,11 +190,7 @@ class Files(Protocol):
 
 
 def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with a file's bytes from ``offset`` on, without verification.
-
-    Raises:
-        CorruptionError: naming the file, if it is missing or too short.
-    """
+    """Fill ``target`` with a file's bytes from ``offset`` on, without verification."""
     try:
         files.reader.read_into(file, offset, target)
     except (EOFError, FileNotFoundError) as error:
@@ -202,19 +198,7 @@ def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> N
 
 
 def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memoryview, low: int) -> None:
-    """Compare whole blocks of a box with its checksums.
-
-    Args:
-        path: the checkpoint's path, for the message.
-        key: the tensor's key, for the message.
-        writer: the rank that wrote the box, for the message.
-        entry: the box, with its checksums.
-        data: bytes of the file from ``low`` on, up to the end of a block or of the box.
-        low: the offset in the file where ``data`` and a block begin.
-
-    Raises:
-        CorruptionError: naming the checkpoint, the tensor, the file, the rank that wrote it and the bytes.
-    """
+    """Compare whole blocks of a box with its checksums."""
     block = entry.block
     actual = checksum_blocks(data, block)
     if actual == entry.checksums:  # a fast path, for a whole box

@@ -299,16 +299,7 @@ class LocalDraft:
 
 
 def _open_new(path: str, visible_within_s: float | None, *, shared: bool = False) -> int:
-    """Create and open a file; wait first until this machine sees its directory.
-
-    Args:
-        path: the path of the file.
-        visible_within_s: timeout of the wait; None if this machine has already seen the directory.
-        shared: another rank may have created the file.
-
-    Raises:
-        FileNotFoundError: if the directory is not visible in time.
-    """
+    """Create and open a file; wait first until this machine sees its directory."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if shared else os.O_EXCL)
     directory, pause = os.path.dirname(path), _PAUSE_S
     deadline = time.monotonic() + (visible_within_s or 0.0)

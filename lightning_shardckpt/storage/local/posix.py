@@ -102,14 +102,6 @@ def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int) -> No
 
     The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
     wait for. The file stays in the page cache for a later load.
-
-    Args:
-        file: a descriptor at the start of an empty file.
-        parts: parts of any size.
-        writeback_bytes: after this many bytes, ask the kernel to start writing them to the disk.
-
-    Raises:
-        OSError: without a path, if a write or the sync fails.
     """
     dirty_bytes = 0
     for nbytes in _write_batches(file, parts):

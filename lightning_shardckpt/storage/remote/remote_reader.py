@@ -74,12 +74,7 @@ class CachedReader:
 
 
 def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
-    """Download a whole file into a folder, unless this or another process has already done so.
-
-    Raises:
-        OSError: naming the local file, for instance if the disk is full.
-        TimeoutError: if another process takes too long to download it.
-    """
+    """Download a whole file into a folder, unless this or another process has already done so."""
     size, path = reader.size(name), os.path.join(folder, name)
     if _is_whole(path, size):
         return
