@@ -99,7 +99,6 @@ def _add_diff(tools: Any) -> None:
     )
     diff.add_argument("a", type=str, help="a checkpoint: a directory or a URL")
     diff.add_argument("b", type=str, help="another one")
-    diff.add_argument("--quick", action="store_true", help="compare checksums instead of tensors, where both cut alike")
     _add_listing(diff)
     add_storage_options(diff)
     tools.add_subcommand("diff", diff, help="list the differences of two checkpoints")
@@ -186,12 +185,11 @@ def _add_prove_resume(tools: Any) -> None:
 def _diff(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.diff import diff, is_same, render
 
-    options = {"tensors": arguments.tensors, "quick": arguments.quick, "storage_options": arguments.storage_options}
+    options = {"tensors": arguments.tensors, "storage_options": arguments.storage_options}
     with progress() as bar:
         report = diff(arguments.a, arguments.b, **options, advance=bar, expect=bar.expect)
     _print(report, arguments.json, lambda: render(report, arguments.all))
-    are_same = is_same(report)
-    return 2 if are_same is None else int(not are_same)
+    return int(not is_same(report))
 
 
 def _explain(arguments: Namespace) -> int:

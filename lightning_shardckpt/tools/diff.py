@@ -1,7 +1,6 @@
 """Comparison of two checkpoints of any topologies: ``python -m lightning_shardckpt diff A B``. No torch.
 
-Every tensor of both checkpoints is read from both a window at a time, verified, and compared. A quick comparison uses
-the checksums in the indexes, which decide if both checkpoints store a tensor in the same boxes.
+Every tensor of both checkpoints is read from both a window at a time, verified, and compared.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text
-from lightning_shardckpt.tools.listing import boxes_of, is_selected, long_table
+from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
@@ -42,7 +40,6 @@ def diff(
     b: str | os.PathLike[str],
     *,
     tensors: str | None = None,
-    quick: bool = False,
     advance: Callable[[int], Any] = lambda nbytes: None,
     expect: Callable[[int], Any] = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
@@ -53,7 +50,6 @@ def diff(
         a: a checkpoint.
         b: another one.
         tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
-        quick: read no tensor; tensors that the two sides store in different boxes are ``undecided``.
         advance: called with the bytes of tensors as they are compared.
         expect: called once before with the total of these bytes.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
@@ -67,10 +63,10 @@ def diff(
         open_checkpoint(a, storage_options=storage_options) as first,
         open_checkpoint(b, storage_options=storage_options) as second,
     ):
-        compare: _Compare = _by_index(first, second) if quick else _ByValue(first, second, advance)
-        lists: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": [], "undecided": []}
+        compare = _Comparison(first, second, advance)
+        lists: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": []}
         pairs = list(_pairs(first, second, tensors))
-        expect(0 if quick else sum(_compared_bytes(pair, first, second) for pair in pairs))
+        expect(sum(_compared_bytes(pair, first, second) for pair in pairs))
         for pair in pairs:
             kind, entry = _judge(pair, first, second, compare)
             if kind == "same":
@@ -82,19 +78,15 @@ def diff(
         return {
             "a": os.fspath(a),
             "b": os.fspath(b),
-            "quick": quick,
             "about": _changes(_about(first), _about(second)),
             "hyper_parameters": _changes(hyper_parameters(first), hyper_parameters(second)),
             "tensors": lists,
         }
 
 
-def is_same(report: dict[str, Any]) -> bool | None:
-    """Return whether all tensors are the same; None if a quick comparison found no difference, but could not decide."""
-    tensors = report["tensors"]
-    if any(tensors[kind] for kind in ("added", "removed", "changed", "different")):
-        return False
-    return None if tensors["undecided"] else True
+def is_same(report: dict[str, Any]) -> bool:
+    """Return whether all tensors are the same."""
+    return not any(report["tensors"][kind] for kind in ("added", "removed", "changed", "different"))
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, str]:
@@ -148,7 +140,7 @@ def _compared_bytes(pair: _Pair, first: Checkpoint, second: Checkpoint) -> int:
     return bytes_in(a.shape, a.dtype) if (a.dtype, a.shape) == (b.dtype, b.shape) else 0
 
 
-def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare) -> tuple[str, dict[str, Any]]:
+def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Comparison) -> tuple[str, dict[str, Any]]:
     """Return the list of the report that a tensor belongs to, and its entry there."""
     if pair.b is None:
         assert pair.a is not None
@@ -159,35 +151,14 @@ def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compare
     a = first.root.components[pair.component].tensors[pair.a]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return "changed", {"a": _describe(a), "b": _describe(b)}
-    kind, more = compare(pair.component, (pair.a, pair.b), a)
-    return kind, _describe(a) | more
+    found = compare.differences(pair.component, (pair.a, pair.b), a)
+    return ("different", _describe(a) | found) if found else ("same", {})
 
 
 # ── equality ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_Compare = Callable[[str, tuple[str, str], TensorSpec], tuple[str, dict[str, Any]]]
-"""Takes component, keys and the common spec; returns "same", "different" or "undecided", and numbers."""
 
-
-def _by_index(first: Checkpoint, second: Checkpoint) -> _Compare:
-    """Return a comparison of block checksums, which decide if both tensors are stored in the same boxes and blocks."""
-
-    def read_checksums(checkpoint: Checkpoint, component: str, key: str) -> dict[tuple[Box, int], str]:
-        replica = checkpoint.replicas(component)[key]
-        boxes = boxes_of(checkpoint.root.components[component].tensors[key], replica)
-        entries = (checkpoint.entry(component, key, one.as_overlap()) for one in boxes)
-        return {(entry.box, entry.block): entry.checksums for entry in entries}
-
-    def compare(component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
-        a, b = (read_checksums(c, component, key) for c, key in zip((first, second), keys, strict=True))
-        if a.keys() == b.keys():
-            return ("same" if a == b else "different"), {}
-        return "undecided", {}
-
-    return compare
-
-
-class _ByValue:
+class _Comparison:
     """A comparison that reads and verifies both tensors a window at a time, with the memory of four windows."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
@@ -195,7 +166,8 @@ class _ByValue:
         self._sides = [(WholeTensors(c), ShardReader(c.path, c.reader, target_bytes=_WINDOW_BYTES)) for c in both]
         self._advance = advance
 
-    def __call__(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> tuple[str, dict[str, Any]]:
+    def differences(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> dict[str, Any]:
+        """Return numbers of the differences of two tensors; none if they are the same."""
         distance = TensorDistance()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
@@ -207,8 +179,8 @@ class _ByValue:
                 distance.add(a, b, spec.dtype)
                 self._advance(len(a))
         if not distance.elements:
-            return "same", {}
-        return "different", {
+            return {}
+        return {
             "elements": distance.elements,
             "of": prod(spec.shape),
             "not_finite": distance.not_finite,
@@ -348,9 +320,6 @@ def _different(component: str, tensors: dict[str, Any], limit: int | None) -> st
     own = [t for t in tensors["different"] if t["component"] == component]
     for t in sorted(own, key=lambda t: (-(t.get("relative_l2") or 0.0), t["name"])):
         size = (t["name"], t["dtype"], shape_text(t["shape"]))
-        if "elements" not in t:
-            rows.append((*size, "?", "?", "?"))
-            continue
         largest, relative = ("" if t[k] is None else f"{t[k]:.3g}" for k in ("max_abs", "relative_l2"))
         odd = f" ({t['not_finite']:,} not finite)" if t["not_finite"] else ""
         rows.append((*size, f"{t['elements'] / t['of']:.1%}{odd}", largest, relative))
@@ -360,7 +329,7 @@ def _different(component: str, tensors: dict[str, Any], limit: int | None) -> st
 
 def _others(tensors: dict[str, Any], limit: int | None) -> str:
     rows: list[tuple[str, ...]] = []
-    for kind in ("changed", "removed", "added", "undecided"):
+    for kind in ("changed", "removed", "added"):
         for t in tensors[kind]:
             a, b = (t["a"], t["b"]) if kind == "changed" else (t, t)
             cells = [f"{one['dtype']} {shape_text(one['shape'])}" for one in (a, b)]
@@ -377,9 +346,6 @@ def _rows_table(
 
 def _verdict(report: dict[str, Any]) -> str:
     tensors = report["tensors"]
-    counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added", "undecided")]
+    counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added")]
     text = f"{count_text(tensors['same'], 'tensor')} the same"
-    text += "".join(f", {number:,} {kind}" for kind, number in counts if number)
-    if tensors["undecided"]:
-        text += "; of those that are cut otherwise, indexes cannot tell: run without --quick"
-    return text
+    return text + "".join(f", {number:,} {kind}" for kind, number in counts if number)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import Part, parts_of_shard, replicas, shards_meeting
-from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.system.text import count_text, table
 
 
@@ -25,10 +25,6 @@ class OwnedBox:
     box: Box
     writer: int
     holders: Sequence[int]
-
-    def as_overlap(self) -> Overlap:
-        """Return the whole box as the overlap of a load."""
-        return Overlap(self.writer, self.box, self.box, self.box)
 
 
 def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:

@@ -46,7 +46,7 @@ def tools(path: Path, whole: Path, output: Path) -> list[list[str]]:
         ["explain", str(path), *onto],
         ["map", str(path), "-o", str(output), *onto],
         ["diff", str(path), str(whole)],
-        ["diff", str(whole), str(path), "--quick"],
+        ["diff", str(whole), str(path)],
     ]
 
 
