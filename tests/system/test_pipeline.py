@@ -473,7 +473,7 @@ def count_runs(strategy: dict[str, Any]) -> list[int]:
     Counted.runs.clear()
     data = DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8)
     trainer(strategy, max_epochs=1).fit(Counted(), data)
-    return Counted.runs
+    return [*Counted.runs]
 
 
 def test_the_step_runs_once_for_each_microbatch_and_once_more() -> None:
