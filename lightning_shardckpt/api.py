@@ -37,7 +37,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, names_in
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def save(
         MismatchError: naming the entries that differ between ranks that hold the same.
         Exception: the first failure of any rank, on every rank, naming it.
     """
-    group, path = _group_of(process_group), os.fspath(path)
+    group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
     options = SaveOptions(size_per_shard, also, replicas, incremental)
     storage = _storage(sync_files, storage_options, throttle_uploads)
@@ -173,7 +173,7 @@ def save_async(
         Exception: the failure of an earlier save, on every rank; otherwise as ``save`` does.
     """
     options = SaveOptions(size_per_shard, also, replicas, incremental)
-    group, path = _group_of(process_group), os.fspath(path)
+    group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group, check_max_pending(max_pending))
     storage = _storage(sync_files, storage_options, throttle_uploads)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
@@ -292,9 +292,9 @@ def load(
     if state is None:
         if skip:
             raise ValueError(f"skip={skip!r} needs a state: without one, the whole checkpoint is returned")
-        full = checkpoint.load_full(os.fspath(path), verify=verify, weights_only=weights_only, storage=storage)
+        full = checkpoint.load_full(file_path(path), verify=verify, weights_only=weights_only, storage=storage)
         return states_of_checkpoint(full)
-    group = _group_of(process_group)
+    group, path = _group_of(process_group), file_path(path)
     objects, whole = _describe_state(state, named_by, group.ranks)
 
     def make() -> NestedLoad:
@@ -305,8 +305,8 @@ def load(
 
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
-    remainder, result = nested.run(os.fspath(path), group.ranks, options=options, storage=storage)
-    group.history.add_loaded(os.fspath(path))
+    remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
+    group.history.add_loaded(path)
     _warn(group, result.notes)
     for note in result.skipped if group.ranks.rank == 0 else ():
         _log.info(note)

@@ -238,7 +238,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             ValueError: for ``also`` with a URL, and for ``storage_options`` with a path of the file system.
             StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
-        path, attached = os.fspath(path), self._attached
+        path, attached = file_path(path), self._attached
         storage = self._storage_for(path, storage_options)
         lightning_save = LightningSave(
             checkpoint,
@@ -383,7 +383,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             self.load_options, strict=strict, weights_only=weights_only is not False, verify_first=self._verify_first
         )
         result = load(
-            os.fspath(path),
+            file_path(path),
             targets,
             ranks=self._attached.ranks,
             options=options,
@@ -391,7 +391,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
-        self.saves.add_loaded(os.fspath(path))
+        self.saves.add_loaded(file_path(path))
         self._warn(result.notes)
         return result
 

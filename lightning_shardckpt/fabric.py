@@ -48,6 +48,7 @@ from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
+from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.fabric_modules import (
     BackwardSyncControl,
@@ -351,7 +352,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
             described.append((objects, whole, checkpoint))
-            return os.fspath(path)
+            return file_path(path)
 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, checkpoint),) = described
@@ -394,7 +395,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         nested = NestedLoad.prepare(self._ranks, make)
         remainder, result = nested.run(
-            os.fspath(path),
+            file_path(path),
             self._ranks,
             options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
             storage=io.storage,

@@ -31,7 +31,7 @@ from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import Dropped, Pickled, lost_values
 from lightning_shardckpt.state.nested_dict import collect_objects
-from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
@@ -71,7 +71,7 @@ def load_from_checkpoint(
         MismatchError: for a checkpoint of adapters, listing missing tensors other than those it leaves out.
     """
     drain_all()
-    path, device = os.fspath(checkpoint_path), device_of(map_location)
+    path, device = file_path(checkpoint_path), device_of(map_location)
     if is_torch_file(path):
         file: Any = path
         if weights_only is not None:

@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -203,7 +203,7 @@ def open(
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    return OpenCheckpoint(os.fspath(path), verify, storage if is_url(path) else None)
+    return OpenCheckpoint(file_path(path), verify, storage if is_url(path) else None)
 
 
 class LazyTensor:

@@ -8,6 +8,7 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
+from lightning_shardckpt.storage.router import file_path
 
 
 class ShardedCLI(LightningCLI):
@@ -22,7 +23,7 @@ class ShardedCLI(LightningCLI):
         """Put the hyper-parameters that a directory or URL in ``--ckpt_path`` has into the config."""
         subcommand = self.config.get("subcommand")
         given = self.config[subcommand] if subcommand else {}
-        path = os.fspath(given.get("ckpt_path") or "")
+        path = file_path(given.get("ckpt_path") or "")
         if not (os.path.isdir(path) or "://" in path):
             return
         hyper = stored_hyper_parameters(path, weights_only=given.get("weights_only") is not False)

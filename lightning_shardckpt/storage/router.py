@@ -34,7 +34,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
-    """Return a path without the protocol of the local file system; other URLs are returned unchanged.
+    """Return a path without the protocol of the local file system, and with the home directory for ``~``.
+
+    Other URLs are returned unchanged. fsspec, by which Lightning opens files, reads ``~`` in the same way.
 
     >>> file_path("file:///tmp/a.ckpt"), file_path("s3://bucket/a.ckpt")
     ('/tmp/a.ckpt', 's3://bucket/a.ckpt')
@@ -42,7 +44,7 @@ def file_path(path: str | os.PathLike[str]) -> str:
     path = os.fspath(path)
     for protocol in _LOCAL_PROTOCOLS:
         path = path.removeprefix(protocol)
-    return path
+    return os.path.expanduser(path)
 
 
 class StorageRouter:

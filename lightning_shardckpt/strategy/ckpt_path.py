@@ -36,7 +36,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, S
 from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.did_you_mean import READABLE
 from lightning_shardckpt.sources.paths import find_dcp_directory, leaves_out_frozen
-from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
@@ -81,11 +81,12 @@ class ResolvingLauncher(ScriptLauncher):
         return super().launch(self._resolve_and_call, trainer, function, call, trainer=trainer)
 
     def _resolve_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-        ckpt_path, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
+        given, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
+        ckpt_path = file_path(given) if isinstance(given, str | os.PathLike) else given
         resolve = partial(resolve_ckpt_path, trainer, ckpt_path, weights_only=self.weights_only is not False)
         ranks = self._join()
         self.resumes_from = agree_on_path(resolve, ckpt_path, ranks, _storage_of(trainer).visible_within_s)
-        if self.resumes_from != ckpt_path:
+        if self.resumes_from != given:
             call.arguments["ckpt_path"] = self.resumes_from
         with ranks.watch():
             return function(*call.args, **call.kwargs)

@@ -35,6 +35,7 @@ from lightning_shardckpt.parallel.sharding.references import refuse_shared_memor
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import check_io
@@ -208,7 +209,8 @@ class MeshStrategy(PickleByArguments):
             pipeline=pipeline,
         )
         mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
-        self._pretrained = Pretrained(str(pretrained), mapping, pretrained_strict) if pretrained is not None else None
+        path = None if pretrained is None else file_path(pretrained)
+        self._pretrained = Pretrained(path, mapping, pretrained_strict) if path is not None else None
         self._defer_init = defer_init
         self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
         self._process_group_backend = process_group_backend

@@ -163,6 +163,25 @@ def test_map_location_that_is_no_place_is_refused(tmp_path: Path) -> None:
         ShardCkptIO().load_whole(tmp_path / "a.ckpt", map_location=1.5)  # type: ignore[arg-type]
 
 
+def save_and_resume_at_home() -> tuple[list[int], list[str]]:
+    os.environ["HOME"] = os.path.abspath("home")
+    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
+    run.fit(tiny.TinyLM(), tiny.loader())
+    run.save_checkpoint("~/a.ckpt")
+    steps = []
+    for path in ("~/a.ckpt", f"file://{os.path.abspath('home')}/a.ckpt"):
+        run = tiny.trainer({}, max_steps=2, limit_val_batches=0)
+        run.fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path)
+        steps += [run.global_step, run.fit_loop.epoch_loop.batch_progress.current.ready]
+    assert lightning_shardckpt.load("~/a.ckpt")["global_step"] == 1
+    return steps, os.listdir(".")
+
+
+def test_a_tilde_is_the_home_directory_as_in_lightning() -> None:
+    ((steps, files),) = run_ranks(1, save_and_resume_at_home)
+    assert steps == [2, 2, 2, 2] and files == ["home"]
+
+
 class WithHyper(tiny.TinyLM):
     def __init__(self, width: int, hook: Any = None) -> None:
         super().__init__()
