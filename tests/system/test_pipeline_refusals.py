@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_shardckpt.errors import UnsupportedCodeError
-from tests.support.pool import run_ranks, selected
+from tests.support.pool import run_each, run_ranks, selected
 from tests.support.tiny import full_state, trainer
 
 WIDTH, LENGTH, VOCABULARY, BATCH = 6, 3, 11, 8
@@ -43,6 +42,8 @@ class Layer(nn.Module):
 class Good(pl.LightningModule):
     """What the refused ones differ from."""
 
+    Layer: Any = Layer
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -51,7 +52,7 @@ class Good(pl.LightningModule):
         self.losses: list[float] = []
 
     def layer(self) -> nn.Module:
-        return Layer()
+        return self.Layer()  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.after(self.trunk(self.before(tokens)))
@@ -144,12 +145,6 @@ class Reduces(Good):
         return super().trunk(x)
 
 
-class Waits(Good):
-    def after(self, x: Tensor) -> Tensor:
-        dist.barrier()
-        return super().after(x)
-
-
 class Gathers(Good):
     def after(self, x: Tensor) -> Tensor:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it has a new name
@@ -196,9 +191,6 @@ class BiasLast(Good):
         def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x + bias[0])
 
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Embedding(2, WIDTH)
@@ -214,9 +206,6 @@ class PassesObjects(Good):
         def forward(self, given: UserDict[str, Tensor]) -> UserDict[str, Tensor]:  # type: ignore[override]
             return UserDict(x=super().forward(given["x"]))
 
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
     def trunk(self, x: Tensor) -> Tensor:
         given = UserDict(x=x)
         for layer in self.layers:
@@ -225,13 +214,10 @@ class PassesObjects(Good):
 
 
 class SumOfAuxiliary(Good):
-    class Routed(Layer):
+    class Layer(Layer):
         def forward(self, x: Tensor) -> Tensor:
             self.auxiliary = x.square().mean()
             return super().forward(x)
-
-    def layer(self) -> nn.Module:
-        return self.Routed()
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = loss_of(self(batch), batch)
@@ -247,13 +233,10 @@ class LastAuxiliary(SumOfAuxiliary):
 
 
 class ListOfAuxiliary(Good):
-    class Adds(Layer):
+    class Layer(Layer):
         def forward(self, x: Tensor, auxiliary: list[Tensor]) -> Tensor:  # type: ignore[override]
             auxiliary.append(x.square().mean())
             return super().forward(x)
-
-    def layer(self) -> nn.Module:
-        return self.Adds()
 
     def training_step(self, batch: Any, index: int) -> Any:
         x, auxiliary = self.before(batch), list[Tensor]()
@@ -303,16 +286,26 @@ class Branches(Good):
 # --- microbatches ---
 
 
+class Scale(nn.Module):
+    """Its result tells what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Noise(Good):
     """As diffusion models do: the loss needs the noise that the layers got."""
+
+    Layer = Scale
 
     def training_step(self, batch: Any, index: int) -> Any:
         noise = torch.randn(*batch.shape, WIDTH)
         x = self.trunk(torch.cat([self.before(batch), noise], 1))
         return (x[:, batch.shape[1] :] - noise).square().mean()
-
-    def layer(self) -> nn.Module:
-        return Scale()
 
 
 class OwnNoise(Good):
@@ -324,17 +317,6 @@ class OwnNoise(Good):
 
     def before(self, tokens: Tensor) -> Tensor:
         return super().before(tokens) + torch.randn(*tokens.shape, WIDTH, generator=self.generator)
-
-
-class Scale(nn.Module):
-    """Its result tells what it got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 class BatchNorm(Good):
@@ -390,12 +372,9 @@ class Uneven(Good):
 class AddedUp(Good):
     """Scalars that layers add up: microbatches give other ones than the batch."""
 
-    class Adds(Layer):
+    class Layer(Layer):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(pair[0]), pair[1] + pair[0].square().mean()
-
-    def layer(self) -> nn.Module:
-        return self.Adds()
 
     def training_step(self, batch: Any, index: int) -> Any:
         pair: Any = (self.before(batch), torch.zeros(()))
@@ -494,15 +473,12 @@ class Breaks(Layer):
 
 
 class LayerBreaks(Good):
-    index = 1
+    Layer, index = Breaks, 1
 
     def __init__(self) -> None:
         super().__init__()
         broken: Any = self.layers[self.index]
         broken.broken = True
-
-    def layer(self) -> nn.Module:
-        return Breaks()
 
 
 class LastLayerBreaks(LayerBreaks):
@@ -564,37 +540,24 @@ class ReturnsNothing(Good):
 # --- what only one process would do with a batch ---
 
 
-class Cut(Good):
-    def layer(self) -> nn.Module:
-        return self.cut_layer()
+class Averaging(Good):
+    class Layer(Layer):
+        """Adds a little of a moving average of activations, which is no buffer."""
 
-    cut_layer: Any = Layer
+        mean: Tensor | None = None
 
-
-class AveragingLayer(Layer):
-    """Adds a little of a moving average of activations, which is no buffer."""
-
-    mean: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        now = x.detach().mean()
-        self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
-        return x + 1e-6 * self.mean
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            now = x.detach().mean()
+            self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+            return x + 1e-6 * self.mean
 
 
-class Averaging(Cut):
-    cut_layer = AveragingLayer
-
-
-class CenteringLayer(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x - x.mean(0)
-
-
-class Centering(Cut):
-    cut_layer = CenteringLayer
+class Centering(Good):
+    class Layer(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x - x.mean(0)
 
 
 class Normed(torch.autograd.Function):
@@ -609,13 +572,10 @@ class Normed(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
-class NormsGradientsLayer(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return Normed.apply(super().forward(x))  # type: ignore[no-any-return]
-
-
-class NormsGradients(Cut):
-    cut_layer = NormsGradientsLayer
+class NormsGradients(Good):
+    class Layer(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return Normed.apply(super().forward(x))  # type: ignore[no-any-return]
 
 
 class TimeFirst(Good):
@@ -666,24 +626,11 @@ class QuantizesSaved(Good):
             return super().training_step(batch, index)
 
 
-class QuantizesSavedLayer(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.abs().max(), lambda t: t):
-            return super().forward(x)
-
-
-class QuantizesInLayers(Cut):
-    cut_layer = QuantizesSavedLayer
-
-
-class CountsInHook(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.embed.register_forward_pre_hook(self.count)
-
-    def count(self, *_: Any) -> None:
-        self.calls += 1
+class QuantizesInLayers(Good):
+    class Layer(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.abs().max(), lambda t: t):
+                return super().forward(x)
 
 
 class NormsAfterLayers(Good):
@@ -723,6 +670,8 @@ MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 REMEMBER = ("is to remember embed.weight", "after the layers")
 ON_NODE = ("is registered on a node of autograd's graph", "register_hook")
+
+
 @dataclass(frozen=True)
 class Case:
     """A run that is refused.
@@ -742,14 +691,12 @@ class Case:
 OWN = ("KeyError", "RankError")
 BY_MICROBATCH = {"pipeline_loss": "microbatch"}
 ONE_F_ONE_B = {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}
-INTERLEAVED = {"pipeline_loss": "microbatch", "pipeline_schedule": "interleaved_1f1b", "pipeline_stages_per_rank": 2}
 CASES = {
     "two passes": Case(TwoPasses, ("layers.0 was called a second time", *ORDER)),
     "skips a layer": Case(Skips, ("layers.3 was called before layers.2", *ORDER)),
     "returns inside": Case(ReturnsInside, ("returned after 2 of the 4 layers", "before layers.2")),
     "swallows all": Case(SwallowsAll, ("returned after", "must call every layer once")),
     "all_reduce": Case(Reduces, ("all_reduce", *COLLECTIVE)),
-    "barrier": Case(Waits, ("barrier", *COLLECTIVE)),
     "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
     "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
@@ -785,11 +732,7 @@ CASES = {
     "wrong split": Case(Good, ("pipeline_split", "'half'"), {"pipeline_split": "half"}, kinds=("TopologyError",)),
     "layers compiled late": Case(CompilesLayersLate, ("layers.0 was compiled after", "configure_model")),
     "compiled": Case(
-        Compiled,
-        ("net is compiled as a whole", "Compile the layers"),
-        {
-            "pipeline_layers": ["net.layers.*"],
-        },
+        Compiled, ("net is compiled as a whole", "Compile the layers"), {"pipeline_layers": ["net.layers.*"]}
     ),
     "shards itself": Case(ShardsItself, ("ShardsItself shards itself in configure_model", "fsdp_units")),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
@@ -806,15 +749,12 @@ CASES = {
     "moving average in an attribute": Case(Averaging, ("layers.0.mean of another microbatch",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
-    "centers the batch, interleaved": Case(Centering, ("than of the whole", "layers.3 differs"), INTERLEAVED),
     "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),
-    "norms gradients in a function, 1f1b": Case(NormsGradients, ("the backward of an autograd.Function",), ONE_F_ONE_B),
     "hook of one step, 1f1b": Case(HooksOnce, ("has a hook", "sees gradients of microbatches"), ONE_F_ONE_B),
     "hook on a node": Case(HooksNode, ON_NODE),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
     "quantizes saved tensors": Case(QuantizesSaved, ("of saved tensors", "activation_checkpointing")),
     "quantizes saved tensors in layers": Case(QuantizesInLayers, ("of saved tensors", "activation_checkpointing")),
-    "counts in a hook": Case(CountsInHook, ("embed has the hook CountsInHook.count", "microbatches")),
     "norms gradients in a hook after the layers": Case(NormsAfterLayers, ("head has the hook",), ONE_F_ONE_B),
     "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
     "vmap over the weight of another stage": Case(Mapped, ("a transform of torch.func around", "doesn't have")),
@@ -925,37 +865,24 @@ def test_the_same_processes_train_afterwards_as_fresh_ones(refused: Found) -> No
             assert [name for name, value in state.items() if not torch.equal(value, state_fresh[name])] == []
 
 
-def train_on_noise(strategies: list[dict[str, Any]]) -> list[list[float]]:
-    """How far what came through the layers is from the noise that the loss saw."""
-    found = []
-    for strategy in strategies:
-        module = Noise()
-        run_of(strategy).fit(module)
-        found.append(module.losses[:1])
-    return found
+def losses(kind: type[Good], strategy: dict[str, Any]) -> list[float]:
+    pl.seed_everything(1, verbose=False)
+    module = kind()
+    run_of(strategy).fit(module)
+    return module.losses
 
 
 @pytest.mark.slow
-def test_noise_of_input_and_loss_is_the_same_with_one_microbatch_or_their_own_losses() -> None:
-    for rank in run_ranks(2, train_on_noise, [{"pipeline_microbatches": 1}, BY_MICROBATCH]):
-        assert rank == [[0.0], [0.0]]
-
-
-def train_unsplit(kinds: list[type[Good]]) -> list[list[float]]:
-    found = []
-    for kind in kinds:
-        pl.seed_everything(1, verbose=False)
-        module = kind()
-        run_of({"pipeline_microbatches": 1}).fit(module)
-        found.append(module.losses)
-    return found
-
-
-@pytest.mark.slow
-def test_a_batch_that_cannot_be_split_trains_with_one_microbatch() -> None:
-    for opaque, nested, uneven, plain in run_ranks(2, train_unsplit, [OpaqueBatch, OpaqueInList, Uneven, Good]):
-        assert opaque == nested == uneven == plain
-        assert len(plain) == 2
+def test_what_microbatches_are_refused_for_trains_with_one_or_with_losses_of_their_own() -> None:
+    """The loss on noise is how far what came through the layers is from the noise that the loss saw."""
+    one: dict[str, Any] = {"pipeline_microbatches": 1}
+    whole = [OpaqueBatch, OpaqueInList, Uneven, Good]
+    calls = {(kind, ""): (2, losses, kind, one) for kind in (*whole, Noise)}
+    found = run_each({**calls, (Noise, "of its own"): (2, losses, Noise, BY_MICROBATCH)})
+    for rank in range(2):
+        assert [found[Noise, how][rank][:1] for how in ("", "of its own")] == [[0.0], [0.0]]
+        assert [found[kind, ""][rank] for kind in whole] == [found[Good, ""][rank]] * 4
+        assert len(found[Good, ""][rank]) == 2
 
 
 class TensorRankData(Good):
@@ -963,33 +890,27 @@ class TensorRankData(Good):
         return self.global_rank % 2
 
 
-def fit_over_tensor_ranks() -> tuple[str, str]:
-    run = run_of({"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*.linear": "replicate"}})
-    with pytest.raises(Exception) as raised:
-        run.fit(TensorRankData())
-    return type(raised.value).__name__, str(raised.value)
-
-
-@pytest.mark.slow
-def test_batches_that_differ_between_tensor_ranks_are_refused() -> None:
-    for kind, message in run_ranks(4, fit_over_tensor_ranks, timeout_s=60):
-        assert kind == "UnsupportedCodeError"
-        assert "tensor-parallel group got different batches" in message
-
-
 class OnePipelineData(Good):
     def shift(self) -> int:
         return int(self.global_rank == 3)
 
 
-def fit_over_two_pipelines() -> str:
-    run = run_of({"data_parallel_shard_size": 2})
-    with pytest.raises(UnsupportedCodeError) as raised:
-        run.fit(OnePipelineData())
-    return str(raised.value)
+ON_FOUR = [
+    Case(
+        TensorRankData,
+        ("tensor-parallel group got different batches",),
+        {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*.linear": "replicate"}},
+    ),
+    Case(
+        OnePipelineData,
+        ("the ranks of a pipeline got different batches for training_step",),
+        {"data_parallel_shard_size": 2},
+    ),
+]
 
 
 @pytest.mark.slow
-def test_batches_that_differ_in_one_pipeline_are_refused_in_all() -> None:
-    for message in run_ranks(4, fit_over_two_pipelines, timeout_s=60):
-        assert "the ranks of a pipeline got different batches for training_step" in message
+def test_batches_that_differ_between_tensor_ranks_or_in_one_pipeline_are_refused_in_all() -> None:
+    for number, ranks in run_each({n: (4, refuse, case) for n, case in enumerate(ON_FOUR)}, timeout_s=60).items():
+        for found in ranks:
+            assert found.kind == "UnsupportedCodeError" and ON_FOUR[number].words[0] in found.message

@@ -192,8 +192,7 @@ REFUSALS = "(TopologyError|UnsupportedCodeError)"
 IN_PIPELINES = (
     *("ClipsByNorm", "ClampsInStep", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients"),
     *("PenalizesInBackward", "PenalizesWeights", "HooksInStep", "WatchesModules", "Diffusion"),
-    *("KeepsShadowInBuffers", "TakesFromAnIterator", "CountsInLayers", "ScalesActivations"),
-    *("RetainsGradients", "PenalizesInputGradients", "FollowsByTorch"),
+    *("TakesFromAnIterator", "CountsInLayers", "ScalesActivations", "RetainsGradients", "PenalizesInputGradients"),
 )
 """One for each reason for which pipelines refuse; test_pipeline_refusals has the other reasons."""
 NAMED = [

@@ -220,11 +220,21 @@ def save_twin(path: str) -> None:
         pytest.param(2, 4, [(1, 3), (3, 3)], id="2 stages, sharded, to 1 and 3"),
     ],
 )
-def test_any_partition_loads_into_any_other(
+def test_stages_save_what_one_process_saves_and_any_partition_loads_it(
     stages: int, world: int, targets: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     path, expected = str(tmp_path / "a.ckpt"), expected_state()
+    save_twin(str(tmp_path / "twin.ckpt"))
     run_ranks(world, save_stages, stages, path)
+    assert components(tmp_path / "a.ckpt") == components(tmp_path / "twin.ckpt")
+    assert components(tmp_path / "a.ckpt")["model"][1] == {
+        "head.weight": "embed.weight",
+        "head.table_again": "embed.table",
+    }
+    stored, of_one = (load_full(str(tmp_path / f"{name}.ckpt")) for name in ("a", "twin"))
+    for mine, theirs in zip(stored["optimizer_states"], of_one["optimizer_states"], strict=True):
+        assert mine["param_groups"] == theirs["param_groups"]  # the params in the same order
+        assert mine["state"].keys() == theirs["state"].keys()
     for target_stages, target_world in targets:
         assert_equal_to_twin(run_ranks(target_world, load_stages, target_stages, path), expected)
 
@@ -236,21 +246,6 @@ def components(path: Path) -> dict[str, Any]:
         name: ({key: row[:2] + row[3:] for key, row in found["tensors"].items()}, found["aliases"])
         for name, found in root["components"].items()
     }
-
-
-@pytest.mark.parametrize(("stages", "world"), [(2, 4)])
-def test_stages_save_together_what_one_process_saves(stages: int, world: int, tmp_path: Path) -> None:
-    save_twin(str(tmp_path / "twin.ckpt"))
-    run_ranks(world, save_stages, stages, str(tmp_path / "a.ckpt"))
-    assert components(tmp_path / "a.ckpt") == components(tmp_path / "twin.ckpt")
-    assert components(tmp_path / "a.ckpt")["model"][1] == {
-        "head.weight": "embed.weight",
-        "head.table_again": "embed.table",
-    }
-    found, expected = (load_full(str(tmp_path / f"{name}.ckpt")) for name in ("a", "twin"))
-    for mine, theirs in zip(found["optimizer_states"], expected["optimizer_states"], strict=True):
-        assert mine["param_groups"] == theirs["param_groups"]  # the params in the same order
-        assert mine["state"].keys() == theirs["state"].keys()
 
 
 def load_wrong(stages: int, path: str, strict: bool) -> tuple[str, dict[str, Any]]:
@@ -400,19 +395,16 @@ def _with_wide(names: WholeNames) -> WholeNames:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "world", "target", "target_world"), [(2, 4, 3, 3)])
-def test_what_callbacks_keep_by_parameter_name_is_saved_by_all_stages(
-    stages: int, world: int, target: int, target_world: int, tmp_path: Path
-) -> None:
+def test_what_callbacks_keep_by_parameter_name_is_saved_by_all_stages(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    run_ranks(world, save_averaged, stages, path)
+    run_ranks(4, save_averaged, 2, path)
     model, _ = twin(1)
     expected = {n: t * 2 for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     expected |= {
         f"layers.{i}.wide": torch.full((999,), layer.seen[0].item()) * 2 for i, layer in enumerate(model.layers)
     }
     expected = {f"module.{n}": t for n, t in expected.items()}
-    loaded = run_ranks(target_world, load_averaged, target, path)
+    loaded = run_ranks(3, load_averaged, 3, path)
     assert set().union(*(found for found, _, _ in loaded)) == expected.keys()
     for found, own, sharded in loaded:
         tied = {"module.embed.weight", "module.head.weight", "module.embed.table", "module.head.table_again"}
@@ -460,53 +452,51 @@ def test_hooks_may_edit_entries_of_other_stages_on_load(tmp_path: Path) -> None:
     assert_equal_to_twin(run_ranks(2, edit_on_load, path), expected)
 
 
-def save_replaced(path: str, names: tuple[str, ...]) -> str:
-    stage = Stage(1, 2)
-    checkpoint = stage.checkpoint()
-    state = checkpoint["state_dict"]
-    checkpoint["state_dict"] = {n: v * 2 if n in names else v for n, v in state.items()}
-    try:
-        stage.io.save_checkpoint(checkpoint, path)
-    except MismatchError as error:
-        return str(error)
-    return ""
+TIED = ("embed.weight", "head.weight")
+REPLACED: dict[str, tuple[int, dict[str, int]]] = {
+    "one name": (1, {"head.weight": 2}),
+    "both names": (1, dict.fromkeys(TIED, 2)),
+    "the first name": (1, {"embed.weight": 2}),  # the last stage cannot know
+    "everything": (2, {}),
+    "everything, a tie apart": (2, {"head.weight": 3}),
+}
+"""By what hooks multiply entries: all of them that are copied, and some that have factors of their own."""
+
+
+def save_replaced(folder: str) -> dict[str, str]:
+    found = {}
+    for case, (common, factors) in REPLACED.items():
+        stage = Stage(1, 2)
+        checkpoint, names = stage.checkpoint(), factors if common == 1 else stage.module.state_dict()
+        state = {
+            n: v * factors.get(n, common) if n in names and isinstance(v, Tensor) else v
+            for n, v in checkpoint["state_dict"].items()
+        }
+        try:
+            stage.io.save_checkpoint(checkpoint | {"state_dict": state}, f"{folder}/{case}")
+            found[case] = ""
+        except MismatchError as error:
+            found[case] = str(error)
+    stage = Stage(8, 2, steps=0)
+    stage.load(f"{folder}/everything")
+    return found
 
 
 @pytest.mark.slow
-def test_a_tied_weight_that_hooks_replace_is_stored_apart(tmp_path: Path) -> None:
-    path, tied = str(tmp_path / "a.ckpt"), ("embed.weight", "head.weight")
+def test_what_hooks_replace_is_tied_like_the_model_or_stored_apart(tmp_path: Path) -> None:
+    for found in run_ranks(4, save_replaced, str(tmp_path)):
+        for case, message in found.items():
+            if case in ("the first name", "everything, a tie apart"):
+                assert "model/embed.weight  ranks " in message and "a tied weight under all its names" in message
+            else:
+                assert message == "", case
     weight = twin(1)[0].embed.weight
-    for names in (("head.weight",), tied):
-        assert run_ranks(2, save_replaced, path, names) == ["", ""]
-        found = load_full(path)["state_dict"]
-        for name in tied:
-            assert torch.equal(found[name], weight * 2 if name in names else weight)
-    for message in run_ranks(2, save_replaced, path, ("embed.weight",)):  # the last stage cannot know
-        assert "model/embed.weight  ranks " in message and "a tied weight under all its names" in message
-
-
-def save_copies(path: str, factors: dict[str, int]) -> str:
-    stage = Stage(1, 2)
-    checkpoint = stage.checkpoint()
-    state = checkpoint["state_dict"]
-    copies = {n: v * factors.get(n, 2) if isinstance(v, Tensor) else v for n, v in state.items()}
-    try:
-        stage.io.save_checkpoint(checkpoint | {"state_dict": copies}, path)
-    except MismatchError as error:
-        return str(error)
-    stage.load(path)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_state_dict_that_hooks_replace_as_a_whole_is_tied_like_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_twin(str(tmp_path / "twin.ckpt"))
-    assert run_ranks(4, save_copies, str(path), {}) == [""] * 4
-    assert components(path)["model"] == components(tmp_path / "twin.ckpt")["model"]
-    assert torch.equal(load_full(str(path))["state_dict"]["head.weight"], twin(1)[0].embed.weight * 2)
-    for message in run_ranks(4, save_copies, str(path), {"head.weight": 3}):
-        assert "model/embed.weight  ranks " in message and "a tied weight under all its names" in message
+    for case in ("one name", "both names", "everything"):
+        stored = load_full(str(tmp_path / case))["state_dict"]
+        common, factors = REPLACED[case]
+        assert all(torch.equal(stored[name], weight * factors.get(name, common)) for name in TIED), case
+    save_twin(str(tmp_path / "twin"))
+    assert components(tmp_path / "everything")["model"] == components(tmp_path / "twin")["model"]
 
 
 # ── documents and places ──────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,6 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import (
-    MAX_BLOCK_BYTES,
     Component,
     RankIndex,
     RootIndex,
@@ -22,7 +21,7 @@ from lightning_shardckpt.format.index import (
     TensorSpec,
 )
 from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
-from lightning_shardckpt.format.layout import MAX_RANKS, REPLICATED, Axis, DimShard, Layout
+from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from tests.support.worlds import mesh
 
@@ -107,7 +106,7 @@ def test_an_index_that_no_reader_would_accept_is_not_written() -> None:
         root_to_json(replace(a_root(), software={"torch": "2" * MAX_JSON_BYTES}))
 
 
-# ── what an edited index may say: every one of these is refused, with words that tell what is wrong ──────────────────
+# ── what an edited index may say beside what test_format.py breaks: each is refused, with words that tell why ────────
 
 
 class Deleted(Enum):
@@ -140,38 +139,20 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
-    ("format", "other", "not an index of lightning-shardckpt"),
-    ("version", 3, "this package reads 1 and 4; use the lightning-shardckpt that wrote it"),
-    ("version", 5, "the lightning-shardckpt that wrote it"),
     ("version", True, "version True"),
     ("version", 0, "version 0"),
-    ("version", DELETED, "version None"),
-    ("save_id", DELETED, "save_id"),
     ("world_size", 0, "world of 0"),
-    ("world_size", MAX_RANKS + 1, "world of"),
     ("world_size", "4", "'4' is not a size"),
     ("world_size", 4.0, "4.0 is not a size"),
-    ("step", "3", "'3' is not a size"),
     ("epoch", [], "is not a size"),
     ("topology", {"a": -1}, "-1 is not a size"),
     ("topology", [], "AttributeError"),
     ("layouts", {}, "IndexError"),
-    ("layouts/0/axes/0/1", 0, "without size"),
-    ("layouts/0/axes/0/2", 1, "overlap"),
     ("layouts/0/axes/0", ["a", 2], "ValueError"),
-    ("layouts/0/cuts/0/0", 9, "along no axis"),
-    ("layouts/0/cuts/0/0", 0, "two cuts"),
-    ("layouts/0/cuts/0/1", 2, r"cuts dim 2 of shape \(8, 3\)"),
-    ("layouts/0/cuts/0/2", 0, "no blocks"),
-    ("layouts/0/cuts/0/2", 1 << 40, "blocks"),
     ("layouts/0/holders", [], "holders"),
-    ("layouts/0/holders", [[0, 5]], "world of 4"),
     ("layouts/0/holders", [[2, 2]], "holders"),
-    ("layouts/0/holders", [[2, 4], [0, 2]], "holders"),
     ("layouts/0/holders", [[0, 3], [2, 4]], "holders"),
-    ("layouts/2/order", [0, 0, 1, 2], "two positions"),
     ("layouts/2/order", 7, "TypeError"),
-    ("components/model/tensors/a/0", "F31", "unknown dtype 'F31'"),
     ("components/model/tensors/a/0", ["F32"], "TypeError"),
     ("components/model/tensors/a/1", [8, -3], "-3 is not a size"),
     ("components/model/tensors/a/1", [1 << 64], "is not a size"),
@@ -179,11 +160,8 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("components/model/tensors/a/2", 3, "IndexError"),
     ("components/model/tensors/a/2", -1, "-1 is not a size"),
     ("components/model/tensors/a", [], "IndexError"),
-    ("components/model/aliases", {"x": "y"}, "alias 'x' of 'y'"),
     ("components/model/aliases", {"a": "d"}, "alias 'a'"),
-    ("components/model/indexes/0/0", "../x", "'../x' is not a file name"),
     ("components/model/indexes/0/0", "a/b", "is not a file name"),
-    ("components/model/indexes/0/0", "/etc/passwd", "is not a file name"),
     ("components/model/indexes/0/0", ".hidden", "is not a file name"),
     ("components/model/indexes/0/0", "a\u0000b", "is not a file name"),
     ("components/model/indexes/0/0", "a\n", "is not a file name"),
@@ -193,7 +171,6 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("components/model/indexes/0/2", "0123", "'0123' is not a checksum"),
     ("components/model/indexes/0/2", SUM.upper(), "is not a checksum"),
     ("components/model/indexes", {"one": ["x", 1, SUM]}, "ValueError"),
-    ("components/other", {}, "unknown component 'other'"),
     ("components", [], "AttributeError"),
     ("documents", {"..": [1, SUM]}, "is not a file name"),
     ("documents/trainer-state.json", [5], "ValueError"),
@@ -201,22 +178,15 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
     ("format", None, "not an index"),
-    ("version", 4, "this package reads 1 and 3; use the lightning"),
     ("rank", -1, "-1 is not a size"),
     ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
     ("metadata", [], "AttributeError"),
     ("metadata/a", [], "TypeError"),
     ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
-    ("metadata/a/file", "../../etc/passwd", "not a file name"),
-    ("metadata/a/begin", 100, "'a' ends at byte 124 of model-dist-00002-shard-00001.safetensors, which has 112"),
     ("metadata/a/begin", -8, "-8 is not a size"),
     ("metadata/a/block", 0, "checksums"),
-    ("metadata/a/block", MAX_BLOCK_BYTES + 1, "checksums"),
     ("metadata/a/checksums", [], "0 checksums of 4096 bytes each for 24 bytes"),
-    ("metadata/a/checksums", [SUM, SUM], "2 checksums"),
-    ("metadata/a/checksums", "abc", "not a checksum"),
-    ("metadata/a/offsets", [7, 0], "lies outside"),
     ("metadata/a/offsets", [-1, 0], "not a size"),
     ("metadata/a/offsets", [2], "ValueError"),
     ("metadata/a/lengths", [1 << 62, 1 << 62], "lies outside"),
@@ -275,22 +245,15 @@ def test_sizes_of_any_length_come_back(largest: int) -> None:
     assert root_from_json(root_to_json(root), "x") == root
 
 
-COLUMN_EDITS: list[tuple[str, Any, str]] = [
-    ("components/model/indexes/ranks", [[0, 7], [5, 9]], "ranks .* in a world of 300"),
-    ("components/model/indexes/ranks", [[0, 7, 9]], "ranks .* in a world of 300"),
-    ("components/model/indexes/ranks", [[0, 301]], "ranks .* in a world of 300"),
-    ("components/model/indexes/ranks", [[0, 1 << 62]], "ranks .* in a world of 300"),
-    ("components/model/indexes", {"0": ["x.json", 1, SUM]}, "part is missing or malformed"),
-    ("documents_by_rank", DELETED, "part is missing or malformed"),
-]
-
-
 @pytest.mark.parametrize(
     ("path", "new", "words"),
     [
-        *COLUMN_EDITS,
-        ("components/model/indexes/ranks", [[0, 7]], "checksums of 1112 characters, more than 7 ranks can have"),
-        ("components/model/indexes/ranks", [[0, 300]], "checksums of 832 bytes for 300 ranks"),
+        ("components/model/indexes/ranks", [[0, 7], [5, 9]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 7, 9]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 301]], "ranks .* in a world of 300"),
+        ("components/model/indexes/ranks", [[0, 1 << 62]], "ranks .* in a world of 300"),
+        ("components/model/indexes", {"0": ["x.json", 1, SUM]}, "part is missing or malformed"),
+        ("documents_by_rank", DELETED, "part is missing or malformed"),
         (
             "documents_by_rank",
             {"../x": {"ranks": [[0, 1]], "sizes": "AQ==", "checksums": "AAAAAAAAAAA="}},
