@@ -30,6 +30,7 @@ class LoadedOptimizers:
         self._optimizers, self._names = optimizers, names
         self._loaded: list[dict[str, Any]] = []
         self._settings: set[tuple[int, int, str]] = set()
+        self._with_state: list[list[Any]] = []  # the parameters of each optimizer that have state
 
     def show(self, settings: set[tuple[int, int, str]]) -> list[dict[str, Any]]:
         """Return the loaded state for hooks, in the form of ``on_save_checkpoint``; only tensors are live.
@@ -39,14 +40,23 @@ class LoadedOptimizers:
         """
         self._settings = settings
         self._loaded = [self._state_of(optimizer) for optimizer in self._optimizers]
+        self._with_state = [[p for p in optimizer.state if id(p) in self._names] for optimizer in self._optimizers]
         return [self._state_of(optimizer) for optimizer in self._optimizers]
 
     def take(self, left: Sequence[Mapping[str, Any]]) -> None:
         """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
 
         Raises:
-            StateError: if hooks have changed the result of ``show``, except tensors in place.
+            StateError: if hooks have changed the result of ``show``, except tensors in place, or replaced parameters.
         """
+        for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
+            present = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if lost := [self._names[id(p)] for p in parameters if id(p) not in present]:
+                raise StateError(
+                    f"{', '.join(lost[:5])} of {type(optimizer).__name__} had state in the checkpoint, but was taken "
+                    "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
+                    "before: in __init__, setup or configure_model"
+                )
         changed = [i for i, one in enumerate(self._loaded) if i >= len(left) or not _is_same(left[i], one)]
         if changed or len(left) > len(self._loaded):
             names = ", ".join(f"{i} ({type(self._optimizers[i]).__name__})" for i in changed)

@@ -65,3 +65,10 @@ def test_changes_are_refused_by_name(change: Callable[[Any], Any]) -> None:
     change(left)
     with pytest.raises(StateError, match=r"changed optimizer_states of optimizer .*resume=\["):
         of_hooks.take(left)
+
+
+def test_a_parameter_that_is_replaced_after_the_load_is_refused_by_name() -> None:
+    optimizer, of_hooks, left = loaded()
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]  # as on_fit_start does
+    with pytest.raises(StateError, match=r"weight of .* had state in the checkpoint, but"):
+        of_hooks.take(left)
