@@ -37,14 +37,13 @@ from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, di
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
-from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.system.text import list_some, progress
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)
-_MAX_LISTED = 10
 _LOCATION_OPTIONS = ("checkpoint_folder", "output_file", "storage_options")
 
 
@@ -263,8 +262,7 @@ def _warn_of_frozen(where: str, stored: ExportSource) -> None:
 
 def _warn_of_changed(changed: list[str]) -> None:
     if changed:
-        more = [f"… and {len(changed) - _MAX_LISTED} more"] if len(changed) > _MAX_LISTED else []
-        listed = "\n  ".join(changed[:_MAX_LISTED] + more)
+        listed = list_some(changed, between="\n  ")
         _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
 
 

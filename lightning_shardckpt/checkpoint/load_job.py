@@ -24,7 +24,7 @@ from lightning_shardckpt.state.module_io import HookedState
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 _LISTED = 20
 
@@ -129,8 +129,8 @@ class LoadJob:
         lines = [line for report in reports for line in report["differences"]]
         problems = list(dict.fromkeys(lines + differences.problems))
         count = len(problems)
-        lines = problems[:_LISTED] + ([f"… and {count - _LISTED} more"] if count > _LISTED else [])
-        listed, path, count_and_noun = "\n  ".join(lines), repr(self.source.path), count_text(count, "difference")
+        listed, path = list_some(problems, _LISTED, "\n  "), repr(self.source.path)
+        count_and_noun = count_text(count, "difference")
         if count and self._strict:
             raise MismatchError(
                 f"cannot load {path} into this model: {count_and_noun}\n  {listed}\n"
@@ -308,8 +308,8 @@ def _refuse_meta(path: str, tensors: Sequence[tuple[str, str, torch.Tensor]]) ->
     on_meta = (f"{component}/{key}" for component, key, tensor in tensors if local_tensor(tensor).is_meta)
     names = list(dict.fromkeys(on_meta))
     if names:
-        listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
         raise StateError(
-            f"cannot load {path!r} into tensors on the meta device, which have no memory: {listed}. Give them some "
+            f"cannot load {path!r} into tensors on the meta device, which have no memory: "
+            f"{list_some(names, _LISTED)}. Give them some "
             'first, such as by module.to_empty(device="cpu"), or in Fabric load after fabric.setup'
         )

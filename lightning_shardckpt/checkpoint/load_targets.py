@@ -15,7 +15,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 # ── parts of a checkpoint, and names to skip ──────────────────────────────────────────────────────────────────────────
 
@@ -23,7 +23,6 @@ from lightning_shardckpt.system.text import count_text
 PARTS = ("model", "optimizer", "param_groups", "schedulers", "loops", "data", "callbacks", "random")
 """The parts that ``ShardCkptIO(resume=…)`` may name. A load leaves other parts of the live objects unchanged."""
 
-_LISTED = 10
 
 
 def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
@@ -96,17 +95,7 @@ def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequenc
             "`lightning_shardckpt.metadata` lists them; * matches any text"
         )
     count = count_text(len(names), "entry", "entries")
-    return [f"{path!r}: skipped, and left as they are: {count}, {list_names(names)}"] if names else []
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return names with commas between them, only the first ones of many.
-
-    >>> list_names(["a", "b"])
-    'a, b'
-    """
-    more = f", … and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return [f"{path!r}: skipped, and left as they are: {count}, {list_some(names)}"] if names else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns, list_names
+from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
@@ -43,6 +43,7 @@ from lightning_shardckpt.state.nested_dict import (
 from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, is_optimizer_state, is_weights, key_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.memory import gc_paused
+from lightning_shardckpt.system.text import list_some
 
 _UNCHANGED = KeyMapping()
 
@@ -252,11 +253,11 @@ class NestedLoad:
             result = load(path, self._live, ranks=ranks, options=options, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
-                present, missing = (list_names([*map(repr, names)]) for names in (self.present, self.missing))
+                present, missing = (list_some([*map(repr, names)]) for names in (self.present, self.missing))
                 there = f"it has {present}" if present else "it has a model alone"
                 remedy = "Pass strict=False to load the rest"
                 if self._dicts:
-                    listed = list_names([*map(repr, self._dicts)])
+                    listed = list_some([*map(repr, self._dicts)])
                     remedy += f". {listed} there are state dicts: load them into such, as model.state_dict()"
                 problem = f"checkpoint {path!r} does not have {missing} of the state; {there}"
                 raise KeyError(f"{problem}. {remedy}") from error

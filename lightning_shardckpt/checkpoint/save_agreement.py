@@ -20,7 +20,7 @@ from lightning_shardckpt.state.json_values import merge_encoded, stored_keys
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import entry_of
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 # ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────
 # A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
@@ -209,7 +209,6 @@ class WriteReport(TypedDict):
 # ── joining the groups of pipeline stages ─────────────────────────────────────────────────────────────────────────────
 
 
-_LISTED_KEYS = 5
 
 
 def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], save_id: str, world: int) -> str:
@@ -315,14 +314,12 @@ def _check_held(joined: Tables, world: int) -> None:
                     f"{name} {key!r}: rank(s) {holders} have shards of it, rank(s) {others} have no such key"
                 )
     if problems:
-        more = f" and {len(problems) - _LISTED_KEYS} more" if len(problems) > _LISTED_KEYS else ""
         raise MismatchError(
-            f"the states of the ranks have different keys: {'; '.join(problems[:_LISTED_KEYS])}{more}. State that all "
+            f"the states of the ranks have different keys: {list_some(problems, 5, '; ')}. State that all "
             "ranks hold shards of must be in the state of all of them"
         )
 
 
-_LISTED = 10
 
 
 def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
@@ -349,7 +346,7 @@ def refuse_differing(path: str, reports: list[Digests]) -> None:
     """Raise a MismatchError that names the tensors whose replicas differ, and the ranks; one report for each rank."""
     differences = find_differences(dict(enumerate(reports)))
     lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]
-    listed = "\n  ".join(lines[:_LISTED]) + f"\n  … and {len(lines) - _LISTED} more" * (len(lines) > _LISTED)
+    listed = list_some(lines, between="\n  ")
     raise MismatchError(
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
         f"{count_text(len(lines), 'entry', 'entries')}, by the ranks that hold the same:\n  {listed}\n"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lightning_shardckpt.compat.torch_distributed import Store, put_bytes
 from lightning_shardckpt.distributed.liveness import Process, host
+from lightning_shardckpt.system.text import list_some
 
 _BLOCK = 512  # keys of one request: in much longer ones, a TCPStore server takes more time per key
 
@@ -56,7 +57,6 @@ def _blocks(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[at : at + _BLOCK]) for at in range(0, len(keys), _BLOCK)]
 
 
-_LISTED = 5
 _CHECKED = 64  # processes per call; with more ranks on a host, each checks some of them, and together they check all
 
 
@@ -103,5 +103,4 @@ class HostRanks:
         """Return the machines of ranks on any host, as far as registered: text that follows the ranks in a sentence."""
         machines = get_present(self._store, [f"machine/{rank}" for rank in ranks])
         names = list(dict.fromkeys(name.decode() for name in machines.values()))
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        return f" (on {', '.join(names[:_LISTED])}{more})" if names else ""
+        return f" (on {list_some(names, 5)})" if names else ""

@@ -27,13 +27,13 @@ from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIGS
 from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.local.local_outputs import NewFile
+from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; the usual limit of a process is 1,024
-_MAX_LISTED = 5
 _OPTIMIZER = "optimizer.json"
 _SUFFIXES = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = (".safetensors.index.json", "config.json")
@@ -101,7 +101,8 @@ def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tu
     selected = {name: key for name, key in names.items() if naming.selects(name)}
     other_state = sorted(stored.document("model") or ())
     if other_state:
-        export.notes.append(f"state of the model that is not tensors is not in the output: {_list_some(other_state)}")
+        listed = list_some([*map(repr, other_state)], 5)
+        export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
     if options.format == "huggingface":
         model = hf_directory.pick_model(stored.document("huggingface"), naming.strip_prefix)
         if model is not None:
@@ -136,7 +137,8 @@ def _hugging_face_tensors(
             names_by_key.setdefault(key, []).append(model_name)
     outside = [name for name in selected if not name.startswith(model.prefix)]
     if outside:
-        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {_list_some(outside)}")
+        listed = list_some([*map(repr, outside)], 5)
+        export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {listed}")
     model.check_adapter([name for names in names_by_key.values() for name in names])
     tensors, renamed = [], list[tuple[str, str, object]]()
     for key, names in names_by_key.items():
@@ -190,11 +192,6 @@ def _rename_document(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, 
     groups = {number: rename(group) for number, group in optimizer["groups"].items()}
     values = {name: [rename(item) for item in shared] for name, shared in optimizer["values"].items()}
     return {**optimizer, "groups": groups, "values": values}
-
-
-def _list_some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(repr, names[:_MAX_LISTED])) + more
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────

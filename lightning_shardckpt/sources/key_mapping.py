@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 NewNames: TypeAlias = "str | Sequence[str] | None"
 KeyMappingLike: TypeAlias = (
@@ -31,7 +31,6 @@ KeyMappingLike: TypeAlias = (
 """A dict or a function from stored names to new names, or strings that ``KeyMapping.of`` parses."""
 
 _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
-_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +150,7 @@ class KeyMapping:
                 renamed.setdefault(new, []).append(name)
         collisions = [f"{new}  of {', '.join(olds)}" for new, olds in renamed.items() if len(olds) > 1]
         if collisions:
-            more = [f"… and {len(collisions) - _LISTED} more"] if len(collisions) > _LISTED else []
-            listed = "\n  ".join([*collisions[:_LISTED], *more])
+            listed = list_some(collisions, between="\n  ")
             raise MismatchError(f"{self.option} gives {count_text(len(collisions), 'name')} several times\n  {listed}")
         return {new: olds[0] for new, olds in renamed.items()}
 

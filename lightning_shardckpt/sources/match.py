@@ -35,7 +35,7 @@ from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import VERSION, is_weights
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 # ── as a source ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,7 +106,6 @@ def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = 
 # ── matching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_LISTED = 10
 _UNCHANGED = KeyMapping()
 
 
@@ -310,14 +309,8 @@ def report_match(match: Match, path: str) -> list[str]:
         ("of pretrained_key_mapping, matching no name in it", match.unused, "entry", "entries"),
     ]
     counted = [(f"{kind}: {count_text(len(names), one, many)}", names) for kind, names, one, many in kinds if names]
-    lines = ["\n  ".join([kind, *first_lines(names)]) for kind, names in counted]
+    lines = [list_some([kind, *names], 11, "\n  ") for kind, names in counted]
     return [f"pretrained weights at {path!r}: " + "\n".join(lines)] if lines else []
-
-
-def first_lines(lines: Collection[str], count: int = _LISTED) -> list[str]:
-    """Return the first lines, and a line with the number of further lines."""
-    shown = list(lines)[:count]
-    return shown + ([f"… and {len(lines) - count} more"] if len(lines) > count else [])
 
 
 def common_prefix(names: Collection[str]) -> str:

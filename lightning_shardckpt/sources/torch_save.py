@@ -30,9 +30,8 @@ from lightning_shardckpt.state.snapshot import Leaves, specs_of
 from lightning_shardckpt.state.state_dicts import KEYS, checkpoint_of_states, is_lightning_dict, is_weights
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors
-
-_LISTED = 5
 
 CheckpointAndWeights: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 """Lightning's checkpoint dict without ``state_dict``, and the state dict; None if there is no model."""
@@ -112,9 +111,8 @@ class TorchFileSource:
         parts = located.components
         lost = [key for n, leaves in self._leaves.items() for key in leaves.tensors if key not in parts[n].tensors]
         if lost:
-            more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
             raise FormatError(
-                f"{self.path!r}: {', '.join(map(repr, lost[:_LISTED]))}{more} are not contiguous in the file; load it "
+                f"{self.path!r}: {list_some([*map(repr, lost)], 5)} are not contiguous in the file; load it "
                 "with torch.load and save contiguous tensors"
             )
         return located

@@ -18,7 +18,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.hooked_entries import HookedEntries
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, first_lines, match_model, report_match
+from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import converts, read_converted
@@ -34,7 +34,7 @@ from lightning_shardckpt.state.module_io import (
 )
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PretrainedWeights:
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
         notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
         if notes and ranks.rank == 0:
-            warnings.warn(f"pretrained weights at {source.path!r}: " + "\n  ".join(first_lines(notes)), stacklevel=4)
+            warnings.warn(f"pretrained weights at {source.path!r}: " + list_some(notes, between="\n  "), stacklevel=4)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _check_reports(path: str, strict: bool, reports: list[dict[str, list[str]]])
     """Return the notes of rank 0, or raise a MismatchError with the problems of all ranks."""
     problems = list(dict.fromkeys(line for one in reports for line in one["problems"]))
     if problems:
-        listed = "\n  ".join(first_lines(problems, 20))
+        listed = list_some(problems, 20, "\n  ")
         raise MismatchError(
             f"cannot begin with the weights at {path!r}: {count_text(len(problems), 'difference')}\n  {listed}\n"
             "Leave them out with a pretrained_key_mapping of their names to None, or change the model."

@@ -32,6 +32,16 @@ def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) if shape else "scalar"
 
 
+def list_some(texts: Sequence[str], most: int = 10, between: str = ", ") -> str:
+    """Return the first of many texts in one, and the number of others.
+
+    >>> list_some(["a", "b", "c"], 3), list_some(["a", "b", "c"], 1)
+    ('a, b, c', 'a, … and 2 more')
+    """
+    more = [f"… and {len(texts) - most:,} more"] if len(texts) > most else []
+    return between.join([*texts[:most], *more])
+
+
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count with its noun; ``plural`` replaces a plural in s.
 

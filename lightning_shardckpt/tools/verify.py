@@ -39,7 +39,7 @@ from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import HUGGING_FACE, parse_document
 from lightning_shardckpt.state.hf_directory import pick_model
 from lightning_shardckpt.storage.protocol import Reader, read_all
-from lightning_shardckpt.system.text import count_text, one_line, size_text
+from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -47,7 +47,6 @@ from lightning_shardckpt.transfer.shard_reader import BlockChecksums, fetch
 from lightning_shardckpt.transfer.whole_tensors import windows
 
 _CHUNK_BYTES = 4 << 20
-_NAMED = 5
 _TENSORS = ".safetensors"
 _MORE_BOXES = 16  # compare at most this many times the boxes that the indexes have for a tensor
 _THREADS = 4  # one reads while another computes checksums
@@ -338,8 +337,7 @@ def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Call
 def _lost(file: ShardFile, size: int) -> str:
     """Return a text that names the tensors with data beyond ``size`` bytes."""
     lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
-    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-    return f"; it held data of {', '.join(map(repr, lost[:_NAMED]))}{more}" if lost else ""
+    return f"; it held data of {list_some([*map(repr, lost)], 5)}" if lost else ""
 
 
 def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
