@@ -237,7 +237,6 @@ def load(
     key_mapping: KeyMappingLike | None = None,
     named_by: nn.Module | None = None,
     verify: bool = True,
-    cast: bool = True,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     pre_download: str | os.PathLike[str] | None = None,
@@ -270,7 +269,6 @@ def load(
             difference. See "Rename tensors" in the documentation.
         named_by: see ``save``.
         verify: compare checksums.
-        cast: see ``ShardCkptIO``.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
         pre_download: for URLs, see ``ShardCkptIO``.
@@ -299,9 +297,7 @@ def load(
 
     def make() -> NestedLoad:
         mapping = KeyMapping.of(key_mapping)
-        return NestedLoad(
-            state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip, cast=cast
-        )
+        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip)
 
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)

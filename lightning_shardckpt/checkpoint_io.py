@@ -74,9 +74,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             all are done.
         max_pending: the number of asynchronous saves that may wait while another one is being written; a further save
             blocks until there is room. Host memory for ``max_pending + 1`` copies is kept until the end of the run.
-        cast: read floating tensors into a model of another floating dtype, with a note, so that a run in ``bf16-true``
-            can continue one in float32; optimizer moments with their parameter's dtype keep that dtype. False raises an
-            error instead.
         sync_files: make a save durable before it returns. False is faster; if the process dies at any moment, the old
             or the new checkpoint is still complete, but a machine crash or power loss may destroy both.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values, and names the tensors that
@@ -121,7 +118,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         verify: bool | Literal["first"] = True,
         use_async: bool = False,
         max_pending: int = 1,
-        cast: bool = True,
         sync_files: bool = True,
         replicas: Replicas = "same",
         adapters_only: bool = False,
@@ -144,7 +140,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.resume, self.resume_skip = check_parts(resume), check_patterns("resume_skip", resume_skip)
-        self.cast, self.adapters_only, self.pickle_objects = cast, adapters_only, pickle_objects
+        self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
             storage_options=storage_options,
@@ -376,7 +372,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             The rest of the checkpoint; see ``checkpoint.load``.
         """
         drain_all()
-        targets = replace(targets, cast=self.cast)
         if partly:
             targets = replace(targets, parts=self.resume, skip=self.resume_skip)
         options = replace(

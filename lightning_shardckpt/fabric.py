@@ -388,10 +388,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def make() -> NestedLoad:
             objects = collect_objects(states).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            skip, cast = io.resume_skip, io.cast
-            return NestedLoad(
-                states, objects, named_by=named_by, whole=whole, skip=skip, cast=cast, keep_parameters=True
-            )
+            skip = io.resume_skip
+            return NestedLoad(states, objects, named_by=named_by, whole=whole, skip=skip, keep_parameters=True)
 
         nested = NestedLoad.prepare(self._ranks, make)
         remainder, result = nested.run(

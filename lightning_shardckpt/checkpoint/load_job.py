@@ -240,7 +240,6 @@ class LoadJob:
         if self._live.regroup is not None:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
         component, same = self._components.get("optimizer"), model.same_tensor()
-        dtypes = model.dtype if self._live.cast else None
         if len(document) != len(live):
             differences.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
@@ -254,7 +253,7 @@ class LoadJob:
                 self._live.whole.parameters,
                 parts=self._live.parts,
                 skips=self._skips if self._live.skip else None,
-                dtypes=dtypes,
+                dtypes=model.dtype,
                 reshaped=reshaped,
             )
             load.compare(differences, self._elsewhere, partial(are_equal, self.source, "optimizer"))
@@ -294,7 +293,7 @@ class LoadJob:
 
     def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
         """Verify the targets' bytes; return the function that fills them, in their dtypes. Runs on every rank."""
-        return read_converted(self.source, targets) if self._live.cast else self.source.read(targets)
+        return read_converted(self.source, targets)
 
     def apply(self) -> None:
         """Put the filled optimizer state in place; the model's tensors are filled in place already."""

@@ -115,7 +115,6 @@ class LoadTargets:
         remedy: the way to load in spite of differences, for messages.
         regroup: called with the trainer's state, without tensors, before the optimizers are compared; may change their
             param groups.
-        cast: read floating tensors into those of another floating dtype.
         parts: a subset of ``PARTS``; only the first three have an effect here.
         skip: patterns of names that are skipped, see ``Skips``.
         hooks: the load hooks of the model's modules.
@@ -132,7 +131,6 @@ class LoadTargets:
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
     regroup: Callable[[Mapping[str, Any]], None] | None = None
-    cast: bool = True
     parts: frozenset[str] = frozenset(PARTS)
     skip: tuple[str, ...] = ()
     hooks: LoadHooks = NO_HOOKS

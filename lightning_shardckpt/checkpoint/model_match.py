@@ -182,7 +182,7 @@ class ModelMatch:
             return row
         if len(keys) > 1 and not are_equal(self._source, "model", keys, tensor):
             row.problems.append(f"tied to {row.names[1:]} in the model, stored apart in the checkpoint")
-        if spec.dtype == live_dtype or (self._targets.cast and converts(spec.dtype, live_dtype)):
+        if spec.dtype == live_dtype or converts(spec.dtype, live_dtype):
             row.stored = keys[0]
         else:
             row.problems.append(f"dtype {spec.dtype} in checkpoint, {live_dtype or dtype} in model")
@@ -210,7 +210,6 @@ class ModelMatch:
         return [
             *((name, _IN_CHECKPOINT) for name in in_checkpoint),
             *((name, _IN_MODEL) for name in sorted(live - stored)),
-            *(self.hooked.dtype_differences() if not self._targets.cast else ()),
         ]
 
     def _drop_hooked(self, after: Prefixes) -> None:

@@ -58,7 +58,6 @@ class NestedLoad:
         key_mapping: from stored names without ``prefix`` to names in the state.
         named_by: the module of optimizers whose module is not in the state.
         whole: names of the model over all pipeline stages.
-        cast: see ``LoadTargets``.
         skip: patterns of names that are skipped, see ``Skips``.
         keep_parameters: see ``load_remaining``.
 
@@ -76,12 +75,11 @@ class NestedLoad:
         key_mapping: KeyMapping = _UNCHANGED,
         named_by: nn.Module | None = None,
         whole: WholeNames | None = None,
-        cast: bool = True,
         skip: Sequence[str] = (),
         keep_parameters: bool = False,
     ) -> None:
         self._keep_parameters = keep_parameters
-        self._cast, self._skip = cast, check_patterns("skip", skip)
+        self._skip = check_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
@@ -109,7 +107,6 @@ class NestedLoad:
             trainer_tensors={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
-            cast=self._cast,
             parts=frozenset(PARTS if self._objects.modules else PARTS[1:]),
             skip=self._skip,
             hooks=LoadHooks.of(self._objects.named),

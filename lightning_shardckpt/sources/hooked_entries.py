@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
 
-from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
+from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import ReadTarget, Source
@@ -15,7 +15,7 @@ from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.module_io import HookedState, LoadHooks, Prefixes
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 _MOST_WHOLE_BYTES = 4 << 30
 """The largest total size of entries that every rank may read whole, since no live tensor tells how to shard them."""
@@ -88,13 +88,6 @@ class HookedEntries:
         """Return the stored key by live key of tensors that hooks will most likely load unchanged."""
         keys = {name: self._known[name] for name in self._live.keys() & self.names if name in self._names}
         return {n: k for n, k in keys.items() if self._stored.tensors[k].shape == tuple(shape_of(self._live[n]))}
-
-    def dtype_differences(self) -> Iterator[tuple[str, str]]:
-        """Yield names and differences of tensors whose dtype differs."""
-        for name, key in self.matched().items():
-            stored, live = self._stored.tensors[key].dtype, DTYPES.get(local_tensor(self._live[name]).dtype)
-            if stored != live:
-                yield name, f"dtype {stored} in checkpoint, {live} in model"
 
     def note_unmatched(
         self, live: Leaves, matched: Collection[str], left_out: Collection[str], unexpected: Collection[str]

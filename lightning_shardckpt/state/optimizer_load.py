@@ -69,7 +69,7 @@ class OptimizerLoad:
             together with the other stages, see ``join_groups``.
         parts: loads the state of parameters if it contains "optimizer", hyper-parameters if it contains "param_groups".
         skips: returns whether a name is left out; a skipped parameter keeps its optimizer state, too. None: no names.
-        dtypes: returns the stored dtype of a parameter by live FQN; None if state is not converted.
+        dtypes: returns the stored dtype of a parameter by live FQN.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
 
     Attributes:
@@ -87,7 +87,7 @@ class OptimizerLoad:
         *,
         parts: frozenset[str] = frozenset({"optimizer", "param_groups"}),
         skips: Callable[[str], bool] | None = None,
-        dtypes: Callable[[str], str | None] | None = None,
+        dtypes: Callable[[str], str | None] = lambda name: None,
         reshaped: Container[str] = (),
     ) -> None:
         self._dtype_of_parameter, self._reshaped = dtypes, reshaped
@@ -293,7 +293,7 @@ class OptimizerLoad:
     def _dtype(self, stored: str, row: _Row) -> torch.dtype:
         """Return the parameter's dtype for state that was stored in the parameter's stored dtype, else the state's."""
         dtype, param = TORCH_DTYPES[stored], row.param
-        if self._dtype_of_parameter is None or not dtype.is_floating_point or dtype == param.dtype:
+        if not dtype.is_floating_point or dtype == param.dtype:
             return dtype
         before = self._dtype_of_parameter(row.name)
         return param.dtype if before == stored and param.is_floating_point() else dtype
