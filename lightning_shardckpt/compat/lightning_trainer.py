@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
+from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
@@ -342,3 +343,13 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
             metric.gather_all_tensors = before  # type: ignore[attr-defined]
 
     return undo
+
+
+def reset_stored_metrics(module: nn.Module) -> None:
+    """Reset metrics whose states are in the state dict, unless they are averaged over ranks.
+
+    A sum over data-parallel ranks has then what the first of them has loaded once. Relies on ``Metric._reductions``.
+    """
+    for one in module.modules():
+        if isinstance(one, Metric) and one.state_dict() and dim_zero_mean not in one._reductions.values():
+            one.reset()

@@ -37,6 +37,7 @@ from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_load
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     receive_sigterm,
+    reset_stored_metrics,
     restore_modules_and_callbacks,
     sigterm_handler_before,
     upload_note,
@@ -263,6 +264,8 @@ class RunCheckpoints:
         with mark_half_filled(module, path):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
             notes: list[str] = self._current.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
+        if self._current.share.data_rank > 0:
+            reset_stored_metrics(module)
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torchmetrics import MeanMetric, SumMetric
 
 import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
@@ -180,6 +181,37 @@ def save_and_resume_at_home() -> tuple[list[int], list[str]]:
 def test_a_tilde_is_the_home_directory_as_in_lightning() -> None:
     ((steps, files),) = run_ranks(1, save_and_resume_at_home)
     assert steps == [2, 2, 2, 2] and files == ["home"]
+
+
+class Counts(tiny.TinyLM):
+    """Counts samples in metrics that are saved with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples, self.average = SumMetric(), MeanMetric()
+        self.samples.persistent(mode=True)
+        self.average.persistent(mode=True)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.samples.update(len(batch[0]))
+        self.average.update(batch[0].float())
+        return super().training_step(batch, index)
+
+
+def count_samples(path: str, steps: int, resume: bool) -> tuple[float, float]:
+    run = tiny.trainer({}, max_steps=steps, limit_val_batches=0)
+    data = tiny.loader(8 // run.world_size, shuffle=False)
+    run.fit(module := Counts(), data, ckpt_path=path if resume else None)
+    if not resume:
+        run.save_checkpoint(path)
+    return float(module.samples.compute()), float(module.average.compute())
+
+
+def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    run_ranks(1, count_samples, path, 2, False)
+    ((samples, mean),) = run_ranks(1, count_samples, path, 3, True)
+    assert samples == 24 and run_ranks(2, count_samples, path, 3, True) == [(24, pytest.approx(mean))] * 2
 
 
 class WithHyper(tiny.TinyLM):
