@@ -16,7 +16,7 @@ from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.sources.paths import is_safetensors
+from lightning_shardckpt.sources.detect import is_safetensors
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_versions import METADATA

@@ -22,8 +22,8 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources import dcp_metadata
+from lightning_shardckpt.sources.detect import DCP_NAME, find_dcp_directory
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
-from lightning_shardckpt.sources.paths import DCP_NAME, find_dcp_directory
 from lightning_shardckpt.sources.torch_pickle import CoalescedReads, load_or_raise, tensor_in, value_in
 from lightning_shardckpt.state.json_tree import encode_small, tensor_from_bytes
 from lightning_shardckpt.state.model import is_extra_state

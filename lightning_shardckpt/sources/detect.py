@@ -1,90 +1,111 @@
-"""Detection of checkpoint formats of other programs, by file names and first bytes. No torch.
-
-The table has a row for each readable format; its reader is imported when a checkpoint is opened.
-"""
+"""File names of other programs' checkpoints, and detection of their formats by these and first bytes. No torch."""
 
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
-from lightning_shardckpt.sources.paths import find_dcp_directory, indexes, is_hub_directory, is_index, is_safetensors
+from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.storage.other_programs import RANK_FILES, has_rank_files
 
-if TYPE_CHECKING:
-    from lightning_shardckpt.sources.source import Source
+DCP_NAME = ".metadata"
+MODEL_AND_OPTIMIZER = "model_and_optim"
+"""OLMo-core's directory of both, below the directory of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A checkpoint format of other programs.
+def find_dcp_directory(path: str) -> str | None:
+    """Return the directory with ``.metadata``: ``path``, or OLMo-core's below it; None if there is none."""
+    for directory in (path, os.path.join(path, MODEL_AND_OPTIMIZER)):
+        if os.path.isfile(os.path.join(directory, DCP_NAME)):
+            return directory
+    return None
 
-    Attributes:
-        name: with an article.
-        matches: returns whether a path has the format.
-        open: opens a path; its second argument is ``weights_only`` of ``torch.load``.
+
+SAFE, BIN, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
+HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
+"""Names of weights in a Hugging Face directory, the preferred first."""
+
+
+_INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")
+
+
+def is_hub_directory(path: str) -> bool:
+    """Return whether a directory has weights under Hugging Face's names, or an index of a variant of them."""
+    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path))
+
+
+def indexes(path: str) -> list[str]:
+    """Return the names of index files in a directory, such as ``model.safetensors.index.json`` or ``….index.ema.json``.
     """
+    try:
+        return sorted(filter(_INDEX.fullmatch, os.listdir(path)))
+    except OSError:  # not a directory
+        return []
 
-    name: str
-    matches: Callable[[str], bool]
-    open: Callable[[str, bool], Source]
+
+def only_index(path: str) -> str:
+    """Return the name of the index file in a directory."""
+    names = indexes(path)
+    if len(names) != 1:
+        raise FormatError(f"{path!r} holds {' and '.join(names)}. Give the path of one of these files.")
+    return names[0]
+
+
+def is_index(path: str) -> bool:
+    """Return whether a path is an index file."""
+    return _INDEX.fullmatch(os.path.basename(path)) is not None and os.path.isfile(path)
+
+
+def is_safetensors(path: str) -> bool:
+    """Return whether a path is a safetensors file, by its name or its first bytes."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return path.endswith(".safetensors") or (start[8:] == b"{" and start[4:8] == bytes(4))
+
+
+def leaves_out_frozen(path: str) -> bool:
+    """Return whether a file of ``torch.save`` records that it lacks frozen parameters, as a consolidated file may."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(FROZEN.encode() in archive.read(name) for name in names)
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+# ── detection ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _is_dcp(path: str) -> bool:
     return find_dcp_directory(path) is not None
 
 
-def _open_dcp(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.dcp import open_dcp
-
-    return open_dcp(path, weights_only)
-
-
-def _open_hub_directory(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.huggingface import open_directory
-
-    return open_directory(path)
-
-
-def _open_safetensors(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.huggingface import open_file
-
-    return open_file(path)
-
-
-def _open_index(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.huggingface import open_directory
-
-    return open_directory(*os.path.split(os.path.abspath(path)))
-
-
 def _is_other_file(path: str) -> bool:
     return os.path.isfile(path) and not is_safetensors(path) and not is_index(path)
 
 
-def _open_other_file(path: str, weights_only: bool) -> Source:
-    from lightning_shardckpt.sources.torch_save import TorchFileSource
-
-    return TorchFileSource(path, weights_only)
-
-
 _PARTS = (ROOT_NAME, ".metadata", "meta.pt")
-FORMATS = (
-    Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, _open_dcp),
-    Format("a Hugging Face directory", is_hub_directory, _open_hub_directory),
-    Format("an index file", is_index, _open_index),
-    Format("a file of safetensors", is_safetensors, _open_safetensors),
-    Format("a file of torch.save", _is_other_file, _open_other_file),
-)
+DCP, HUB_DIRECTORY = "a checkpoint of torch.distributed.checkpoint", "a Hugging Face directory"
+INDEX_FILE, SAFETENSORS, TORCH_FILE = "an index file", "a file of safetensors", "a file of torch.save"
+MATCHES: dict[str, Callable[[str], bool]] = {
+    DCP: _is_dcp,
+    HUB_DIRECTORY: is_hub_directory,
+    INDEX_FILE: is_index,
+    SAFETENSORS: is_safetensors,
+    TORCH_FILE: _is_other_file,
+}
+"""Whether a path has a format, by its name."""
 
 
-def detect_format(path: str) -> Format | None:
+def detect_format(path: str) -> str | None:
     """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
 
     A checkpoint of this package may contain files for Hugging Face, too. The rest of an unfinished save has no format.
@@ -98,11 +119,9 @@ def detect_format(path: str) -> Format | None:
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
     if is_unfinished(path):
         return None
-    matching = [known for known in FORMATS if known.matches(path)]
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
-    if ours:
-        matching = [known for known in matching if known.name != "a Hugging Face directory"]
-    names = ["a checkpoint of lightning-shardckpt"] * ours + [known.name for known in matching]
+    matching = [name for name, matches in MATCHES.items() if matches(path) and not (ours and name == HUB_DIRECTORY)]
+    names = ["a checkpoint of lightning-shardckpt"] * ours + matching
     if matching and has_rank_files(path):
         names.append(RANK_FILES)
     if len(names) > 1:

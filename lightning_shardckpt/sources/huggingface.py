@@ -11,6 +11,7 @@ import os
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
+from lightning_shardckpt.sources.detect import BIN, HUB_WEIGHTS, INDEX, SAFE, only_index
 from lightning_shardckpt.sources.foreign_source import (
     ForeignSource,
     ForeignTensor,
@@ -18,7 +19,6 @@ from lightning_shardckpt.sources.foreign_source import (
     close_on_error,
     tensors_of,
 )
-from lightning_shardckpt.sources.paths import BIN, HUB_WEIGHTS, INDEX, SAFE, only_index
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.storage.local.local_reader import LocalReader

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.dcp import open_dcp
+from lightning_shardckpt.sources.detect import DCP, HUB_DIRECTORY, INDEX_FILE, SAFETENSORS, detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
+from lightning_shardckpt.sources.huggingface import open_directory, open_file
 from lightning_shardckpt.sources.source import ShardedSource, Source
+from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -105,10 +109,9 @@ def open_source(
         CheckpointNotFoundError: if there is no readable checkpoint; suggests other paths.
         FormatError: if several formats match.
     """
-    other = detect_format(path)
-    if other is not None:
-        source = other.open(path, weights_only)
-        return source, f"{other.name}, {_digest(source)}"
+    if (other := detect_format(path)) is not None:
+        source = open_other(path, other, weights_only)
+        return source, f"{other}, {_digest(source)}"
     try:
         sharded = ShardedSource(Checkpoint(storage, path), verify, tuning, weights_only=weights_only)
     except CheckpointNotFoundError as error:
@@ -116,3 +119,14 @@ def open_source(
             raise
         raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
     return sharded, sharded.checkpoint.root.save_id
+
+
+def open_other(path: str, format: str, weights_only: bool = True) -> Source:
+    """Open a checkpoint of another program, of the format that ``detect_format`` found."""
+    if format == DCP:
+        return open_dcp(path, weights_only)
+    if format == HUB_DIRECTORY:
+        return open_directory(path)
+    if format == INDEX_FILE:
+        return open_directory(*os.path.split(os.path.abspath(path)))
+    return open_file(path) if format == SAFETENSORS else TorchFileSource(path, weights_only)

@@ -26,7 +26,9 @@ from lightning_shardckpt.errors import (
     ShardCkptError,
     StateError,
 )
-from lightning_shardckpt.sources.detect import FORMATS, detect_format
+from lightning_shardckpt.sources import detect
+from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.open_source import open_other
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -63,7 +65,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def opened(path: Path) -> Source:
     known = detect_format(str(path))
     assert known is not None
-    return known.open(str(path), True)
+    return open_other(str(path), known)
 
 
 def in_two(folder: Path, ending: str, save: Callable[[Any, Path], None]) -> None:
@@ -145,8 +147,7 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
     safe(TENSORS, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=r"two versions of the weights: model.safetensors, and those of .*index.json"):
         opened(tmp_path)
-    everything = (*FORMATS, FORMATS[0].__class__("a directory", os.path.isdir, FORMATS[0].open))
-    monkeypatch.setattr("lightning_shardckpt.sources.detect.FORMATS", everything)
+    monkeypatch.setitem(detect.MATCHES, "a directory", os.path.isdir)
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
         detect_format(str(tmp_path))
 
