@@ -23,7 +23,6 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.options import Format, Options, Split
 from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.export.safetensors_export import (
-    ExportSource,
     ShardedCheckpoint,
     is_replaceable,
     plan_export,
@@ -32,6 +31,7 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.sources.assemble import StoredState
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
@@ -167,7 +167,7 @@ def _write(
 
 
 @contextmanager
-def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[ExportSource]:
+def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[StoredState]:
     """Open the checkpoint in a folder or at a URL; a checkpoint of this package without importing torch."""
     if is_url(where) or not os.path.isdir(where) or detect_format(where) is None:
         try:
@@ -207,24 +207,22 @@ def _check_output(output: str, source: Path | None, options: Options) -> None:
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
 
-def _write_torch(stored: ExportSource, output: str, options: Options, tuning: Tuning) -> None:
+def _write_torch(stored: StoredState, output: str, options: Options, tuning: Tuning) -> None:
     from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # imports torch
 
     plan = plan_torch(stored, options)
     output_file = LocalOutputs().file(output, overwrite=options.overwrite)
     with output_file as (file, notes), progress(plan.nbytes) as advance:
         write_torch(stored, plan, file, advance, tuning=tuning)
-    _warn_of_changed(plan.changed)
+    if plan.changed:
+        listed = list_some(plan.changed, between="\n  ")
+        _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
     for note in notes:
         _log.warning(note)
 
 
-def _export(stored: ExportSource, output: str, options: Options, tuning: Tuning) -> None:
-    export = plan_export(stored, options)
-
-    def may_replace(directory: str) -> bool:
-        return options.overwrite and is_replaceable(directory)
-
+def _export(stored: StoredState, output: str, options: Options, tuning: Tuning) -> None:
+    export, may_replace = plan_export(stored, options), is_replaceable if options.overwrite else lambda path: False
     with ExitStack() as stack:
         advance = stack.enter_context(progress(tensor_nbytes(export)))
         if options.is_file:
@@ -252,18 +250,12 @@ def _describe_problem(folder: Path) -> str:
     )
 
 
-def _warn_of_frozen(where: str, stored: ExportSource) -> None:
+def _warn_of_frozen(where: str, stored: StoredState) -> None:
     if frozen := stored.document("frozen"):
         _log.warning(
             f"{where} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "
             "`load_state_dict` needs strict=False for it; --format peft makes a folder that PEFT loads."
         )
-
-
-def _warn_of_changed(changed: list[str]) -> None:
-    if changed:
-        listed = list_some(changed, between="\n  ")
-        _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
 
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.options import Naming, Options, check_unique
@@ -30,7 +30,6 @@ from lightning_shardckpt.storage.local.local_outputs import NewFile
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors
 from lightning_shardckpt.transfer.writer import MB
 
 _OPEN_FILES = 64  # at a time; the usual limit of a process is 1,024
@@ -39,14 +38,6 @@ _SUFFIXES = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = (".safetensors.index.json", "config.json")
 _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
 _WRITER_ENTRY, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
-
-
-class ExportSource(StoredState, Protocol):
-    """An open checkpoint of any format."""
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The stored tensors."""
 
 
 class ShardedCheckpoint(StoredCheckpoint):
@@ -71,7 +62,7 @@ class Export:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_export(stored: ExportSource, options: Options) -> Export:
+def plan_export(stored: StoredState, options: Options) -> Export:
     """Plan the files of an export, and their contents.
 
     Raises:
@@ -91,7 +82,7 @@ def plan_export(stored: ExportSource, options: Options) -> Export:
 # ── tensors and their names ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model_tensors(stored: ExportSource, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
+def _model_tensors(stored: StoredState, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
     """Return the tensors of the model, and its ties: further name -> name under which the tensor is written."""
     component = stored.components().get("model")
     if component is None:
@@ -162,7 +153,7 @@ def _check_not_empty(tensors: list[OutputTensor]) -> list[OutputTensor]:
     return tensors
 
 
-def _optimizer_tensors(stored: ExportSource, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
+def _optimizer_tensors(stored: StoredState, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
     """Return the optimizers' tensors, named ``<n>/<name>/<state>``, and their other state, as in FORMAT.md."""
     component, document = stored.components().get("optimizer"), stored.document("optimizer")
     if document is None:
@@ -220,7 +211,7 @@ def _plan_files(
 
 
 def write_file(
-    stored: ExportSource, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: StoredState, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Fill the single file of an export; call ``advance`` with the number of bytes that were written.
 
@@ -231,7 +222,7 @@ def write_file(
 
 
 def write_directory(
-    stored: ExportSource, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: StoredState, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Write all files of an export into an empty directory; the file that completes it is written last.
 
@@ -269,7 +260,7 @@ def tensor_nbytes(export: Export) -> int:
     return sum(tensor.nbytes for file in export.tensor_files for tensor in file.tensors)
 
 
-def _regions(stored: ExportSource, batch: Sequence[OutputFile]) -> list[Region]:
+def _regions(stored: StoredState, batch: Sequence[OutputFile]) -> list[Region]:
     """Return the regions of some files, which are numbered in the order of ``batch``."""
     regions: list[Region] = []
     for number, file in enumerate(batch):

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.options import Naming, Options, check_unique
-from lightning_shardckpt.export.safetensors_export import ExportSource, plan_conversion
+from lightning_shardckpt.export.safetensors_export import plan_conversion
 from lightning_shardckpt.export.torch_archive import (
     ZIP64_BYTES,
     ArchivedTensor,
@@ -23,7 +23,7 @@ from lightning_shardckpt.export.torch_archive import (
     archive_stored,
 )
 from lightning_shardckpt.format.value_checks import check_unpacked
-from lightning_shardckpt.sources.assemble import assemble
+from lightning_shardckpt.sources.assemble import StoredState, assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_values import decode_with, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
@@ -48,7 +48,7 @@ class TorchFile:
         return sum(region.nbytes for region in self.regions)
 
 
-def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
+def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
     """Plan a file that ``torch.load`` reads by default.
 
     Args:
@@ -87,7 +87,7 @@ def plan_torch(source: ExportSource, options: Options, zip64_bytes: int = ZIP64_
 
 
 def write_torch(
-    source: ExportSource,
+    source: StoredState,
     plan: TorchFile,
     file: int,
     advance: Callable[[int], object],
@@ -103,7 +103,7 @@ def write_torch(
     fill(file, [plan.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
 
 
-def _convert_region(source: ExportSource, options: Options, region: Region) -> Region:
+def _convert_region(source: StoredState, options: Options, region: Region) -> Region:
     """Return the region, with a conversion if the tensor is stored in another dtype."""
     if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
         return region

@@ -10,11 +10,15 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
 from lightning_shardckpt.state.module_versions import add_versions
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.whole_tensors import WholeTensors
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 
 class StoredState(Protocol):
-    """A checkpoint of any format, without the bytes of its tensors."""
+    """An open checkpoint of any format."""
+
+    @property
+    def tensors(self) -> StoredTensors:
+        """The tensors as bytes in files."""
 
     def components(self) -> Mapping[str, Component]:
         """Return the tensors by component."""
