@@ -140,51 +140,6 @@ class SavedCheckpoint:
     saved_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionRules:
-    """Rules that select the checkpoints to keep; one rule is enough to keep a checkpoint.
-
-    Attributes:
-        last: the number of most recent checkpoints to keep.
-        every_n_steps: keep every checkpoint whose step is a multiple of this; None disables the rule.
-        hourly: the number of most recent hours with checkpoints of which the last checkpoint is kept; -1 for all hours.
-        daily: the same for days. Hours and days are in UTC.
-
-    Raises:
-        ValueError: naming a value that is out of range.
-    """
-
-    last: int = 1
-    every_n_steps: int | None = None
-    hourly: int = 0
-    daily: int = 0
-
-    def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(f"last is the number of checkpoints to keep and must be positive, got {self.last}")
-        if self.every_n_steps is not None and self.every_n_steps < 1:
-            raise ValueError(f"every_n_steps is a number of steps and must be positive, got {self.every_n_steps}")
-        for name in ("hourly", "daily"):
-            if getattr(self, name) < -1:
-                raise ValueError(f"{name} is a number of checkpoints, or -1 for all, got {getattr(self, name)}")
-
-    def select_expired(
-        self, saved: Iterable[SavedCheckpoint], protected: Collection[str] = ()
-    ) -> list[SavedCheckpoint]:
-        """Return the checkpoints that no rule keeps, oldest first, without those at ``protected`` paths."""
-        newest_first = sorted(saved, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step), reverse=True)
-        kept = {checkpoint.path for checkpoint in newest_first[: self.last]}
-        if self.every_n_steps is not None:
-            kept |= {checkpoint.path for checkpoint in newest_first if checkpoint.step % self.every_n_steps == 0}
-        for count, period_s in ((self.hourly, _HOUR_S), (self.daily, _DAY_S)):
-            last_of_period: dict[int, str] = {}
-            for checkpoint in newest_first:
-                last_of_period.setdefault(int(checkpoint.saved_at_s // period_s), checkpoint.path)
-            kept.update(list(last_of_period.values())[: None if count == -1 else count])
-        kept.update(protected)
-        return [checkpoint for checkpoint in reversed(newest_first) if checkpoint.path not in kept]
-
-
 class CheckpointRetention(Callback):
     """Keeps the last checkpoints, every n-th step, and one per hour or day, and deletes the others.
 
@@ -209,7 +164,14 @@ class CheckpointRetention(Callback):
     """
 
     def __init__(self, last: int = 1, every_n_steps: int | None = None, hourly: int = 0, daily: int = 0) -> None:
-        self.rules = RetentionRules(last, every_n_steps, hourly, daily)
+        if last < 1:
+            raise ValueError(f"last is the number of checkpoints to keep and must be positive, got {last}")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps is a number of steps and must be positive, got {every_n_steps}")
+        for name, count in (("hourly", hourly), ("daily", daily)):
+            if count < -1:
+                raise ValueError(f"{name} is a number of checkpoints, or -1 for all, got {count}")
+        self.last, self.every_n_steps, self.hourly, self.daily = last, every_n_steps, hourly, daily
         self._io: ShardCkptIO | None = None
         self._seen: FinishedSave | None = None
         self._steps: dict[tuple[str, int, int], int | None] = {}
@@ -268,8 +230,24 @@ class CheckpointRetention(Callback):
         directories = {os.path.realpath(save_directory(callback, trainer)) for callback in _model_checkpoints(trainer)}
         for directory in directories:
             checkpoints = list(self._list_complete(directory, self._io, protected))
-            for checkpoint in self.rules.select_expired(checkpoints, protected):
+            for checkpoint in self.select_expired(checkpoints, protected):
                 self._io.remove_checkpoint(checkpoint.path)
+
+    def select_expired(
+        self, saved: Iterable[SavedCheckpoint], protected: Collection[str] = ()
+    ) -> list[SavedCheckpoint]:
+        """Return the checkpoints that no rule keeps, oldest first, without those at ``protected`` paths."""
+        newest_first = sorted(saved, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step), reverse=True)
+        kept = {checkpoint.path for checkpoint in newest_first[: self.last]}
+        if self.every_n_steps is not None:
+            kept |= {checkpoint.path for checkpoint in newest_first if checkpoint.step % self.every_n_steps == 0}
+        for count, period_s in ((self.hourly, _HOUR_S), (self.daily, _DAY_S)):
+            last_of_period: dict[int, str] = {}
+            for checkpoint in newest_first:
+                last_of_period.setdefault(int(checkpoint.saved_at_s // period_s), checkpoint.path)
+            kept.update(list(last_of_period.values())[: None if count == -1 else count])
+        kept.update(protected)
+        return [checkpoint for checkpoint in reversed(newest_first) if checkpoint.path not in kept]
 
     def _list_complete(self, directory: str, io: ShardCkptIO, protected: set[str]) -> Iterator[SavedCheckpoint]:
         """Yield the complete checkpoints of a Trainer in a directory; add the targets of links to ``protected``."""

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_shardckpt import CheckpointRetention, ShardCkptIO
-from lightning_shardckpt.callbacks import RetentionRules, SavedCheckpoint
+from lightning_shardckpt.callbacks import SavedCheckpoint
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.verify import verify
@@ -26,7 +26,7 @@ HOUR_S, DAY_S = 3600, 86400
 MONDAY_S = 1_700_000_000 // DAY_S * DAY_S  # midnight
 
 
-def after_each_save(rules: RetentionRules, count: int, every_s: float) -> list[SavedCheckpoint]:
+def after_each_save(rules: CheckpointRetention, count: int, every_s: float) -> list[SavedCheckpoint]:
     """What is left of a run whose clock goes on by so many seconds from one save to the next."""
     there: list[SavedCheckpoint] = []
     for step in range(1, count + 1):
@@ -39,7 +39,7 @@ def after_each_save(rules: RetentionRules, count: int, every_s: float) -> list[S
 
 def test_a_ladder_of_hours_and_days_is_left_of_a_run_of_days() -> None:
     """A save every ten minutes for four days and half an hour."""
-    left = after_each_save(RetentionRules(last=3, hourly=5, daily=7), 4 * 144 + 3, 600)
+    left = after_each_save(CheckpointRetention(last=3, hourly=5, daily=7), 4 * 144 + 3, 600)
     minutes = [round((one.saved_at_s - MONDAY_S) / 60) for one in left]
     days = [day * 1440 - 10 for day in (1, 2, 3, 4)]
     hours = [4 * 1440 - 10 - 60 * n for n in (3, 2, 1)]
@@ -48,7 +48,7 @@ def test_a_ladder_of_hours_and_days_is_left_of_a_run_of_days() -> None:
 
 
 def test_every_nth_step_and_the_last_ones_are_left() -> None:
-    left = after_each_save(RetentionRules(last=2, every_n_steps=10), 47, 60)
+    left = after_each_save(CheckpointRetention(last=2, every_n_steps=10), 47, 60)
     assert [one.step for one in left] == [10, 20, 30, 40, 46, 47]
 
 
@@ -61,7 +61,7 @@ def test_what_is_superfluous_is_kept_by_no_rule(seed: int) -> None:
     last, every = draw.randint(1, 5), draw.choice([None, 7])
     hourly, daily = draw.choice([-1, 0, 4]), draw.randint(-1, 3)
     protected = {one.path for one in found if draw.random() < 0.1}
-    gone = RetentionRules(last, every, hourly, daily).select_expired(found, protected)
+    gone = CheckpointRetention(last, every, hourly, daily).select_expired(found, protected)
 
     def is_last_of(one: SavedCheckpoint, period_s: int, most: int) -> bool:
         number = one.saved_at_s // period_s
@@ -162,4 +162,4 @@ def test_it_is_configured_by_yaml() -> None:
     parser.add_argument("--callbacks", type=list[Callback])
     given = "[{class_path: lightning_shardckpt.CheckpointRetention, init_args: {last: 3, hourly: 24, daily: 7}}]"
     (found,) = parser.instantiate(parser.parse_args(["--callbacks", given])).callbacks
-    assert found.rules == RetentionRules(last=3, hourly=24, daily=7)
+    assert (found.last, found.every_n_steps, found.hourly, found.daily) == (3, None, 24, 7)
