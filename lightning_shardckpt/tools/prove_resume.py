@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.system.text import count_text
+from lightning_shardckpt.system.text import count_text, list_some
 
 DEFAULT_STEPS = 8
 DEFAULT_TIMEOUT_S = 1800.0
 OTHER_TOPOLOGY_TOLERANCE = 1e-4
 
-_MOST_DIFFERENCES, _MOST_REASONS, _LOG_LINES = 10, 40, 20
+_LOG_LINES, _LINE = 20, "\n  "
 Phase = Literal["restored", "before", "after"]
 """A moment of a step: state loaded from a checkpoint, before the training step, after the optimizer's step."""
 
@@ -395,23 +395,15 @@ class ResumeReport:
             lines.append("EQUAL")
         else:
             result = "DIFFERENT" if self.equal is False else "NOT REPRODUCIBLE: two runs differ before any resume"
-            lines += [f"{result}; first at:", *_cut(map(str, self.differences), _MOST_DIFFERENCES)]
+            lines.append(f"{result}; first at:\n  {list_some([*map(str, self.differences)], between=_LINE)}")
         if self.equal is None:
             lines.append("Seed everything (seed_everything: 1), use deterministic kernels, or give --tolerance.")
         if self.not_compared:
-            reasons = (f"{name}: {why}" for name, why in self.not_compared.items())
-            lines += ["not compared:", *_cut(reasons, _MOST_REASONS)]
+            reasons = [f"{name}: {why}" for name, why in self.not_compared.items()]
+            lines.append(f"not compared:\n  {list_some(reasons, 40, _LINE)}")
         if self.folder is not None:
             lines.append(f"Records and outputs are in {self.folder}")
         return "\n".join(lines)
-
-
-def _cut(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield at most ``most`` indented lines, and a line with the number of further lines."""
-    lines = [f"  {text}" for text in texts]
-    yield from lines[:most]
-    if len(lines) > most:
-        yield f"  … and {len(lines) - most} more; --json lists all"
 
 
 def prove_resume(
