@@ -20,7 +20,7 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.assemble import StoredCheckpoint
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
@@ -29,7 +29,7 @@ from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_windows, windows
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_part, read_windows
 
 if TYPE_CHECKING:
     from lightning_shardckpt.sources.source import Source  # torch
@@ -109,11 +109,12 @@ def digest(
         rows_of: dict[str, list[NamedDigest]] = {}
         if names == "huggingface":
             parts = _hugging_face_parts(stored, tables.get("model", Component({})))
-            expect(sum(read.nbytes("model", key) for key in parts))
-            rows_of = {"model": [row for key, of in parts.items() for row in read.parts("model", key, of)]}
+            expect(sum(part.nbytes for part in parts))
+            digests = ((part, read.digest(*part.source, part.box)) for part in parts)
+            rows_of = {"model": [NamedDigest(part.name, part.dtype, part.shape, one) for part, one in digests]}
         else:
             expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
-            computed = {name: {key: read.tensor(name, key) for key in of.tensors} for name, of in tables.items()}
+            computed = {name: {key: read.digest(name, key) for key in of.tensors} for name, of in tables.items()}
             rows_of = {name: _name_digests(of, computed[name]) for name, of in tables.items()}
         components = {name: component_digest(rows) for name, rows in rows_of.items()}
         every = dict(components)
@@ -172,47 +173,27 @@ class _Reading:
         spec = self._stored.spec(component, key)
         return bytes_in(spec.shape, spec.dtype)
 
-    def tensor(self, component: str, key: str) -> str:
-        """Return the digest of a stored tensor."""
-        hasher = xxhash.xxh3_64()
-        for _, data in self._windows(component, key):
-            hasher.update(data)
+    def digest(self, component: str, key: str, part: Box | None = None) -> str:
+        """Return the digest of a stored tensor, or of a part of it."""
+        spec, hasher = self._stored.spec(component, key), xxhash.xxh3_64()
+        if prod(spec.shape):
+            boxes = self._stored.boxes(component, key)
+            if part is None:
+                pieces = read_windows(self._source, spec.shape, boxes, _WINDOW_BYTES)
+            else:
+                pieces = read_part(self._source, part, boxes, _WINDOW_BYTES)
+            for data in pieces:
+                hasher.update(data)
+                self._advance(len(data))
         return hasher.hexdigest()
 
-    def parts(self, component: str, key: str, parts: list[OutputTensor]) -> list[NamedDigest]:
-        """Return the digests of the tensors that an export makes of a stored tensor, which is read once."""
-        from lightning_shardckpt.transfer.strided_copy import gather
 
-        spec = self._stored.spec(component, key)
-        sums, whole = [xxhash.xxh3_64() for _ in parts], Box.whole(spec.shape)
-        for window, data in self._windows(component, key):
-            for number, part in enumerate(parts):
-                common = window.intersect(part.box or whole) if spec.shape else window
-                if common is not None:  # the next bytes of this part, since windows ascend
-                    sums[number].update(gather(data, window.shape, common.within(window), DTYPE_BYTES[spec.dtype]))
-        return [NamedDigest(of.name, of.dtype, of.shape, one.hexdigest()) for of, one in zip(parts, sums, strict=True)]
-
-    def _windows(self, component: str, key: str) -> Iterator[tuple[Box, memoryview]]:
-        """Yield a tensor's bytes in order, with their boxes."""
-        spec = self._stored.spec(component, key)
-        if not prod(spec.shape):
-            return
-        boxes = self._stored.boxes(component, key)
-        cut = windows(spec.shape, _WINDOW_BYTES // DTYPE_BYTES[spec.dtype])
-        for window, data in zip(cut, read_windows(self._source, spec.shape, boxes, _WINDOW_BYTES), strict=True):
-            yield window, data
-            self._advance(len(data))
-
-
-def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component) -> dict[str, list[OutputTensor]]:
-    """Return the tensors that an export makes of each tensor of the model, by key."""
+def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component) -> list[OutputTensor]:
+    """Return the tensors that an export makes of those of the model."""
     model = hf_directory.pick_model(stored.document("huggingface"), "")
     if model is None:
         raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-    parts: dict[str, list[OutputTensor]] = {}
-    for part in model.tensors(component):
-        parts.setdefault(part.source[1], []).append(part)
-    return parts
+    return list(model.tensors(component))
 
 
 def _digest_values(document: Mapping[str, Any]) -> str:

@@ -34,17 +34,16 @@ from lightning_shardckpt.format.safetensors_header import (
     save_id_of,
 )
 from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import HUGGING_FACE, parse_document
 from lightning_shardckpt.state.hf_directory import pick_model
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
 from lightning_shardckpt.system.workers import run_tasks
-from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import BlockChecksums, fetch
-from lightning_shardckpt.transfer.whole_tensors import windows
+from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader
+from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_part
 
 _CHUNK_BYTES = 4 << 20
 _TENSORS = ".safetensors"
@@ -476,30 +475,18 @@ def _check_tensors(
 
 def _compare_tensor(checkpoint: Checkpoint, file: str, one: OutputTensor, begin: int) -> Iterator[Finding]:
     """Compare a tensor with its box in the shards, a window at a time."""
-    size, at = DTYPE_BYTES[one.dtype], begin
-    box = one.box or Box.whole(one.shape)
-    memory = [memoryview(bytearray(min(one.nbytes, max(_CHUNK_BYTES, size)))) for _ in range(2)]
-    for window in windows(box.shape, _CHUNK_BYTES // size) if one.nbytes else ():
-        in_shards, in_file = (data[: window.numel * size] for data in memory)
-        part = Part(window.shift(box.start), (0,) * len(window.start))
-        try:
-            fetch(checkpoint, _requests(checkpoint, one, part, in_shards), verify=True)
-        except CorruptionError as error:
-            yield Finding(file, f"cannot be compared: {error}", one.name)
-            return
-        checkpoint.reader.read_into(file, at, in_file)
-        if in_shards != in_file:
-            yield Finding(file, f"bytes {at} to {at + len(in_file)} differ from the shards", one.name)
-            return
-        at += len(in_file)
-
-
-def _requests(checkpoint: Checkpoint, one: OutputTensor, part: Part, target: memoryview) -> Iterator[Request]:
-    key = one.source[1]
-    spec = checkpoint.root.components["model"].tensors[key]
-    replicas: Mapping[str, int | None] = checkpoint.replicas("model")
-    shape = part.box.shape
-    for overlap in plan_load(spec, replicas[key], (part,)):
-        entry = checkpoint.entry("model", key, overlap)
-        checkpoint.check_file("model", overlap.writer, entry.file)
-        yield Request(key, overlap, entry, shape, single_run(overlap, shape, DTYPE_BYTES[one.dtype]), target)
+    if not one.nbytes:
+        return
+    at, memory = begin, memoryview(bytearray(min(one.nbytes, _CHUNK_BYTES)))
+    source = ShardReader(checkpoint.path, checkpoint.reader, target_bytes=_CHUNK_BYTES)
+    try:
+        boxes = WholeTensors(checkpoint).boxes(*one.source)
+        for in_shards in read_part(source, one.box or Box.whole(one.shape), boxes, _CHUNK_BYTES):
+            in_file = memory[: len(in_shards)]
+            checkpoint.reader.read_into(file, at, in_file)
+            if in_shards != in_file:
+                yield Finding(file, f"bytes {at} to {at + len(in_file)} differ from the shards", one.name)
+                return
+            at += len(in_file)
+    except CorruptionError as error:
+        yield Finding(file, f"cannot be compared: {error}", one.name)

@@ -12,18 +12,16 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
-from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.shard_reader import ShardReader, clone_reader
-from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_windows, windows
+from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_part, read_windows
 
 _ALIGNMENT = 64
 
@@ -121,24 +119,12 @@ class _Item:
         if isinstance(content, memoryview):
             yield from (content[at : at + window_bytes] for at in range(0, len(content), window_bytes))
             return
-        pieces = read_windows(source, self.shape, self.boxes, window_bytes)
-        if self.region.box is not None:
-            pieces = self._read_box(self.region.box, source, window_bytes)
+        if self.region.box is None:
+            pieces = read_windows(source, self.shape, self.boxes, window_bytes)
+        else:
+            pieces = read_part(source, self.region.box, self.boxes, window_bytes)
         for data in pieces:
             yield data if conversion is None else conversion.convert(data)
-
-    def _read_box(self, box: Box, source: ShardReader, window_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a part of the tensor in windows; each reads and verifies the blocks that it touches."""
-        size = DTYPE_BYTES[self.dtype]
-        for window in (inner.shift(box.start) for inner in windows(box.shape, window_bytes // size)):
-            data, requests = source.target[: window.numel * size], list[Request]()
-            for stored in self.boxes:
-                if (common := stored.box.intersect(window)) is not None:
-                    overlap = replace(stored.place.overlap, common=common, local=common.within(window))
-                    run = single_run(overlap, window.shape, size)
-                    requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
-            source.fetch(requests)
-            yield data
 
 
 _Task = Callable[[ShardReader], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Protocol
@@ -15,7 +15,7 @@ from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.transfer.read_plan import Request
+from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader, corruption_error, read_verbatim
 from lightning_shardckpt.transfer.strided_copy import scatter
@@ -183,6 +183,24 @@ def _read_common(
     if not is_contiguous:
         scatter(data, target, window.shape, local, size)
     return len(data)
+
+
+def read_part(source: ShardReader, part: Box, boxes: Sequence[StoredBox], window_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a part of a tensor in windows; each reads and verifies the blocks that it touches.
+
+    Raises:
+        CorruptionError: naming file, tensor and rank.
+    """
+    size = DTYPE_BYTES[boxes[0].entry.dtype]
+    for window in (inner.shift(part.start) for inner in windows(part.shape, window_bytes // size)):
+        data, requests = source.target[: window.numel * size], list[Request]()
+        for stored in boxes:
+            if (common := stored.box.intersect(window)) is not None:
+                overlap = replace(stored.place.overlap, common=common, local=common.within(window))
+                run = single_run(overlap, window.shape, size)
+                requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
+        source.fetch(requests)
+        yield data
 
 
 def _along_dim_0(box: Box) -> tuple[int, int]:
