@@ -302,7 +302,7 @@ def load(
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
-    group.history.add_loaded(path)
+    group.history.add(path)
     _warn(group, result.notes)
     for note in result.skipped if group.ranks.rank == 0 else ():
         _log.info(note)

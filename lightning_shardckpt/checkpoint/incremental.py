@@ -140,7 +140,7 @@ class RankWriter:
     def remember_files(self) -> None:
         """Let later saves link the files of this one. Called once the save is complete on all ranks."""
         if self._options.incremental:
-            self._history.add_saved(self._path, self._indexes)
+            self._history.add(self._path, self._indexes)
 
 
 # ── files of the base ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,33 +238,18 @@ RankIndexes: TypeAlias = dict[str, RankIndex]
 """The indexes that a rank wrote, by component."""
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownCheckpoint:
-    """A complete checkpoint; with this rank's indexes if this process saved it."""
-
-    path: str
-    indexes: RankIndexes | None = None
-
-
 class SaveHistory:
     """The checkpoints whose files the next save may link, by directory. Not for concurrent use."""
 
     def __init__(self) -> None:
-        self._last: dict[str, _KnownCheckpoint] = {}
+        self._last: dict[str, tuple[str, RankIndexes | None]] = {}
         self._cannot_link: set[str] = set()
 
-    def add_loaded(self, path: str) -> None:
-        """Add a checkpoint that was loaded."""
-        self._add(_KnownCheckpoint(_absolute(path)))
-
-    def add_saved(self, path: str, indexes: RankIndexes) -> None:
-        """Add a complete checkpoint that was saved, with this rank's indexes."""
-        self._add(_KnownCheckpoint(_absolute(path), indexes))
-
-    def _add(self, checkpoint: _KnownCheckpoint) -> None:
-        directory = _directory(checkpoint.path)
+    def add(self, path: str, indexes: RankIndexes | None = None) -> None:
+        """Add a complete checkpoint that was loaded, or saved, with this rank's indexes."""
+        directory = _directory(path)
         self._last.pop(directory, None)
-        self._last[directory] = checkpoint
+        self._last[directory] = _absolute(path), indexes
         while len(self._last) > _MAX_DIRECTORIES:
             del self._last[next(iter(self._last))]
 
@@ -284,14 +269,14 @@ class SaveHistory:
             yield None
             return
         base = None
-        for checkpoint in filter(None, (self._last.get(directory), _KnownCheckpoint(_absolute(path)))):
+        for known, indexes in filter(None, (self._last.get(directory), (_absolute(path), None))):
             try:
-                base = _open_checkpoint(checkpoint, storage, rank)
+                base = _open_checkpoint(known, indexes, storage, rank)
                 break
             except CheckpointNotFoundError:
                 continue
             except (ShardCkptError, OSError) as error:
-                draft.notes.append(f"no file of {checkpoint.path!r} is linked in {path!r}: {error}")
+                draft.notes.append(f"no file of {known!r} is linked in {path!r}: {error}")
         if base is None:
             yield None
             return
@@ -316,10 +301,10 @@ class Base:
     error: OSError | None = None
 
 
-def _open_checkpoint(known: _KnownCheckpoint, storage: Storage, rank: int) -> Base | None:
-    if known.indexes is not None:
-        return Base(storage.open(known.path), known.indexes)  # each linked file names the save that wrote it
-    checkpoint = Checkpoint(storage, known.path)
+def _open_checkpoint(path: str, saved: RankIndexes | None, storage: Storage, rank: int) -> Base:
+    if saved is not None:
+        return Base(storage.open(path), saved)  # each linked file names the save that wrote it
+    checkpoint = Checkpoint(storage, path)
     try:
         names = [name for name, component in checkpoint.root.components.items() if rank in component.indexes]
         indexes = {name: checkpoint.index(name, rank) for name in names}

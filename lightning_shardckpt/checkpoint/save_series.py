@@ -93,7 +93,7 @@ class SaveSeries:
 
     def add_loaded(self, path: str) -> None:
         """Let later saves link the files of a checkpoint that was loaded."""
-        self._history.add_loaded(path)
+        self._history.add(path)
 
     def save(
         self,

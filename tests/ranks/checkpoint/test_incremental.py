@@ -205,10 +205,10 @@ def test_the_first_save_after_a_load_links_files_of_what_was_loaded(tmp_path: Pa
     old = first.save(tensors)
     again = Run(tmp_path)
     again.count = 7
-    again.history.add_loaded(str(old))
+    again.history.add(str(old))
     assert linked(again.save(tensors)) == {"a"}
     elsewhere = Run(tmp_path / "elsewhere")
-    elsewhere.history.add_loaded(str(old))
+    elsewhere.history.add(str(old))
     assert linked(elsewhere.save(tensors)) == set()
 
 

@@ -81,7 +81,7 @@ def save_step(
     """Collective: every rank of ``ranks`` must call it. ``base``: of a run that goes on; a tensor stays."""
     state = of_rank(step, ranks, **({} if base is None else {"frozen": FROZEN}))
     history = SaveHistory()
-    history.add_loaded(base or "")
+    history.add(base or "")
     storage = LocalStorage(sync_files=sync_files)
 
     def describe() -> Snapshot:
