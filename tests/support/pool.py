@@ -171,15 +171,16 @@ def run_ranks(
     return outcomes if expect_errors else [o.value for o in outcomes]
 
 
-def run_each(calls: Mapping[Any, tuple[Any, ...]], timeout_s: float = 300) -> dict[Any, list[Any]]:
+def run_each(calls: Mapping[Any, tuple[Any, ...]], timeout_s: float = 120) -> dict[Any, list[Any]]:
     """Return by key what each rank returned, of calls that are each a world, a function and its arguments.
 
-    Calls in a world of the same size are one after another in the same processes, whose start is what takes longest.
+    Calls in a world of the same size are one after another in the same processes, whose start is what takes longest;
+    each may take the time.
     """
     found: dict[Any, list[Any]] = {}
     for world in dict.fromkeys(world for world, *_ in calls.values()):
         of_world = {key: call for key, (size, *call) in calls.items() if size == world}
-        ranks = run_ranks(world, _call_each, of_world, timeout_s=timeout_s)
+        ranks = run_ranks(world, _call_each, of_world, timeout_s=timeout_s * len(of_world))
         found |= {key: [rank[key] for rank in ranks] for key in of_world}
     return found
 

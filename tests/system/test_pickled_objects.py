@@ -16,7 +16,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
 from tests.support.opaque import Encoder, Encodes, Keeps, Trap
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.system.test_fabric import fabric_of
 
 FSDP2 = {"data_parallel_shard_size": 2}
@@ -73,13 +73,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("strategy", "world"), [("sharded", 2), ("ddp", 1)])
 def test_a_trainer_gets_them_with_weights_only_false_and_else_is_told(saved: Path, strategy: str, world: int) -> None:
-    path = str(saved / strategy)
-    for found in run_ranks(world, resumed, path, strategy, "fit", False):
-        assert found == (CALLBACK, ADDED)
-    for call in ("fit", "validate"):
-        for found in run_ranks(world, resumed, path, strategy, call, None):
-            for part in ("callbacks/Keeps/value  tests.support.opaque.Encoder", "added/0  ", "weights_only=False"):
-                assert part in found
+    ways = [("fit", None), ("validate", None), ("fit", False)]
+    found = run_each({way: (world, resumed, str(saved / strategy), strategy, *way) for way in ways})
+    assert found["fit", False] == [(CALLBACK, ADDED)] * world
+    for said in (*found["fit", None], *found["validate", None]):
+        for part in ("callbacks/Keeps/value  tests.support.opaque.Encoder", "added/0  ", "weights_only=False"):
+            assert part in said
 
 
 def test_a_module_is_constructed_with_them_or_the_error_says_what_to_pass(saved: Path, tmp_path: Path) -> None:

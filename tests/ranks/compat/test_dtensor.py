@@ -28,7 +28,7 @@ from lightning_shardckpt.compat.dtensor import (
     spec_of,
 )
 from lightning_shardckpt.compat.torch_tensors import local_part
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each
 
 
 def check_parts() -> None:
@@ -81,18 +81,6 @@ def check_strided() -> None:
     assert torch.equal(made.full_tensor(), whole)
 
 
-def test_a_dtensor_is_its_local_tensor_and_its_spec() -> None:
-    run_ranks(2, check_parts)
-
-
-def test_anomalies_are_looked_for_in_the_rows_of_each_rank() -> None:
-    run_ranks(2, check_nan_of_rows)
-
-
-def test_a_strided_shard_is_of_what_the_inner_axes_leave() -> None:
-    run_ranks(4, check_strided)
-
-
 def check_joined() -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     groups = dist.distributed_c10d._world.group_count
@@ -103,19 +91,12 @@ def check_joined() -> None:
     assert dist.get_process_group_ranks(joined.get_group("a")) == dist.get_process_group_ranks(root.get_group("a"))
 
 
-def test_a_joined_mesh_has_all_axes_and_their_groups() -> None:
-    run_ranks(4, check_joined)
-
-
-def found() -> list[list[object]]:
+def check_siblings() -> None:
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for mesh in (whole, whole["a"], whole["b"]):
         assert any(torch.equal(one, mesh.mesh) for one in sibling_ranks(mesh)), "its own ranks are among them"
-    return [sibling_ranks(mesh).tolist() for mesh in (whole, whole["a"], whole["b"])]
-
-
-def test_the_ranks_of_all_slices_are_known_everywhere() -> None:
-    assert run_ranks(4, found) == [[[[[0, 1], [2, 3]]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]] * 4
+    found = [sibling_ranks(mesh).tolist() for mesh in (whole, whole["a"], whole["b"])]
+    assert found == [[[[0, 1], [2, 3]]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
 
 
 class Whole(DTensor):
@@ -202,12 +183,20 @@ def check_copies_are_equal_and_share_no_memory() -> None:
     assert not local_tensor(found["0.weight"]).any() and local_tensor(module[0].weight).any()
 
 
-CHECKS = [check_is_as_torch_makes_it, check_hooks_see_what_torch_shows_them, check_copies_are_equal_and_share_no_memory]
+CHECKS: dict[str, tuple[Any, ...]] = {
+    "a DTensor is its local tensor and its spec": (2, check_parts),
+    "anomalies are looked for in the rows of each rank": (2, check_nan_of_rows),
+    "a state dict is as torch makes it": (2, check_is_as_torch_makes_it),
+    "hooks see what torch shows them": (2, check_hooks_see_what_torch_shows_them),
+    "copies are equal and share no memory": (2, check_copies_are_equal_and_share_no_memory),
+    "a strided shard is of what the inner axes leave": (4, check_strided),
+    "a joined mesh has all axes and their groups": (4, check_joined),
+    "the ranks of all slices are known everywhere": (4, check_siblings),
+}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_state_dicts_are_those_of_torch(check: Any) -> None:
-    run_ranks(2, check)
+def test_dtensors_their_meshes_and_state_dicts_are_those_of_torch() -> None:
+    run_each(CHECKS)
 
 
 def test_a_modules_own_state_dict_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_shardckpt.errors import ShardCkptError
 from tests.support import tiny
-from tests.support.pool import run_ranks
-
-EXACT = {"fsdp_engine": "exact"}
+from tests.support.pool import run_each, run_ranks
 
 
 class Padded(pl.LightningModule):
@@ -50,15 +50,16 @@ def look(strategy: dict[str, Any] | str, nested: bool) -> list[Tensor]:
     return module.seen
 
 
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["fully_shard", "exact"])
-def test_attention_in_evaluation_is_that_of_one_process(options: dict[str, Any]) -> None:
+def refused(strategy: dict[str, Any]) -> None:
+    with pytest.raises(ShardCkptError, match="Build it with enable_nested_tensor=False"):
+        look(strategy, True)
+
+
+def test_attention_in_evaluation_is_that_of_one_process_and_encoders_that_would_leave_out_padding_are_refused() -> None:
     (expected,) = run_ranks(1, look, "auto", False, init_process_group=False)
     assert len(expected) > 1
-    for found in run_ranks(2, look, options, False):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["fully_shard", "exact"])
-def test_encoders_that_would_leave_out_padding_in_evaluation_are_refused(options: dict[str, Any]) -> None:
-    outcomes = run_ranks(2, look, options, True, expect_errors=True)
-    assert all("Build it with enable_nested_tensor=False" in o.error.message for o in outcomes)
+    engines = {"fully_shard": {}, "exact": {"fsdp_engine": "exact"}}
+    found = run_each({engine: (2, look, options, False) for engine, options in engines.items()})
+    for engine, rank in itertools.product(engines, range(2)):
+        torch.testing.assert_close(found[engine][rank], expected, rtol=0, atol=1e-14)
+    run_each({engine: (2, refused, options) for engine, options in engines.items()})

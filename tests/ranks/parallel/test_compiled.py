@@ -112,7 +112,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def test_compiled_modules_train_on_shards_as_on_one_process_and_those_that_a_plan_shards_are_refused() -> None:
     (alone,) = run_ranks(1, train, "auto", sorted({*PARTS.values()}), init_process_group=False)
-    found = run_each({way: (2, train, strategy, parts) for way, (strategy, parts) in WAYS.items()}, timeout_s=400)
+    found = run_each({way: (2, train, strategy, parts) for way, (strategy, parts) in WAYS.items()}, timeout_s=200)
     for way in ("sharded", "kept"):
         for rank, part in itertools.product(found[way], WAYS[way][1]):
             torch.testing.assert_close(rank[part], alone[PARTS[part]], rtol=0, atol=1e-10)

@@ -18,7 +18,7 @@ from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import Natural
 
 pytestmark = pytest.mark.slow
@@ -55,6 +55,16 @@ def under_fsdp(function: Callable[[Any], Any], **options: Any) -> Any:
         **options,
     ).fit(module)
     return module.found
+
+
+Found = dict[Callable[[Any], Any], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What each function found on each rank."""
+    functions = keep, use_views, differentiate_twice, combine_with_unknown, norms_in_double
+    return run_each({function: (2, under_fsdp, function) for function in functions})
 
 
 def read_on_one_rank(module: Any) -> None:
@@ -123,8 +133,8 @@ def keep(module: Any) -> Any:
     )
 
 
-def test_modules_can_be_copied_called_and_kept_whole_outside_of_steps() -> None:
-    for told, same, kinds, difference, called in run_ranks(2, under_fsdp, keep):
+def test_modules_can_be_copied_called_and_kept_whole_outside_of_steps(found: Found) -> None:
+    for told, same, kinds, difference, called in found[keep]:
         assert (told > 0, same, kinds, called) == (True, True, {Tensor}, True)
         assert abs(difference) < 1e-12
 
@@ -155,8 +165,8 @@ def use_views(module: Any) -> Any:
     return torch.equal(weight.full_tensor(), expected), next(module.net.parameters()).mean().item(), type(weight)
 
 
-def test_views_and_references_from_before_change_the_shards() -> None:
-    assert run_ranks(2, under_fsdp, use_views) == [(True, 3.0, ShardedTensor)] * 2
+def test_views_and_references_from_before_change_the_shards(found: Found) -> None:
+    assert found[use_views] == [(True, 3.0, ShardedTensor)] * 2
 
 
 def differentiate_twice(module: Any) -> Any:
@@ -175,8 +185,8 @@ def differentiate_twice(module: Any) -> Any:
     return off, ((second.full_tensor() - two).abs().max() / two.abs().max()).item()
 
 
-def test_gradients_of_any_order_are_those_of_the_mean_loss() -> None:
-    for first, second in run_ranks(2, under_fsdp, differentiate_twice):
+def test_gradients_of_any_order_are_those_of_the_mean_loss(found: Found) -> None:
+    for first, second in found[differentiate_twice]:
         assert first < 1e-12
         assert second < 1e-12
 
@@ -214,8 +224,8 @@ def combine_with_unknown(module: Any) -> tuple[list[bool], list[str], bool]:
     return [isinstance(one, Placeholder) for one in made], said, bool(weight.isfinite().all())
 
 
-def test_what_is_made_with_a_value_of_another_stage_is_unknown_and_written_nowhere() -> None:
-    for unknown, said, finite in run_ranks(2, under_fsdp, combine_with_unknown):
+def test_what_is_made_with_a_value_of_another_stage_is_unknown_and_written_nowhere(found: Found) -> None:
+    for unknown, said, finite in found[combine_with_unknown]:
         assert unknown == [True] * 5 and finite
         assert len(said) == 4 and all("writes a gradient, whose value this pipeline stage" in one for one in said)
 
@@ -232,5 +242,5 @@ def norms_in_double(module: Any) -> list[bool]:
     return [found.dtype == expected.dtype and torch.equal(found, expected) for found, expected in pairs]
 
 
-def test_norms_in_another_dtype_are_computed_in_it() -> None:
-    assert run_ranks(2, under_fsdp, norms_in_double) == [[True] * 4] * 2
+def test_norms_in_another_dtype_are_computed_in_it(found: Found) -> None:
+    assert found[norms_in_double] == [[True] * 4] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import REPLICATED, Layout, find_unheld_shards, parts_of_rank, replicas
 from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor, local_views, parts_of, this_rank
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each
 
 Found = dict[str, tuple[Layout, torch.Size, list[int]]]
 
@@ -93,32 +94,38 @@ def fsdp(sizes: tuple[int, int], names: tuple[str, ...], shape: tuple[int, ...])
     return check({name: tensor.detach() for name, tensor in module.state_dict().items()})
 
 
-MODELS: dict[int, list[Any]] = {
-    4: [
-        ((7, 5), ("shard",), (4,)),
-        ((2, 3), ("shard",), (4,)),
-        ((8, 8), ("shard", "tp"), (2, 2)),
-        ((7, 14), ("shard", "tp"), (2, 2)),
-        ((3, 1), ("shard", "tp"), (2, 2)),
-        ((7, 5), ("replicate", "shard"), (2, 2)),
-        ((7, 10), ("tp",), (4,)),
-    ],
-    6: [((7, 7), ("shard", "tp"), (3, 2)), ((5, 13), ("shard", "tp"), (2, 3))],
-    8: [((9, 10), ("replicate", "shard", "tp"), (2, 2, 2))],
-}
+Case = tuple[tuple[int, int], tuple[str, ...], tuple[int, ...]]
+MODELS: list[Case] = [
+    ((7, 5), ("shard",), (4,)),
+    ((2, 3), ("shard",), (4,)),
+    ((8, 8), ("shard", "tp"), (2, 2)),
+    ((7, 14), ("shard", "tp"), (2, 2)),
+    ((3, 1), ("shard", "tp"), (2, 2)),
+    ((7, 5), ("replicate", "shard"), (2, 2)),
+    ((7, 10), ("tp",), (4,)),
+    ((7, 7), ("shard", "tp"), (3, 2)),
+    ((5, 13), ("shard", "tp"), (2, 3)),
+    ((9, 10), ("replicate", "shard", "tp"), (2, 2, 2)),
+]
+STRIDED = [((3, 2), 7), ((2, 3), 7), ((2, 2), 5), ((3, 2), 1)]
+"""The shape of a mesh, and a number of rows."""
+Every = dict[Any, list[Any]]
 
 
-def models(cases: list[Any]) -> list[Found]:
-    return [fsdp(*case) for case in cases]
+@pytest.fixture(scope="module")
+def every() -> Every:
+    """What each rank found, by what it was asked; all that is asked of a world of one size is in the same processes."""
+    functions = {by_hand: 6, permuted: 4, apart: 8, stages: 3, refusals: 2, ambiguous: 4}
+    calls = {case: (prod(case[2]), fsdp, *case) for case in MODELS}
+    calls |= {case: (prod(case[0]), right_to_left, *case) for case in STRIDED}
+    return run_each(calls | {function: (world, function) for function, world in functions.items()})
 
 
-@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] if w == 6 else []) for w in MODELS])
-def test_the_boxes_of_a_parallel_model_are_where_its_elements_are(world: int) -> None:
-    results = run_ranks(world, models, MODELS[world])
-    for number, (_, names, _) in enumerate(MODELS[world]):
-        agree([result[number] for result in results])
-        layout, _, _ = results[0][number]["up.weight"]
-        assert len(layout.cuts) == len({*names} - {"replicate"})
+@pytest.mark.parametrize("case", MODELS)
+def test_the_boxes_of_a_parallel_model_are_where_its_elements_are(case: Case, every: Every) -> None:
+    agree(every[case])
+    layout, _, _ = every[case][0]["up.weight"]
+    assert len(layout.cuts) == len({*case[1]} - {"replicate"})
 
 
 # ── tensors distributed by hand ───────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +135,7 @@ def distributed(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any) -> t
     return distribute_tensor(indices(shape), mesh, list(placements), src_data_rank=None)
 
 
-def by_hand(world: int) -> Found:
+def by_hand() -> Found:
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
     line = init_device_mesh("cpu", (6,), mesh_dim_names=("line",))
     cube = init_device_mesh("cpu", (3, 2), mesh_dim_names=("c", "d"))
@@ -160,11 +167,11 @@ def by_hand(world: int) -> Found:
     )
 
 
-def test_the_boxes_of_any_dtensor_are_where_its_elements_are() -> None:
-    agree(run_ranks(6, by_hand, 6))
+def test_the_boxes_of_any_dtensor_are_where_its_elements_are(every: Every) -> None:
+    agree(every[by_hand])
 
 
-def right_to_left(world: int, shape: tuple[int, ...], rows: int) -> tuple[list[int], list[int]]:
+def right_to_left(shape: tuple[int, ...], rows: int) -> tuple[list[int], list[int]]:
     """FSDP's cut of a tensor-parallel slice, by hand: first along the last axis of the mesh, then along the first."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
     fsdp, tp = (int(c) for c in mesh.get_coordinate() or ())
@@ -179,18 +186,16 @@ def right_to_left(world: int, shape: tuple[int, ...], rows: int) -> tuple[list[i
     return boxed(tensor), local.flatten().tolist()
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((3, 2), 7), ((2, 3), 7), ((2, 2), 5), ((3, 2), 1)], ids=str)
-def test_a_strided_shard_is_cut_right_to_left_for_uneven_dims_too(shape: tuple[int, int], rows: int) -> None:
-    results = run_ranks(shape[0] * shape[1], right_to_left, shape[0] * shape[1], shape, rows)
-    for found, local in results:
-        assert found == local
-    assert sorted(i for _, local in results for i in local) == list(range(2 * rows))
+@pytest.mark.parametrize("case", STRIDED, ids=str)
+def test_a_strided_shard_is_cut_right_to_left_for_uneven_dims_too(case: Any, every: Every) -> None:
+    assert all(found == local for found, local in every[case])
+    assert sorted(i for _, local in every[case] for i in local) == list(range(2 * case[1]))
 
 
 # ── meshes that do not number the ranks one after the other ──────────────────────────────────────────────────────────
 
 
-def permuted(world: int) -> Found:
+def permuted() -> Found:
     mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
     return check(
         {
@@ -202,13 +207,13 @@ def permuted(world: int) -> Found:
     )
 
 
-def test_a_permuted_mesh_has_one_layout_on_all_ranks() -> None:
-    results = run_ranks(4, permuted, 4)
+def test_a_permuted_mesh_has_one_layout_on_all_ranks(every: Every) -> None:
+    results = every[permuted]
     agree(results)
     assert results[0]["both"][0].order == (3, 1, 0, 2)
 
 
-def apart(world: int) -> Found:
+def apart() -> Found:
     cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     flat = cube["a", "c"]._flatten("ac")  # the ranks 0, 1, 4, 5 and 2, 3, 6, 7
     return check(
@@ -216,14 +221,14 @@ def apart(world: int) -> Found:
     )
 
 
-def test_flattening_axes_that_lie_apart_has_one_layout_on_all_ranks() -> None:
-    results = run_ranks(8, apart, 8)
+def test_flattening_axes_that_lie_apart_has_one_layout_on_all_ranks(every: Every) -> None:
+    results = every[apart]
     agree(results)
     assert results[0]["flat"][0].order == (0, 1, 4, 5, 2, 3, 6, 7)
     assert results[0]["ac"][0].order is None
 
 
-def stages(world: int) -> tuple[int, ...]:
+def stages() -> tuple[int, ...]:
     rank = torch.distributed.get_rank()
     meshes = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])]
     tensor = distributed((3, 2), meshes[min(rank, 1)], Shard(0))
@@ -231,14 +236,14 @@ def stages(world: int) -> tuple[int, ...]:
     return tuple(part.box.start[0] for part in parts_of(tensor, this_rank()))
 
 
-def test_a_mesh_of_some_ranks_needs_no_alignment() -> None:
-    assert run_ranks(3, stages, 3) == [(0,), (0,), (2,)]
+def test_a_mesh_of_some_ranks_needs_no_alignment(every: Every) -> None:
+    assert every[stages] == [(0,), (0,), (2,)]
 
 
 # ── what has no boxes ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def refusals(world: int) -> list[str]:
+def refusals() -> list[str]:
     line = init_device_mesh("cpu", (2,))
     square = init_device_mesh("cpu", (2, 1))
     some = DeviceMesh("cpu", [0])
@@ -267,8 +272,8 @@ def refusals(world: int) -> list[str]:
     return said
 
 
-def test_what_no_box_describes_is_refused() -> None:
-    first, second = run_ranks(2, refusals, 2)
+def test_what_no_box_describes_is_refused(every: Every) -> None:
+    first, second = every[refusals]
     assert ["partial sums" in first[0], "local tensor of shape (3, 2)" in first[1], "shape (2, 2)" in first[2]] == [
         True
     ] * 3
@@ -276,7 +281,7 @@ def test_what_no_box_describes_is_refused() -> None:
     assert "rank 1 has a DTensor" in second[3]
 
 
-def ambiguous(world: int) -> str:
+def ambiguous() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     tensor = DTensor.from_local(
         torch.zeros(2, 2),
@@ -291,8 +296,8 @@ def ambiguous(world: int) -> str:
     return "refused"
 
 
-def test_a_split_factor_that_fits_no_later_axis_is_refused() -> None:
-    assert run_ranks(4, ambiguous, 4) == ["refused"] * 4
+def test_a_split_factor_that_fits_no_later_axis_is_refused(every: Every) -> None:
+    assert every[ambiguous] == ["refused"] * 4
 
 
 def test_a_plain_tensor_is_replicated() -> None:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
@@ -103,12 +102,6 @@ def _nothing() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
-
-
-def refused(path: str) -> str:
-    with pytest.raises(MismatchError) as raised:
-        train_unfrozen(False, True, None, path)
-    return str(raised.value)
 
 
 def test_changed_set_of_trainable_parameters(tmp_path: Path) -> None:

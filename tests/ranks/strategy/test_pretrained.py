@@ -424,7 +424,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, saved: str) -> dict[str, list[list[str]]]:
     """What each of two ranks found of the selected ways."""
-    return run_each({way: (2, WAYS[way][0], saved, *WAYS[way][1:]) for way in selected(request, "way")}, timeout_s=400)
+    return run_each({way: (2, WAYS[way][0], saved, *WAYS[way][1:]) for way in selected(request, "way")})
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w == "TP" else pytest.mark.slow) for w in WAYS])
