@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,14 @@ def count_samples(batch: Any) -> int:
     Raises:
         UnsupportedCodeError: if the sizes differ.
     """
-    sizes = {name: t.shape[0] for name, t in _tensors(batch, "batch") if t.ndim and t.shape[0] != 1}
+    sizes: dict[str, int] = {}
+
+    def measure(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor) and not value.is_nested and value.ndim and value.shape[0] != 1:
+            sizes[where] = value.shape[0]
+        return _descend(value)
+
+    _map(batch, measure, "batch")
     if len(set(sizes.values())) > 1:
         raise UnsupportedCodeError(
             f"cannot split this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the "
@@ -49,7 +56,7 @@ def split_batch(batch: T, count: int) -> tuple[list[T], list[int]]:
     samples = count_samples(batch)
     sizes = [samples // count + (i < samples % count) for i in range(count)]
     stops = [sum(sizes[: i + 1]) for i in range(count)]
-    return [_slice(batch, stop - size, stop, samples, "batch") for size, stop in zip(sizes, stops, strict=True)], sizes
+    return [_slice(batch, stop - size, stop, samples) for size, stop in zip(sizes, stops, strict=True)], sizes
 
 
 def slice_for_trial(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]]:
@@ -66,48 +73,56 @@ def slice_for_trial(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]
     samples = count_samples(batch)
     most = min(samples, max(3, samples // count))
     start, stop = max(1, most // 3), most - most // 3
-    return [_slice(batch, *ends, samples, "batch") for ends in ((0, most), (start, stop))], (most, start, stop)
+    return [_slice(batch, *ends, samples) for ends in ((0, most), (start, stop))], (most, start, stop)
 
 
 def copy_batch(value: Any) -> Any:
     """Return a copy of a batch, since steps may change it in place. Objects of unknown classes are not copied."""
-    if isinstance(value, Tensor):
-        return value.clone()
+    return _map(value, lambda item, where: item.clone() if isinstance(item, Tensor) else _descend(item), "batch")
+
+
+def _slice(batch: T, start: int, stop: int, samples: int) -> T:
+    def cut(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor) and not value.is_nested:
+            return value[start:stop] if value.ndim and value.shape[0] == samples else value
+        if isinstance(value, _WHOLE):
+            return value
+        is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields") and len(value) == samples
+        if is_list and all(item is None or isinstance(item, _PLAIN) for item in value):
+            return value[start:stop]
+        if _descend(value) is not _CONTAINER:
+            raise UnsupportedCodeError(
+                f"cannot split this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold "
+                "tensors, numbers, strings, dicts, lists, tuples and dataclasses; for others use "
+                "pipeline_microbatches=1."
+            )
+        return _CONTAINER
+
+    return _map(batch, cut, "batch")  # type: ignore[no-any-return]  # of the class of the batch
+
+
+_CONTAINER = object()
+
+
+def _descend(value: Any) -> Any:
+    """Return `_CONTAINER` for a mapping, list, tuple or dataclass, and any other value itself."""
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return _CONTAINER if is_dataclass or isinstance(value, Mapping | list | tuple) else value
+
+
+def _map(value: Any, convert: Callable[[Any, str], Any], where: str) -> Any:
+    """Return ``convert`` of a value and its place; of its items, if that is `_CONTAINER`, in a container like it."""
+    converted = convert(value, where)
+    if converted is not _CONTAINER:
+        return converted
     if isinstance(value, Mapping):
-        items = {key: copy_batch(item) for key, item in value.items()}
+        items = {key: _map(item, convert, f"{where}[{key!r}]") for key, item in value.items()}
         return items if type(value) is dict else _like_mapping(value, items)
     if isinstance(value, list | tuple):
-        copies = [copy_batch(item) for item in value]
-        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, {f.name: copy_batch(getattr(value, f.name)) for f in dataclasses.fields(value)})
-    return value
-
-
-def _slice(value: Any, start: int, stop: int, samples: int, where: str) -> Any:
-    if isinstance(value, Tensor) and not value.is_nested:
-        return value[start:stop] if value.ndim and value.shape[0] == samples else value
-    if isinstance(value, _WHOLE):
-        return value
-    if isinstance(value, Mapping):
-        sliced = {k: _slice(v, start, stop, samples, f"{where}[{k!r}]") for k, v in value.items()}
-        return sliced if type(value) is dict else _like_mapping(value, sliced)
-    if isinstance(value, list | tuple):
-        plain = all(v is None or isinstance(v, _PLAIN) for v in value) and not hasattr(value, "_fields")
-        if len(value) == samples and value and plain:
-            return value[start:stop]
-        items = [_slice(v, start, stop, samples, f"{where}[{i}]") for i, v in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            f.name: _slice(getattr(value, f.name), start, stop, samples, f"{where}.{f.name}")
-            for f in dataclasses.fields(value)
-        }
-        return _with_fields(value, changes)
-    raise UnsupportedCodeError(
-        f"cannot split this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold tensors, "
-        "numbers, strings, dicts, lists, tuples and dataclasses; for others use pipeline_microbatches=1."
-    )
+        parts = [_map(item, convert, f"{where}[{number}]") for number, item in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    names = [field.name for field in dataclasses.fields(value)]
+    return _with_fields(value, {name: _map(getattr(value, name), convert, f"{where}.{name}") for name in names})
 
 
 def _with_fields(original: Any, fields: Mapping[str, Any]) -> Any:
@@ -127,21 +142,6 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
             f"cannot split this batch into microbatches: {type(original).__name__} cannot be made from a dict "
             f"({error}). Collate into a dict, or use pipeline_microbatches=1."
         ) from error
-
-
-def _tensors(tree: Any, where: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        if not tree.is_nested:  # `_slice` refuses nested tensors
-            yield where, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, f"{where}[{key!r}]")
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _tensors(value, f"{where}[{number}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for f in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, f.name), f"{where}.{f.name}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

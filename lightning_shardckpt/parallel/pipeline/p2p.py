@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.schedule import Direction, Receive, Schedule
+from lightning_shardckpt.parallel.pipeline.schedule import Receive, Schedule
 
 _HEADER = 256  # int64 numbers
 _HEADER_AND_TENSORS = 2048  # int64 numbers of a header with small tensors
@@ -30,8 +30,6 @@ _TAGS = 64  # the maximum number of parts of a message
 _MICROBATCHES = 4096
 _FAILED = -1
 _DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
-_Key = tuple[Direction, int, int]
-"""Direction, boundary and microbatch of a message."""
 
 
 class PeerFailed(Exception):
@@ -77,9 +75,9 @@ class Transport:
     rank: int
     device: torch.device
     _pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-    _local: dict[_Key, Message | None] = field(default_factory=dict)
-    _headers: dict[_Key, tuple[dist.Work, Tensor]] = field(default_factory=dict)
-    _incoming: dict[_Key, _Incoming] = field(default_factory=dict)
+    _local: dict[Receive, Message | None] = field(default_factory=dict)
+    _headers: dict[Receive, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    _incoming: dict[Receive, _Incoming] = field(default_factory=dict)
 
     def warm_up(self) -> None:
         """Exchange a byte between neighbours, in one order on all ranks: NCCL may create a communicator for each pair.
@@ -97,16 +95,13 @@ class Transport:
                 elif self.rank == to:
                     dist.recv(byte, group=self.group, group_src=source)
 
-    def send(self, direction: Direction, boundary: int, microbatch: int, message: Message | None) -> None:
-        """Send a message over the boundary between stages ``boundary`` and ``boundary + 1``, without a wait.
-
-        ``None`` tells the receiver that this stage failed.
-        """
-        peer = self.schedule.rank_of(boundary + 1 if direction == "forward" else boundary)
+    def send(self, place: Receive, message: Message | None) -> None:
+        """Send a message, without a wait. ``None`` tells the receiver that this stage failed."""
+        peer = self.schedule.rank_of(place.boundary + (place.direction == "forward"))
         if peer == self.rank:
-            self._local[direction, boundary, microbatch] = message
+            self._local[place] = message
             return
-        tag = _tag(direction, boundary, microbatch)
+        tag = _tag(place)
         values = [] if message is None else [tensor for tensor, _ in message.tensors.values()]
         tensors = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in values]
         header = torch.zeros(self._header_size, dtype=torch.int64)
@@ -124,38 +119,36 @@ class Transport:
             if tensor.numel():
                 self._post_send(_as_bytes(tensor), peer, self.group, tag + 1 + part if self._has_tags else 0)
 
-    def post_header(self, item: Receive) -> None:
+    def post_header(self, place: Receive) -> None:
         """Post the receive of a message's header, which arrives while this rank computes; `receive` must follow."""
-        source = self._source(item.direction, item.boundary)
-        key = item.direction, item.boundary, item.microbatch
-        if source is None or key in self._headers or key in self._incoming:
+        source = self._source(place)
+        if source is None or place in self._headers or place in self._incoming:
             return
         header = torch.empty(self._header_size, dtype=torch.int64)
-        work = dist.irecv(header, group=self.header_group, group_src=source, tag=_tag(*key))
+        work = dist.irecv(header, group=self.header_group, group_src=source, tag=_tag(place))
         assert work is not None
-        self._headers[key] = work, header
+        self._headers[place] = work, header
 
-    def post_tensors(self, item: Receive) -> None:
+    def post_tensors(self, place: Receive) -> None:
         """Post the receives of a message's GPU tensors; call it at this point of the plan, before `receive`.
 
         Waits until the sender has called `send`, but for no device. Does nothing on a CPU, where tags allow to post
         receives when the message is needed.
         """
         if not self._has_tags:
-            self._await_header(item)
+            self._await_header(place)
 
-    def receive(self, direction: Direction, boundary: int, microbatch: int) -> Message:
+    def receive(self, place: Receive) -> Message:
         """Return a message. Waits for its tensors on a CPU; on a GPU only the stream waits.
 
         Raises:
             PeerFailed: if the sending stage failed.
         """
-        key = direction, boundary, microbatch
-        if self._source(direction, boundary) is None:
-            message = self._local.pop(key)
+        if self._source(place) is None:
+            message = self._local.pop(place)
         else:
-            self._await_header(Receive(*key))
-            incoming = self._incoming.pop(key)
+            self._await_header(place)
+            incoming = self._incoming.pop(place)
             for work in incoming.works:
                 work.wait()
             message = incoming.message
@@ -163,12 +156,11 @@ class Transport:
             raise PeerFailed
         return message
 
-    def discard(self, item: Receive) -> None:
+    def discard(self, place: Receive) -> None:
         """Receive and discard a message, unless it has been received."""
-        key = item.direction, item.boundary, item.microbatch
-        if key in self._local or key in self._headers or key in self._incoming:
+        if place in self._local or place in self._headers or place in self._incoming:
             with suppress(PeerFailed):
-                self.receive(*key)
+                self.receive(place)
 
     def flush(self) -> None:
         """Wait until all sent messages have arrived. Call it after all ranks have received their messages."""
@@ -190,15 +182,14 @@ class Transport:
         assert work is not None
         self._pending.append((work, tensor))
 
-    def _await_header(self, item: Receive) -> None:
-        key = item.direction, item.boundary, item.microbatch
-        source = self._source(item.direction, item.boundary)
-        if source is None or key in self._incoming:
+    def _await_header(self, place: Receive) -> None:
+        source = self._source(place)
+        if source is None or place in self._incoming:
             return
-        self.post_header(item)
-        work, header = self._headers.pop(key)
+        self.post_header(place)
+        work, header = self._headers.pop(place)
         work.wait()
-        self._incoming[key] = self._read_header(header, source, _tag(*key))
+        self._incoming[place] = self._read_header(header, source, _tag(place))
 
     def _read_header(self, header: Tensor, source: int, tag: int) -> _Incoming:
         """Read a header, and post the receives of the tensors that are not inside it."""
@@ -219,9 +210,9 @@ class Transport:
         tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(values, parts, strict=True)}
         return _Incoming(Message(tensors, checks), [work for work in works if work is not None])
 
-    def _source(self, direction: Direction, boundary: int) -> int | None:
-        """Return the rank that sends messages over a boundary; None if it is this one."""
-        peer = self.schedule.rank_of(boundary if direction == "forward" else boundary + 1)
+    def _source(self, place: Receive) -> int | None:
+        """Return the rank that sends a message; None if it is this one."""
+        peer = self.schedule.rank_of(place.boundary + (place.direction == "backward"))
         return None if peer == self.rank else peer
 
     def _inline_ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
@@ -235,9 +226,9 @@ class Transport:
         return ranges if at <= self._header_size * torch.int64.itemsize else None
 
 
-def _tag(direction: Direction, boundary: int, microbatch: int) -> int:
-    channel = 2 * boundary + (direction == "backward")
-    return (channel * _MICROBATCHES + microbatch) * _TAGS
+def _tag(place: Receive) -> int:
+    channel = 2 * place.boundary + (place.direction == "backward")
+    return (channel * _MICROBATCHES + place.microbatch) * _TAGS
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

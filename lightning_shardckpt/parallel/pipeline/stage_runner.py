@@ -92,14 +92,14 @@ class StageRunner:
 
     def _send(self, op: Op, message: Message | None) -> None:
         if (place := sent_after(op, self._schedule.stages)) is not None:
-            self._transport.send(place.direction, place.boundary, place.microbatch, message)
+            self._transport.send(place, message)
 
     def _forward_one(self, state: StepState, op: Op) -> None:
         stage, microbatch = op.stage, op.microbatch
         start, stop = self._plan.ranges[stage]
         whole = stage == self._last and state.whole_steps
         positions = state.positions.get(stage, ())
-        receive = partial(self._transport.receive, "forward", stage - 1, microbatch)
+        receive = partial(self._transport.receive, Receive("forward", stage - 1, microbatch))
         run = StageRun("run", start, stop, whole=whole, positions=positions, receive=receive, draws=state.draws)
         share = state.shares[microbatch]
         batch = copy_batch(state.batches[microbatch])
@@ -125,7 +125,7 @@ class StageRunner:
         forward = state.forwards.pop((stage, microbatch))
         gradients: list[Tensor | None]
         if stage < self._last:
-            received = self._transport.receive("backward", stage, microbatch).tensors
+            received = self._transport.receive(Receive("backward", stage, microbatch)).tensors
             gradients = [received[p][0] if p in received else None for p in state.positions[stage]]
         elif state.whole_steps:
             assert state.scale is not None

@@ -59,10 +59,6 @@ _METADATA = _words(
     is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to
     """
 )
-_AUTOGRAD = _words("backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn")
-_HOOKS = _words("register_hook register_post_accumulate_grad_hook")
-_EXAMPLES = _words("type_as view_as expand_as reshape_as")
-_LIKE = _words("zeros_like ones_like full_like empty_like")
 _RANDOM = _words(
     """
     rand_like randn_like randint_like uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_
@@ -70,6 +66,24 @@ _RANDOM = _words(
     xavier_normal_ orthogonal_ sparse_
     """
 )
+_BY_NAME = {
+    name: kind
+    for kind, names in {
+        Kind.METADATA: _METADATA,
+        Kind.ACCESSOR: _words("data grad"),
+        Kind.AUTOGRAD: _words("backward retain_grad __reduce_ex__ __setstate__ detach_ _grad_fn"),
+        Kind.HOOK: _words("register_hook register_post_accumulate_grad_hook"),
+        Kind.EXAMPLE: _words("type_as view_as expand_as reshape_as"),
+        Kind.LIKE: _words("zeros_like ones_like full_like empty_like"),
+        Kind.RANDOM: _RANDOM,
+        Kind.ADDRESS: _words("data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__"),
+        Kind.TEXT: _words("__repr__ __str__"),
+        Kind.LIST_OF_NORMS: _words("_foreach_norm"),
+        Kind.WHOLE: _words("_foreach_max"),
+        Kind.NORM: _words("norm vector_norm"),
+    }.items()
+    for name in names
+}
 _ELEMENTWISE = _words(
     """
     add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power neg
@@ -90,8 +104,6 @@ _OPERATORS = _words(
     invert lshift rlshift ilshift rshift rrshift irshift
     """
 )
-_ADDRESS = _words("data_ptr storage untyped_storage _typed_storage share_memory_ __dlpack__")
-_TEXT = _words("__repr__ __str__")
 _IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS if name.startswith("i") and name != "invert")
 
 
@@ -101,30 +113,10 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     name = name_of(func)
     if getattr(func, "__module__", None) == "torch.autograd":
         return Kind.AUTOGRAD
-    if name in _METADATA:
-        return Kind.METADATA
-    if name in ("data", "grad"):
-        return Kind.ACCESSOR
-    if name in _AUTOGRAD:
-        return Kind.AUTOGRAD
-    for kind, names in (
-        (Kind.HOOK, _HOOKS),
-        (Kind.EXAMPLE, _EXAMPLES),
-        (Kind.LIKE, _LIKE),
-        (Kind.RANDOM, _RANDOM),
-        (Kind.ADDRESS, _ADDRESS),
-        (Kind.TEXT, _TEXT),
-    ):
-        if name in names:
-            return kind
-    if name == "_foreach_norm":
-        return Kind.LIST_OF_NORMS
-    if name == "_foreach_max":
-        return Kind.WHOLE
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return Kind.LISTS
-    if name in ("norm", "vector_norm"):
-        return Kind.NORM
     if name.removesuffix("_") in _ELEMENTWISE or (name.startswith("__") and name.strip("_") in _OPERATORS):
         return Kind.ELEMENTWISE
     return Kind.WHOLE

@@ -73,13 +73,13 @@ def send_all(this: Transport) -> list[str]:
     for step in range(2):  # the same channels again
         for number, (name, message) in enumerate(sent.items()):
             if this.rank == 0:
-                this.send("forward", 0, number, message)
-            elif not alike(this.receive("forward", 0, number), message):
+                this.send(Receive("forward", 0, number), message)
+            elif not alike(this.receive(Receive("forward", 0, number)), message):
                 lost.append(f"{name}, forward, step {step}")
         for number, (name, message) in enumerate(sent.items()):
             if this.rank == 1:
-                this.send("backward", 0, number, message)
-            elif not alike(this.receive("backward", 0, number), message):
+                this.send(Receive("backward", 0, number), message)
+            elif not alike(this.receive(Receive("backward", 0, number)), message):
                 lost.append(f"{name}, backward, step {step}")
         this.flush()
         dist.barrier()
@@ -90,9 +90,9 @@ def send_conjugated() -> bool:
     this, x = transport("gpipe"), torch.complex(torch.ones(2), torch.ones(2))
     message = Message({0: (x.conj(), False), 1: (x.conj().imag, False)})
     if this.rank == 0:
-        this.send("forward", 0, 0, message)
+        this.send(Receive("forward", 0, 0), message)
         this.flush()
-    return this.rank == 0 or alike(this.receive("forward", 0, 0), Message(message.tensors))
+    return this.rank == 0 or alike(this.receive(Receive("forward", 0, 0)), Message(message.tensors))
 
 
 def receive_in_another_order(this: Transport) -> list[float]:
@@ -100,12 +100,12 @@ def receive_in_another_order(this: Transport) -> list[float]:
     order = [3, 0, 4, 1, 2]
     if this.rank == 0:
         for microbatch in range(5):
-            this.send("forward", 0, microbatch, Message({0: (torch.tensor(float(microbatch)), False)}))
-        found = [this.receive("backward", 0, m).tensors[0][0].item() for m in order]
+            this.send(Receive("forward", 0, microbatch), Message({0: (torch.tensor(float(microbatch)), False)}))
+        found = [this.receive(Receive("backward", 0, m)).tensors[0][0].item() for m in order]
     else:
-        found = [this.receive("forward", 0, m).tensors[0][0].item() for m in order]
+        found = [this.receive(Receive("forward", 0, m)).tensors[0][0].item() for m in order]
         for microbatch in range(5):
-            this.send("backward", 0, microbatch, Message({0: (torch.tensor(float(microbatch)), False)}))
+            this.send(Receive("backward", 0, microbatch), Message({0: (torch.tensor(float(microbatch)), False)}))
     this.flush()
     return found
 
@@ -120,9 +120,10 @@ def expect_before_it_is_sent(this: Transport) -> list[float]:
     for step in range(2):
         for microbatch in range(3):
             if this.rank == 0:
-                this.send("forward", 0, microbatch, Message({0: (torch.tensor(10.0 * step + microbatch), False)}))
+                number = torch.tensor(10.0 * step + microbatch)
+                this.send(Receive("forward", 0, microbatch), Message({0: (number, False)}))
             else:
-                found.append(this.receive("forward", 0, microbatch).tensors[0][0].item())
+                found.append(this.receive(Receive("forward", 0, microbatch)).tensors[0][0].item())
     this.flush()
     return found
 
@@ -132,10 +133,11 @@ def send_a_failure(this: Transport) -> str:
     seen = []
     for microbatch in range(3):
         if this.rank == 0:
-            this.send("forward", 0, microbatch, None if microbatch == 1 else Message({0: (torch.ones(2), True)}))
+            message = None if microbatch == 1 else Message({0: (torch.ones(2), True)})
+            this.send(Receive("forward", 0, microbatch), message)
         else:
             try:
-                seen.append(str(tuple(this.receive("forward", 0, microbatch).tensors[0][0].shape)))
+                seen.append(str(tuple(this.receive(Receive("forward", 0, microbatch)).tensors[0][0].shape)))
             except PeerFailed:
                 seen.append("failed")
     this.flush()
@@ -149,7 +151,7 @@ def send_what_cannot_be(this: Transport) -> list[str]:
         {i: (torch.zeros(1, 1, 1, 1, 1), False) for i in range(40)},
     ):
         try:
-            this.send("forward" if this.rank == 0 else "backward", 0, 0, Message(tensors))
+            this.send(Receive("forward" if this.rank == 0 else "backward", 0, 0), Message(tensors))
         except UnsupportedCodeError as error:
             said.append(str(error))
     return said
@@ -176,21 +178,21 @@ def relay(name: str, stages_per_rank: int) -> list[float]:
     for stage in this.schedule.stages_of(this.rank):
         value = torch.zeros(())
         if stage > 0:
-            value = this.receive("forward", stage - 1, 0).tensors[0][0]
+            value = this.receive(Receive("forward", stage - 1, 0)).tensors[0][0]
             seen.append(value.item())
         if stage < last:
             value = value + 10**stage
             sent.append(ref(value))
-            this.send("forward", stage, 0, Message({0: (value, False)}))
+            this.send(Receive("forward", stage, 0), Message({0: (value, False)}))
     for stage in reversed(this.schedule.stages_of(this.rank)):
         value = torch.zeros(())
         if stage < last:
-            value = this.receive("backward", stage, 0).tensors[0][0]
+            value = this.receive(Receive("backward", stage, 0)).tensors[0][0]
             seen.append(value.item())
         if stage > 0:
             value = value + 10**stage
             sent.append(ref(value))
-            this.send("backward", stage - 1, 0, Message({0: (value, False)}))
+            this.send(Receive("backward", stage - 1, 0), Message({0: (value, False)}))
     this.flush()
     del value
     assert [one() for one in sent] == [None] * len(sent)  # nothing that arrived is kept
@@ -243,13 +245,13 @@ def test_stages_on_one_rank_hand_messages_over_without_communication() -> None:
     """There is no process group here."""
     this = Transport(resolve_schedule("looped_bfs", 1, 3), None, None, 0, CPU)  # type: ignore[arg-type]  # not used
     message = Message({0: (torch.ones(2), True)}, (3,))
-    this.send("forward", 0, 5, message)
-    this.send("forward", 1, 5, None)
-    this.send("backward", 0, 5, Message({}))
-    assert alike(this.receive("forward", 0, 5), message)
-    assert this.receive("backward", 0, 5).tensors == {}
+    this.send(Receive("forward", 0, 5), message)
+    this.send(Receive("forward", 1, 5), None)
+    this.send(Receive("backward", 0, 5), Message({}))
+    assert alike(this.receive(Receive("forward", 0, 5)), message)
+    assert this.receive(Receive("backward", 0, 5)).tensors == {}
     with pytest.raises(PeerFailed):
-        this.receive("forward", 1, 5)
+        this.receive(Receive("forward", 1, 5))
     this.flush()
 
 
