@@ -663,6 +663,7 @@ class Lazy(Good):
 
 ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "pipeline_layers")
 COLLECTIVE = ("inside a pipelined step", "self.all_gather", "sync_dist=True")
+CHANGES = "auxiliary is an attribute that changes with every call"
 UNKNOWN = ("doesn't have", "pipeline_modules")
 NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a layer")
 DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
@@ -710,8 +711,8 @@ CASES = {
         {"pipeline_modules": {"bias": "first"}},
     ),
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
-    "sum of auxiliary losses": Case(SumOfAuxiliary, ("what the step returns depends on", *UNKNOWN)),
-    "auxiliary loss of the last layer": Case(LastAuxiliary, ("depends on layers.3.auxiliary of the whole batch",)),
+    "sum of auxiliary losses": Case(SumOfAuxiliary, (CHANGES,)),
+    "auxiliary loss of the last layer": Case(LastAuxiliary, (CHANGES,)),
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
@@ -746,7 +747,7 @@ CASES = {
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
-    "moving average in an attribute": Case(Averaging, ("layers.0.mean of another microbatch",)),
+    "moving average in an attribute": Case(Averaging, ("layers.0.mean is an attribute that changes with every call",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
     "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),

@@ -59,34 +59,25 @@ class StepChecks:
         self._root, self._marks = root, list[Tensor]()
         self._changed: list[tuple[list[int], HostCopy]] = []  # indices of this rank's parameters, by device
         self._own: list[tuple[str, nn.Parameter]] = []
-        self._whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
-        self._buffers = [
-            (f"{name}.{key}", module, key)
-            for name, module in root.named_modules()
-            if len(plan.holders(clean_fqn(name))) == 1 and not self._sees_whole(clean_fqn(name))
-            for key in buffer_slots(module)
-        ]
         units = plan.units()
-        self._parts = [
-            (name, module, result_hooks(module))
-            for name, module in root.named_modules()
-            if is_inside(clean_fqn(name), units) and not self._sees_whole(clean_fqn(name))
-        ]
-        self._attributes = {
-            name: (module, plan.holders(clean_fqn(name)))
-            for name, module, _ in self._parts
-            if not withholds_state(module) and not type(module).__module__.startswith("torch.")
-        }
-        self._calls = [
-            (name, module, compiled_call(module))
-            for name, module in root.named_modules()
-            if name and (clean_fqn(name) in units or any(unit.startswith(f"{clean_fqn(name)}.") for unit in units))
-        ]
-        self._norms = [
-            (name, module)
-            for name, module in root.named_modules()
-            if isinstance(module, BatchNorm) and not self._sees_whole(clean_fqn(name))
-        ]
+        whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
+        self._buffers, self._norms = list[tuple[str, nn.Module, str]](), list[tuple[str, nn.Module]]()
+        self._parts, self._calls = list[tuple[str, nn.Module, frozenset[int]]](), list[tuple[str, nn.Module, Any]]()
+        self._attributes = dict[str, tuple[nn.Module, frozenset[int]]]()
+        for name, module in root.named_modules():
+            clean, holders = clean_fqn(name), plan.holders(clean_fqn(name))
+            if name and (clean in units or any(unit.startswith(f"{clean}.") for unit in units)):
+                self._calls.append((name, module, compiled_call(module)))
+            if is_inside(clean, whole):  # it sees the whole batch
+                continue
+            if len(holders) == 1:
+                self._buffers += [(f"{name}.{key}", module, key) for key in buffer_slots(module)]
+            if isinstance(module, BatchNorm):
+                self._norms.append((name, module))
+            if is_inside(clean, units):
+                self._parts.append((name, module, result_hooks(module)))
+                if not withholds_state(module) and not type(module).__module__.startswith("torch."):
+                    self._attributes[name] = module, holders
 
     def check_calls(self) -> None:
         """Check that all gates are in place.
@@ -138,9 +129,9 @@ class StepChecks:
                 'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
             )
 
-    def layer_attributes(self, sizes: Sequence[int], device: torch.device) -> LayerAttributes:
+    def layer_attributes(self, sizes: Sequence[int]) -> LayerAttributes:
         """Return the attributes of modules that see microbatches, for microbatches of these sizes."""
-        return LayerAttributes(self._attributes, sizes, device)
+        return LayerAttributes(self._attributes, sizes)
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Return marks of the buffers of modules that see microbatches, by name. A mark changes with the values."""
@@ -232,9 +223,6 @@ class StepChecks:
 
     def _parameter_marks(self) -> list[Tensor]:
         return [bit_digest(local_tensor(parameter)) for _, parameter in self._own]
-
-    def _sees_whole(self, name: str) -> bool:
-        return any(name == unit or name.startswith(f"{unit}.") for unit in self._whole)
 
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:

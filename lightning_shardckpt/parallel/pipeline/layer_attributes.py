@@ -1,9 +1,8 @@
 """Refuse layers that carry state in attributes from one microbatch to the next, where one process would see a batch.
 
-Buffers aside, a forward may set attributes of its module. Allowed are sizes, tables that are computed once, attention
-weights, and losses to be read later. Refused are counters, averages of activations and other values that a forward
-computes from earlier ones: numbers that change with every microbatch, and tensors that are read before they are set.
-Only users' classes are checked: the forwards of torch's modules set no attributes.
+Buffers aside, a forward may set attributes of its module. Allowed are tables that the first microbatch computes, and
+sizes. Refused are values that change with every microbatch: counters, averages of activations, and tensors that are set
+anew, such as losses to be read later. Only users' classes are checked: forwards of torch's modules set no attributes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, MAX_ITEMS
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 _MISSING: Any = object()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
@@ -32,16 +29,10 @@ class LayerAttributes:
     Args:
         modules: by name, with the stages that call them.
         sizes: the number of samples of each microbatch.
-        device: of placeholders.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, tuple[nn.Module, frozenset[int]]],
-        sizes: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self._modules, self._sizes, self._device = modules, sizes, device
+    def __init__(self, modules: Mapping[str, tuple[nn.Module, frozenset[int]]], sizes: Sequence[int]) -> None:
+        self._modules, self._sizes = modules, sizes
         self._attributes: dict[int, list[_Attributes]] = {}  # by stage
         self._latest: dict[int, int] = {}  # microbatch, by stage
 
@@ -56,16 +47,10 @@ class LayerAttributes:
         if latest is None:
             modules = [(name, module) for name, (module, stages) in self._modules.items() if stage in stages]
             self._attributes[stage] = [_Attributes(name, module) for name, module in modules]
-        for attributes in self._attributes[stage]:
-            attributes.reset_tensors(self._device)
-        try:
-            yield
-        finally:
-            for attributes in self._attributes[stage]:
-                attributes.undo_reset()
+        yield
         same_size = latest is not None and self._sizes[latest] == self._sizes[microbatch]
         for attributes in self._attributes[stage]:
-            attributes.compare(same_size)
+            attributes.compare(is_first=latest is None, same_size=same_size)
         self._latest[stage] = microbatch
 
 
@@ -74,8 +59,6 @@ class _Attributes:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._live = name, vars(module)
-        self._initial: dict[str, Any] = {}  # values before the step, of attributes that the forward sets to tensors
-        self._resets: dict[str, Any] = {}
         self._save()
 
     def _save(self) -> None:
@@ -85,38 +68,16 @@ class _Attributes:
         containers = ((key, value) for key, value in rest if isinstance(value, list | dict | set))
         self._contents = {key: copy.deepcopy(value) for key, value in containers if _is_of_numbers(value)}
 
-    def reset_tensors(self, device: torch.device) -> None:
-        """Before a microbatch, reset the attributes that earlier ones have set to tensors to their initial values.
-
-        A placeholder stands for an initial tensor: it is of a microbatch, while one process has that of a batch.
-        """
-        for key, initial in self._initial.items():
-            value = initial
-            if isinstance(initial, Tensor):
-                value = Placeholder.like(initial, f"{self._name}.{key} of another microbatch", device)
-            self._resets[key] = value
-            if value is _MISSING:
-                self._live.pop(key, None)
-            else:
-                self._live[key] = value
-
-    def undo_reset(self) -> None:
-        """After a microbatch, restore the attributes that it has not set."""
-        for key, value in self._resets.items():
-            if self._live.get(key, _MISSING) is value:
-                self._live[key] = self._saved[key]
-        self._resets.clear()
-
-    def compare(self, same_size: bool) -> None:
+    def compare(self, *, is_first: bool, same_size: bool) -> None:
         """Compare with the previous microbatch; ``same_size`` if both have the same number of samples."""
         live, saved = self._live, self._saved
         if len(live) == len(saved) and all(map(is_, live.values(), saved.values())) and not self._changed_in_place():
             return
-        for key, value in list(live.items()):
+        for key, value in live.items():
             old = saved.get(key, _MISSING)
-            if isinstance(value, Tensor) and old is not value:
-                self._initial.setdefault(key, old)
-            elif same_size and old is not value and _is_of_numbers(value) and old != value:
+            if old is value:
+                continue
+            if (isinstance(value, Tensor) and not is_first) or (same_size and _is_of_numbers(value) and old != value):
                 raise self._error(key)
         changed = self._changed_in_place()
         if changed and (same_size or changed in self._versions):
@@ -136,27 +97,9 @@ class _Attributes:
     def _error(self, key: str) -> UnsupportedCodeError:
         return UnsupportedCodeError(
             f"{self._name}.{key} is an attribute that changes with every call of its module, which sees microbatches, "
-            "not batches. Count in a hook, such as on_train_batch_start, or use pipeline_microbatches=1."
+            "not batches. Count in a hook, such as on_train_batch_start, return tensors from the forward, or use "
+            "pipeline_microbatches=1."
         )
-
-
-@contextmanager
-def hide_results(layers: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
-    """Replace tensors that layers have set as attributes in the last microbatch, such as losses, by placeholders."""
-    results = {
-        (part, name, f"{fqn}.{name}"): value
-        for prefix, layer in layers.items()
-        for fqn, part in layer.named_modules(prefix=prefix)
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
-    for (part, name, fqn), value in results.items():
-        vars(part)[name] = Placeholder.like(value, f"{fqn} of the whole batch", device)
-    try:
-        yield
-    finally:
-        for (part, name, _), value in results.items():
-            vars(part)[name] = value
 
 
 def _is_of_numbers(value: Any) -> bool:

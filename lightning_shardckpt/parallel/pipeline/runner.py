@@ -30,7 +30,6 @@ from lightning_shardckpt.parallel.pipeline.agree import (
 )
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guard_hooks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
-from lightning_shardckpt.parallel.pipeline.layer_attributes import hide_results
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
@@ -39,7 +38,6 @@ from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
-from lightning_shardckpt.parallel.sharding.fqn import named_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -93,8 +91,6 @@ class Pipeline:
         transport.warm_up()
         self._stages = StageRunner(gates, plan, schedule, transport)
         self._last = schedule.stages - 1
-        here = named_modules(root)
-        self._layers = {name: here[name] for name in plan.layers}
         self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
         in_order = loss_of == "batch"
         self._microbatch_check = MicrobatchCheck(root, staged, self._stages, self._last, in_order=in_order)
@@ -299,7 +295,7 @@ class Pipeline:
         self._probe(state)
         self._checks.check_start(state)
         if state.step.train and len(sizes) > 1:
-            state.watch_attributes = self._checks.layer_attributes(sizes, self._device).watch
+            state.watch_attributes = self._checks.layer_attributes(sizes).watch
 
     def _probe(self, state: StepState) -> None:
         """Find the tensors that cross the boundary after each of this rank's stages: arguments unknown to later stages.
@@ -328,10 +324,8 @@ class Pipeline:
         state.results = Results([f.outputs for f in forwards], [f.positions for f in forwards], self._plan.layers[-1])
         seed = state.seed + (count if count > 1 else 0)
         run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in, seed=seed)
-        layers = self._layers if count > 1 else {}
         seed_rng(seed)
-        with hide_results(layers, self._device):
-            self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
+        self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
         self._checks.check_draws(state)
         state.outputs.append((run.returned, 1.0))
