@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lightning_shardckpt.parallel.deferred_init.materialize import (
     retie,
 )
 from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
-from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, StagedModule, split_into_stages
+from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import (
     module_names,
@@ -216,8 +216,27 @@ def shard(
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
         retire_parameter(old, replaced.get(old))
-    parameters = _Parameters(before, replaced, elsewhere)
-    return _sharded_module(root, meshes, recipe, plan, stages, names, state, parameters, device, engine)
+    clean = [[clean_fqn(name) for name in tie] for tie in names]
+    shared = stages.shared_parameters(after, names) if stages is not None else []
+    gradients = GradientSync(root, meshes, device, partial=_partial_names(root, plan), shared=shared)
+    holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
+    holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
+    pipeline = None
+    if stages is not None:
+        pipeline = stages.build_pipeline(root, gradients, stages.register_absent(before, replaced), device)
+    return ShardedModule(
+        meshes,
+        root,
+        gradients,
+        pipeline,
+        [tie for tie in clean if len(tie) > 1],
+        {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
+        *state,
+        replaced,
+        elsewhere,
+        holders,
+        engine,
+    )
 
 
 def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
@@ -241,51 +260,6 @@ def _refuse_lazy(root: nn.Module) -> None:
             "and given to optimizers before that. Call the module once in __init__ or configure_model, or give it its "
             "sizes."
         )
-
-
-class _Parameters(NamedTuple):
-    """The parameters of a module before sharding, by name; ``replaced`` and ``elsewhere`` of `ShardedModule`."""
-
-    before: dict[str, nn.Parameter]
-    replaced: dict[nn.Parameter, nn.Parameter]
-    elsewhere: dict[nn.Parameter, Tensor]
-
-
-def _sharded_module(
-    root: nn.Module,
-    meshes: Meshes,
-    recipe: Recipe,
-    plan: TensorPlan,
-    stages: StagedModule | None,
-    names: list[list[str]],
-    state: tuple[frozenset[str], tuple[tuple[str, ...], ...]],
-    parameters: _Parameters,
-    device: torch.device,
-    engine: Engine | None,
-) -> ShardedModule:
-    after = dict(root.named_parameters(remove_duplicate=False))
-    clean = [[clean_fqn(name) for name in tie] for tie in names]
-    shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(root, meshes, device, partial=_partial_names(root, plan), shared=shared)
-    holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
-    holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
-    pipeline = None
-    if stages is not None:
-        absent = stages.register_absent(parameters.before, parameters.replaced)
-        pipeline = stages.build_pipeline(root, gradients, absent, device)
-    return ShardedModule(
-        meshes,
-        root,
-        gradients,
-        pipeline,
-        [tie for tie in clean if len(tie) > 1],
-        {name: tie[0] for registered, tie in zip(names, clean, strict=True) for name in registered},
-        *state,
-        parameters.replaced,
-        parameters.elsewhere,
-        holders,
-        engine,
-    )
 
 
 def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:

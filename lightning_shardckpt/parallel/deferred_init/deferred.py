@@ -301,14 +301,13 @@ class _Unfilled(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-_OF_PRECISION: set[Any] = {
-    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
-    Tensor.data.__set__, Tensor.grad.__get__,  # type: ignore[attr-defined]  # properties of C
-}  # fmt: skip
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_OF_PRECISION = {Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, _data.__set__, _grad.__get__}
 """By which Fabric changes the dtype of a module in ``fabric.setup``; `DeferredInit.replay` gives values in it."""
 
 
 def _make_plain(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, _Unfilled):
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # back to what it was

@@ -28,8 +28,8 @@ from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reen
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.parallel.sharding.sample_numbers import forbid_other_draws
-from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
 from lightning_shardckpt.parallel.tensors.placeholder import (
+    GraphEntry,
     Placeholder,
     first_placeholder,
     in_stage_run,

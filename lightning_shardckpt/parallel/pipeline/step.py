@@ -13,7 +13,7 @@ from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
-from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry
+from lightning_shardckpt.parallel.tensors.placeholder import GraphEntry
 
 
 class UserStep(Protocol):

@@ -221,7 +221,7 @@ class Engine:
             self.peers[0].end_step(is_alike=False)
             self._root.reset_iter_state()
             for proxy in self._proxies:
-                proxy.drop_gradients()
+                proxy.end_backward(failed=True)
 
 
 class FSDPProxy:
@@ -540,10 +540,12 @@ class FSDPProxy:
         self._used, self._filled = [False] * len(self._leaves), [False] * len(self._leaves)
         self._entered.clear()
 
-    def end_backward(self) -> None:
-        """End the step of this proxy: the next forward gathers again."""
+    def end_backward(self, *, failed: bool = False) -> None:
+        """End the step of this proxy: the next forward gathers again. If it failed, discard unreduced gradients."""
         self._token = None
         self._entered.clear()
+        for whole in self._wholes if failed else ():
+            whole.grad = None
 
     def complete(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], *, copies: bool
@@ -596,13 +598,6 @@ class FSDPProxy:
         for leaf in self._leaves:
             if not next(used):
                 leaf.grad = None
-
-    def drop_gradients(self) -> None:
-        """Discard gradients that were not reduced."""
-        self._token = None
-        self._entered.clear()
-        for whole in self._wholes:
-            whole.grad = None
 
     def _refuse(self, number: int, what: str) -> None:
         name = self._names[number]

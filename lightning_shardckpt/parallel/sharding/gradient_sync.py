@@ -70,9 +70,8 @@ class GradientSync:
         self._root, self._device, self._shared = root, device, shared
         self._accumulation = Accumulation()
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        self._partial, self._averaged = _replicated_gradients(
-            root, meshes, frozenset(partial), self._accumulation
-        )
+        summed, self._averaged = _replicated_gradients(root, meshes, frozenset(partial), self._accumulation)
+        self._replicated = [one for one in (summed, self._averaged) if one is not None]
         self._stages = meshes.topology.pipeline
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
         self._adopts = True
@@ -126,9 +125,8 @@ class GradientSync:
             with self.no_sync(self.is_blocked), explain_unused_inputs():
                 yield
         except BaseException:
-            for replicated in (self._partial, self._averaged):
-                if replicated is not None:
-                    replicated.reset()
+            for replicated in self._replicated:
+                replicated.reset()
             raise
         if not self.is_blocked:
             self._check()
@@ -162,9 +160,8 @@ class GradientSync:
         """
         if self.is_blocked:
             return
-        for replicated in (self._partial, self._averaged):
-            if replicated is not None:
-                replicated.reduce()
+        for replicated in self._replicated:
+            replicated.reduce()
         self._reduce_shared()
         self._check()
 

@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
+    keep_version,
     mark_as_parameter,
     shares_memory,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.graph_entry import GraphEntry, enter
 
 _OWN = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
 _OWN |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
@@ -117,7 +117,7 @@ class Placeholder(Tensor):
             del self.__dict__["origin"], self.__dict__["geometry"]
             self.__class__ = Tensor  # type: ignore[assignment]  # as torch's UninitializedParameter does
             self.data = value
-        return enter(self) if requires_grad else None
+        return _enter(self) if requires_grad else None
 
     def _access_grad(self, access: str, value: Tensor | None = None) -> Tensor | None:
         """Get, set or delete ``grad``; ``access`` is the name of the property's accessor."""
@@ -369,3 +369,41 @@ def placeholder_positions(leaves: Sequence[Any]) -> Iterator[int]:
         if isinstance(leaf, Placeholder) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield position
+
+
+# ── entries into the autograd graph ─────────────────────────────────────────────────────────────────────────────────
+
+
+class GraphEntry:
+    """The point where a received activation enters the autograd graph of a stage.
+
+    Attributes:
+        token: an empty leaf that the activation depends on.
+        grad: the activation's gradient, after the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.token = torch.empty(0, device=device, requires_grad=True)
+        self.grad: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor, entry: GraphEntry) -> Tensor:
+        ctx.entry = entry
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        ctx.entry.grad = grad if ctx.entry.grad is None else ctx.entry.grad + grad
+        return None, torch.empty_like(ctx.entry.token), None
+
+
+def _enter(value: Tensor) -> GraphEntry:
+    """Make ``value`` itself depend on a new entry: user code may change it in place, as it is no leaf."""
+    entry = GraphEntry(value.device)
+    # enable_grad: the first use may be under no_grad. keep_version: checkpoint may have saved the tensor already.
+    with torch.enable_grad(), keep_version(value):
+        _Enter.apply(value, entry.token, entry)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return entry

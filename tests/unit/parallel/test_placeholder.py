@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import copy_without_weights
-from lightning_shardckpt.parallel.tensors.graph_entry import enter
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
     first_placeholder,
@@ -422,8 +421,8 @@ def test_the_gradient_of_what_became_real_is_that_of_plain_autograd(name: str) -
 
 
 def test_gradients_of_two_backward_passes_are_added() -> None:
-    x: Any = torch.rand(3)
-    entry: Any = enter(x)
+    x: Any = unknown(3)
+    entry: Any = x.become(torch.rand(3), requires_grad=True)
     (2 * x).backward(torch.ones(3))
     (3 * x).backward(torch.ones(3))
     assert torch.equal(entry.grad, torch.full((3,), 5.0))
