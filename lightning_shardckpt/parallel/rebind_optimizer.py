@@ -27,7 +27,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
     live = set(current.values())
     for index, group in enumerate(optimizer.param_groups):
         with user_code():  # it may have been rebound before
-            params = [p for p in group["params"] if not _is_dummy(p)]
+            params = [p for p in group["params"] if not isinstance(p, _Dummy)]
         unknown = [p for p in params if p not in live and p not in current]
         if unknown:
             raise UnsupportedCodeError(
@@ -53,17 +53,11 @@ def allow_empty_optimizers() -> Iterator[None]:
     """
 
     def add_dummy(params: Any) -> Any:
-        return params if isinstance(params, Tensor | dict) else list(params) or [_dummy()]
+        return params if isinstance(params, Tensor | dict) else list(params) or [_Dummy(torch.empty(0), False)]
 
     with change_parameters(add_dummy):
         yield
 
 
-def _dummy() -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty(0), requires_grad=False)
-    parameter.__dict__["_shardckpt_dummy"] = True
-    return parameter
-
-
-def _is_dummy(parameter: Tensor) -> bool:
-    return "_shardckpt_dummy" in parameter.__dict__
+class _Dummy(nn.Parameter):
+    """The parameter of an empty optimizer."""

@@ -17,15 +17,15 @@ from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.materialize import (
+from lightning_shardckpt.parallel.deferred_init.first_values import (
     CopySlice,
     allocate,
     broadcast_weights,
     fill,
+    initialize_meta,
     meta_slots,
     retie,
 )
-from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
 from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import (

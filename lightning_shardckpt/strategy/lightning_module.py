@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
 from lightning_shardckpt.errors import StateError, TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.materialize import broadcast_weights
+from lightning_shardckpt.parallel.deferred_init.first_values import broadcast_weights
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 from lightning_shardckpt.parallel.sharding.random_streams import share_rng

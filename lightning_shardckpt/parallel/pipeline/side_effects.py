@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_shardckpt.compat.torch_modules import buffer_slots
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     INTERNAL,
     MAX_ITEMS,
@@ -34,7 +35,6 @@ from lightning_shardckpt.parallel.pipeline.attribute_owners import (
     is_tracked,
     resolve_owner,
 )
-from lightning_shardckpt.parallel.pipeline.portable_values import from_portable, to_portable
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 

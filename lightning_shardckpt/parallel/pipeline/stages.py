@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_shardckpt.compat.torch_modules import NormWithStatistics, child_slots
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
-from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, suggest_names
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, match_modules, module_names, named_modules
 
 Where = Literal["first", "last", "every"]
 Split = Literal["even", "cost"] | Sequence[str]
@@ -125,11 +125,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules, names = named_modules(root), module_names(root)
     chosen: list[str] = []
     for pattern in patterns:
-        matching = matching_fqns(modules, pattern)
-        new = [name for name in matching if name not in chosen]
-        if not matching:
-            hint = suggest_names(modules, pattern)
-            raise TopologyError(f"pipeline_layers: {pattern!r} matches no module of {type(root).__name__}{hint}")
+        new = [name for name in match_modules(root, pattern, "pipeline_layers") if name not in chosen]
         if not new:
             raise TopologyError(f"pipeline_layers: {pattern!r} matches only layers that are named already")
         if len(new) == 1 and isinstance(modules[new[0]], nn.ModuleList | nn.ModuleDict):
@@ -148,7 +144,7 @@ def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, W
     """
     modules, names = named_modules(root), module_names(root)
     trunk = {modules[name] for name in layers}
-    requested = _match_requests(modules, wanted, root)
+    requested = _match_requests(root, wanted)
     places = dict[str, set[Where | None]]()
 
     def walk(prefix: str, parent: nn.Module) -> None:
@@ -183,15 +179,12 @@ def _default_place(name: str, sides: set[Where | None]) -> Where:
     )
 
 
-def _match_requests(modules: Mapping[str, nn.Module], wanted: Mapping[str, Where], root: nn.Module) -> dict[str, Where]:
+def _match_requests(root: nn.Module, wanted: Mapping[str, Where]) -> dict[str, Where]:
     requested: dict[str, Where] = {}
     for pattern, where in wanted.items():
-        names = matching_fqns(dict(modules), pattern)
         if where not in get_args(Where):
             raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
-        if not names:
-            hint = suggest_names(modules, pattern)
-            raise TopologyError(f"pipeline_modules: {pattern!r} matches no module of {type(root).__name__}{hint}")
+        names = match_modules(root, pattern, "pipeline_modules")
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         requested |= dict.fromkeys(outermost, where)
     return requested

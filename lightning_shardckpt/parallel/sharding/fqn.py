@@ -80,6 +80,17 @@ def suggest_names(modules: Iterable[str], pattern: str) -> str:
     return f" (nearest: {', '.join(close)})" if close else ""
 
 
+def match_modules(root: nn.Module, pattern: str, what: str) -> list[str]:
+    """Return the FQNs of the modules that a glob matches; raise a TopologyError that names ``what`` if none does."""
+    modules = named_modules(root)
+    names = matching_fqns(modules, pattern)
+    if not names:
+        raise TopologyError(
+            f"{what}: {pattern!r} matches no module of {type(root).__name__}{suggest_names(modules, pattern)}"
+        )
+    return names
+
+
 def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[str]:
     """Return the FQNs of the modules that any pattern matches, as a glob or a class name, outermost first.
 

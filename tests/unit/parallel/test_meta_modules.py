@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.meta_modules import initialize_meta
+from lightning_shardckpt.parallel.deferred_init.first_values import initialize_meta
 
 Build = Callable[[], nn.Module]
 
