@@ -49,10 +49,7 @@ _grad: Any = Tensor.grad  # the attribute of a sharded parameter would reduce ac
 class StepChecks:
     """Checks of the steps of one module. The ranks of a pipeline get the same results, or agree on them.
 
-    Args:
-        root: the module, split into stages.
-        plan: its stages.
-        rest_runs_once: True if modules after the layers run once, on the whole batch.
+    ``rest_runs_once``: whether modules after the layers run once, on the whole batch.
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:

@@ -40,22 +40,12 @@ NOTHING_TO_COMPARE = (1, 0, 0)
 class MicrobatchCheck:
     """Compares results of the layers on a slice of a batch and on a part of the slice.
 
-    Args:
-        root: the module, split into stages.
-        staged: the modules that some stages have; `UserStep.run` restores the others.
-        stages: runs the stages of this rank.
-        last: the index of the last stage.
-        in_order: True if the order of the rows in the results matters.
+    ``staged`` are the modules that some stages have; `UserStep.run` restores the others. ``in_order``: whether the order of
+    the rows in the results matters.
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        staged: Sequence[nn.Module],
-        stages: StageRunner,
-        last: int,
-        *,
-        in_order: bool,
+        self, root: nn.Module, staged: Sequence[nn.Module], stages: StageRunner, last: int, *, in_order: bool
     ) -> None:
         self._root, self._stages, self._last = root, stages, last
         self._in_order, self._drew = in_order, False

@@ -48,20 +48,9 @@ LossOf = Literal["batch", "microbatch"]
 
 
 class Pipeline:
-    """Runs the steps of one module over the stages of this rank's pipeline.
+    """Runs the steps of one module over the stages of this rank's pipeline, with at most ``microbatches`` per batch.
 
-    Args:
-        root: the module.
-        gates: the gates in front of its modules.
-        plan: its stages.
-        schedule: the order of passes.
-        meshes: the process groups.
-        device: the device of this rank.
-        gradients: reduces gradients after all passes.
-        absent: the parameters of other stages.
-        microbatches: the maximum number of microbatches per batch.
-        loss_of: "batch" or "microbatch"; see the module docstring.
-        staged: the modules that some stages have: those of layers, and others with a place.
+    ``staged`` are the modules that some stages have: those of layers, and others with a place.
     """
 
     def __init__(

@@ -113,10 +113,7 @@ class _SavedValue:
         return len(value) >= len(items) and all(old.equals(new) for old, new in zip(items, value, strict=False))
 
     def restore(self, name: str) -> Any:
-        """Restore the content of the object, and return it.
-
-        Args:
-            name: of the attribute, for errors.
+        """Restore the content of the object, an attribute called ``name``, and return it.
 
         Raises:
             UnsupportedCodeError: for a tensor that was changed in place and not copied.

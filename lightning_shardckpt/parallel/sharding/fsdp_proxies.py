@@ -358,13 +358,7 @@ class FSDPProxy:
     # --- forward ---
 
     def run(self, leaves: Sequence[ShardedTensor], inputs: Any, body: Callable[[Gathered], Any]) -> Any:
-        """Run a unit's forward within the proxy's.
-
-        Args:
-            leaves: the parameters to gather, from `select`.
-            inputs: the inputs of the unit's forward.
-            body: the forward; gets the gathered parameters.
-        """
+        """Run ``body``, a unit's forward, within the proxy's, with ``leaves`` from `select` gathered."""
         numbers = self._begin(leaves)
         is_gathered = self._token is not None and self._is_gathered  # a forward within another may have freed it
         if self._has_several and is_gathered and torch.is_grad_enabled() and not in_backward():
@@ -507,13 +501,7 @@ class FSDPProxy:
     # --- backward ---
 
     def _before_backward(self, numbers: Sequence[int], gradient: Tensor, *, gathers: bool = True) -> None:
-        """Gather again, when a backward reaches an output or needs the memory of a parameter.
-
-        Args:
-            numbers: the numbers of the forward's parameters.
-            gradient: the gradient of an output.
-            gathers: whether the backward needs parameters.
-        """
+        """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any."""
         refuse_batched(gradient)
         if with_hooks(self._leaves[n] for n in numbers):
             self._refuse(numbers[0], "has a parameter that got a hook between forward and backward")

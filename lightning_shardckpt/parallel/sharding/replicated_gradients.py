@@ -364,12 +364,9 @@ def _pack(parameters: Sequence[nn.Parameter], marks: Sequence[float]) -> Tensor:
 def _unpack(
     parameters: Sequence[nn.Parameter], marks: Sequence[float], flat: Tensor, scale: float, anywhere: Tensor | None
 ) -> None:
-    """Write sums, multiplied by ``scale``, into the gradients that any rank has changed.
+    """Write the sums in ``flat``, multiplied by ``scale``, into the gradients that any rank has changed.
 
-    Args:
-        marks: for each parameter, 1 if this rank has changed its gradient, else 0.
-        flat: the sum over all ranks of the buffers of `_pack`.
-        anywhere: the sums of the marks in host memory, if known.
+    ``anywhere`` has the sums of the marks in host memory, if known.
     """
     flat[len(marks) :].mul_(scale)
     summed, *sums = torch.split(flat, [len(marks), *(local_tensor(parameter).numel() for parameter in parameters)])

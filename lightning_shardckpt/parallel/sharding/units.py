@@ -292,13 +292,8 @@ def _replace_in_outputs(
 ) -> Any:
     """Replace gathered parameters in the outputs of a forward by the sharded ones, so that changes reach the shards.
 
-    Without gradients, views of parameters become views of the shards; with gradients, autograd forbids changes.
-
-    Args:
-        outputs: the outputs of the forward.
-        leaves: the sharded parameters.
-        wholes: the gathered parameters.
-        freed: the memory that torch's engine frees; views of it are copied.
+    Without gradients, views of parameters become views of the shards; with gradients, autograd forbids changes. Views
+    of memory that torch's engine has ``freed`` are copied.
     """
     shards = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True)}
 

@@ -155,9 +155,7 @@ def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
 def wrap_hook(hook: Function, *, after: bool) -> Function:
     """Return a hook that calls the user's with the sharded gradient of all batches; the user's may return a plain one.
 
-    Args:
-        hook: the user's.
-        after: whether it is called with the tensor, after its gradient has been accumulated.
+    ``after``: whether it is called with the tensor, after its gradient has been accumulated.
     """
     if after:
 

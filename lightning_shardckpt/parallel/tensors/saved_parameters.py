@@ -33,11 +33,7 @@ class SavedParameters:
     Autograd can't see changes of a parameter whose memory it does not keep, and would compute wrong gradients. As for
     plain tensors, a change is an error.
 
-    Args:
-        name: the name of the module, for messages.
-        leaves: the sharded parameters.
-        wholes: the gathered parameters.
-        regather: for each parameter that torch's engine frees, returns its memory in a backward; None for others.
+    ``regather`` returns the memory of a parameter in a backward, if torch's engine frees it; it is None for others.
     """
 
     def __init__(
