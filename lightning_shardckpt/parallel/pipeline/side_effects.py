@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import enum
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
@@ -60,57 +60,40 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _SavedValue:
-    """A saved value: the object, its content, and for a tensor its version and a copy.
+    """A saved value: the object, its content, its items if it is a container, and for a tensor a copy.
 
     Tensors inside containers are not copied, since there may be many: a change of one is detected, but not undone.
     """
 
     value: Any
     content: Any = None
+    items: Sequence[tuple[Any, _SavedValue]] | None = None
     copy: Tensor | None = None
 
     @classmethod
     def of(cls, value: Any, *, copy_tensor: bool = True) -> _SavedValue:
         """Save the current value; of a tensor only the version, unless ``copy_tensor``."""
-        if isinstance(value, Placeholder):
-            return cls(value)
-        if isinstance(value, Tensor):
-            return cls(value, version_of(value), value.detach().clone() if copy_tensor else None)
-        if isinstance(value, GENERATORS):
-            return cls(value, generator_state(value))
-        if isinstance(value, np.ndarray):
-            return cls(value, value.tobytes())
-        if isinstance(value, list | tuple | deque):
-            return cls(value, [cls.of(item, copy_tensor=False) for item in value])
-        if isinstance(value, dict):
-            return cls(value, {key: cls.of(item, copy_tensor=False) for key, item in value.items()})
-        return cls(value, set(value) if isinstance(value, set) else None)
+        if isinstance(value, list | tuple | deque | dict):
+            return cls(value, items=[(key, cls.of(item, copy_tensor=False)) for key, item in _items(value)])
+        has_copy = copy_tensor and isinstance(value, Tensor) and not isinstance(value, Placeholder)
+        return cls(value, _content(value), copy=value.detach().clone() if has_copy else None)
 
     def equals(self, value: Any) -> bool:
         """Return True if ``value`` is the saved object, and unchanged."""
         if value is not self.value:
             return False
-        if isinstance(value, Placeholder):  # a tensor that is one now has been overwritten by an unknown value
-            return self.content is None
-        if isinstance(value, Tensor):
-            return bool(version_of(value) == self.content)
-        if isinstance(value, GENERATORS):
-            state = generator_state(value)
-            if isinstance(state, Tensor):
-                return torch.equal(state, self.content)
-            return repr(state) == repr(self.content)
-        if isinstance(value, np.ndarray):
-            return bool(value.tobytes() == self.content)
-        if isinstance(value, list | tuple | deque):
-            return len(value) == len(self.content) and self.is_prefix_of(value)
-        if isinstance(value, dict):
-            return value.keys() == self.content.keys() and all(old.equals(value[k]) for k, old in self.content.items())
-        return not isinstance(value, set) or value == self.content
+        if self.items is not None:
+            return len(value) == len(self.items) and self.is_prefix_of(value)
+        content = _content(value)  # None for a tensor that has been overwritten by an unknown value
+        if isinstance(content, Tensor):
+            return torch.equal(content, self.content)
+        return repr(content) == repr(self.content) if isinstance(value, GENERATORS) else bool(content == self.content)
 
     def is_prefix_of(self, value: Any) -> bool:
-        """Return True if a list starts with the saved, unchanged items."""
-        items = self.content
-        return len(value) >= len(items) and all(old.equals(new) for old, new in zip(items, value, strict=False))
+        """Return True if a container starts with the saved, unchanged items."""
+        assert self.items is not None
+        pairs = zip(self.items, _items(value), strict=False)
+        return len(value) >= len(self.items) and all(a == b and old.equals(new) for (a, old), (b, new) in pairs)
 
     def restore(self, name: str) -> Any:
         """Restore the content of the object, an attribute called ``name``, and return it.
@@ -119,7 +102,12 @@ class _SavedValue:
             UnsupportedCodeError: for a tensor that was changed in place and not copied.
         """
         value = self.value
-        if isinstance(value, GENERATORS):
+        if self.items is not None:
+            items = [(key, item.restore(name)) for key, item in self.items]
+            if isinstance(value, list | deque | dict):
+                value.clear()
+                value.update(items) if isinstance(value, dict) else value.extend(item for _, item in items)
+        elif isinstance(value, GENERATORS):
             set_generator_state(value, self.content)
         elif isinstance(value, Placeholder) and self.copy is not None:  # overwritten by an unknown value
             value.become(self.copy.clone(), requires_grad=False)
@@ -134,21 +122,23 @@ class _SavedValue:
                 value.copy_(self.copy)
         elif isinstance(value, np.ndarray):
             value[...] = np.frombuffer(self.content, value.dtype).reshape(value.shape)
-        elif isinstance(value, tuple):
-            for item in self.content:
-                item.restore(name)
-        elif isinstance(value, list | deque):
-            items = [item.restore(name) for item in self.content]
-            value.clear()
-            value.extend(items)
-        elif isinstance(value, dict):
-            entries = {key: item.restore(name) for key, item in self.content.items()}
-            value.clear()
-            value.update(entries)
         elif isinstance(value, set):
             value.clear()
             value.update(self.content)
         return value
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def _content(value: Any) -> Any:
+    """Return a value that changes with the content of an object: for a tensor its version."""
+    if isinstance(value, Tensor):
+        return None if isinstance(value, Placeholder) else version_of(value)
+    if isinstance(value, GENERATORS):
+        return generator_state(value)
+    return value.tobytes() if isinstance(value, np.ndarray) else set(value) if isinstance(value, set) else None
 
 
 class _OwnerSnapshot:
@@ -278,7 +268,7 @@ class ModuleSnapshot:
                     changes.append(Change(path, name, buffer, "state", generator_state(value)))
                 elif old is not None and value is old.value and isinstance(value, list) and old.is_prefix_of(value):
                     extended.add(id(value))
-                    changes.append(Change(path, name, buffer, "extend", to_portable(value[len(old.content) :])))
+                    changes.append(Change(path, name, buffer, "extend", to_portable(value[len(old.items or ()) :])))
                 else:
                     changes.append(Change(path, name, buffer, "set", to_portable(value)))
             changes += [Change(path, *key, "delete") for key in saved if key[0] not in _slots(owner, key)]
