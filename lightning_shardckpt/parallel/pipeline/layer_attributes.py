@@ -1,8 +1,8 @@
 """Refuse layers that carry state in attributes from one microbatch to the next, where one process would see a batch.
 
-Buffers aside, a forward may set attributes of its module. Allowed are tables that the first microbatch computes, and
-sizes. Refused are values that change with every microbatch: counters, averages of activations, and tensors that are set
-anew, such as losses to be read later. Only users' classes are checked: forwards of torch's modules set no attributes.
+Buffers aside, a forward may set attributes of its module. Allowed are tables that it computes once, and sizes. Refused
+are values that change with every microbatch: counters, averages of activations, and tensors that are set anew, such as
+losses to be read later. Only users' classes are checked: forwards of torch's modules set no attributes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class _Attributes:
             old = saved.get(key, _MISSING)
             if old is value:
                 continue
-            if (isinstance(value, Tensor) and not is_first) or (same_size and _is_of_numbers(value) and old != value):
+            is_result = isinstance(value, Tensor) and (not is_first or value.requires_grad)
+            if is_result or (same_size and _is_of_numbers(value) and old != value):
                 raise self._error(key)
         changed = self._changed_in_place()
         if changed and (same_size or changed in self._versions):
