@@ -121,10 +121,6 @@ class DeferredInit:
                         self._registered.setdefault(module, {})[name] = known[id(parameter)]
         self.materialize_buffers(root)
 
-    def pending(self, root: nn.Module) -> list[str]:
-        """Return the FQNs of the parameters of ``root`` on the meta device; tied parameters under each name."""
-        return [fqn for fqn, _, _, _ in _meta_parameters(root)]
-
     def knows(self, module: nn.Module, name: str) -> bool:
         """Return True if a parameter of ``module`` was made in this context."""
         return name in self._registered.get(module, {})
