@@ -40,8 +40,8 @@ NOTHING_TO_COMPARE = (1, 0, 0)
 class MicrobatchCheck:
     """Compares results of the layers on a slice of a batch and on a part of the slice.
 
-    ``staged`` are the modules that some stages have; `UserStep.run` restores the others. ``in_order``: whether the order of
-    the rows in the results matters.
+    ``staged`` are the modules that some stages have; `UserStep.run` restores the others. ``in_order`` says if the order
+    of rows in the results matters.
     """
 
     def __init__(
