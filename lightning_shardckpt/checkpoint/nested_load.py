@@ -120,7 +120,9 @@ class NestedLoad:
         keys = check_keys(trainer.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
         self.present = [*objects, *(key for key in trainer if key != KEYS)]
-        self._dicts = [key for key, value in trainer.items() if is_weights(value) or is_optimizer_state(value)]
+        wanted = [path for path in (*self._objects.modules, *self._objects.optimizers) if len(path) > 1]
+        paths: list[Path] = [*((key,) for key in trainer), *wanted]
+        self._dicts = [key_of(path) for path in paths if _is_state_dict(trainer, path)]
         prefixes = self._stored_prefixes(keys, "model" in source.components())
         numbers = self._stored_numbers(keys, source.document("optimizer"))
         requested = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
@@ -150,7 +152,7 @@ class NestedLoad:
         for path, prefix in live.items():
             if key_of(path) in stored:
                 prefixes[path] = stored[key_of(path)]
-            elif len(live) == len(stored) == 1:
+            elif len(live) == len(stored) == 1 and key_of(path) not in self._dicts:
                 prefixes[path] = next(iter(stored.values()))
             elif keys is None and has_model:
                 prefixes[path] = prefix
@@ -168,7 +170,7 @@ class NestedLoad:
         for place, path in enumerate(paths):
             if key_of(path) in stored:
                 numbers.append(stored.index(key_of(path)))
-            elif in_order:
+            elif in_order and key_of(path) not in self._dicts:
                 numbers.append(place)
             else:
                 self.missing.append(key_of(path))
@@ -297,6 +299,14 @@ class NestedLoad:
             moved.append(path)
         for path in moved:  # all at the end, since a list is removed with its last requested item
             remove_at(trainer, path)
+
+
+def _is_state_dict(trainer: Mapping[str, Any], path: Path) -> bool:
+    try:
+        value = value_at(trainer, path)
+    except LookupError:
+        return False
+    return is_weights(value) or is_optimizer_state(value)
 
 
 def _move_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:

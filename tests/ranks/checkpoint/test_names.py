@@ -362,6 +362,19 @@ def test_a_state_dict_and_the_object_that_gave_it_are_the_same_to_a_load(tmp_pat
     dicts_and_objects(str(tmp_path))
 
 
+def test_an_object_is_not_filled_from_another_one_than_the_state_dict_in_its_place(tmp_path: Path) -> None:
+    average, state = tied("wte", 2), tied("wte", 1)
+    path = tmp_path / "mixed"
+    save(path, {**state, "average": as_dicts(average)["model"], "other": as_dicts(average)["optimizer"]})
+    for wanted in ({"average": average["model"]}, {"model": state["model"], "other": average["optimizer"]}):
+        before = whole(wanted)
+        with pytest.raises(KeyError, match=r"'average', 'other' there are state dicts: load them into such"):
+            load(path, wanted)
+        assert differing(whole(wanted), before) == []
+    load(path, {"any": average["model"]})
+    assert differing(whole({"model": average["model"]}), whole({"model": state["model"]})) == []
+
+
 def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: Path) -> None:
     saved = normed(1, 2)["model"]
     tensors = {name: value for name, value in saved.state_dict().items() if isinstance(value, Tensor)}
