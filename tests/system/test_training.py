@@ -333,8 +333,7 @@ class ShardsItself(Module):
 
     def configure_model(self) -> None:
         if self.net is None:
-            with torch.device("meta" if self.how == "meta" else "cpu"):
-                self.net = Feedforward()
+            self.net = Feedforward()
         if isinstance(self.net.up.weight, DTensor):
             return
         assert self.device_mesh is not None
@@ -345,7 +344,7 @@ class ShardsItself(Module):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-WAYS = ["early", "late", "meta", "tensor only"]
+WAYS = ["early", "late", "tensor only"]
 
 
 def train_what_shards_itself() -> list[State]:
