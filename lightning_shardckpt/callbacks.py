@@ -38,7 +38,7 @@ from lightning_shardckpt.parallel.sharding.keyed_dropout import (
 )
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws_error, set_running_samples
 from lightning_shardckpt.state.data_position import ResumableLoader
-from lightning_shardckpt.storage.router import is_url
+from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.system.random_generators import rng_checksum
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -280,13 +280,13 @@ def _protected(trainer: pl.Trainer) -> Iterator[str]:
     """Yield the paths that callbacks or the user rely on."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, OnExceptionCheckpoint):
-            yield callback.ckpt_path
+            yield file_path(callback.ckpt_path)
     for callback in _model_checkpoints(trainer):
         yield from filter(None, (callback.best_model_path, callback.last_model_path))
         if callback.save_top_k > 0:
             yield from callback.best_k_models
     if trainer.ckpt_path:
-        yield os.fspath(trainer.ckpt_path)
+        yield file_path(trainer.ckpt_path)
 
 
 # ── dropout ───────────────────────────────────────────────────────────────────────────────────────────────────────────

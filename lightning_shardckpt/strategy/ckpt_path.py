@@ -140,6 +140,7 @@ def needs_weights(trainer: pl.Trainer, launcher: object) -> bool:
     path = assigned_path(trainer) if path is None else path
     if path is None or not trainer.lightning_module.strict_loading:
         return True
+    path = file_path(path)
     if not is_url(path) and not os.path.lexists(path):
         return True
     if os.path.isfile(path):
@@ -232,7 +233,7 @@ def _list_saved(
 
     ModelCheckpoint never deletes the path from which a run resumed, which should be the link.
     """
-    paths = {c.ckpt_path for c in savers if _exists(c.ckpt_path, storage)}
+    paths = {path for path in (file_path(c.ckpt_path) for c in savers) if _exists(path, storage)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             entries = _list_directory(save_directory(callback, trainer), storage)

@@ -49,7 +49,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import find_copies, load_remaining
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_empty, watch_state
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.storage.router import is_url
+from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import (
     check_filled,
@@ -159,9 +159,10 @@ class TrainerRun:
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
-    def path_to_resume(self) -> str | os.PathLike[str] | None:
+    def path_to_resume(self) -> str | None:
         """The path of the checkpoint to load; None without one."""
-        return self.launcher.resumes_from or assigned_path(self.trainer)
+        path = self.launcher.resumes_from or assigned_path(self.trainer)
+        return None if path is None else file_path(path)
 
     def will_resume(self) -> bool:
         """Return True if this rank finds a checkpoint to load."""
@@ -220,7 +221,7 @@ class RunCheckpoints:
         run = self._current
         if run.is_fit and run.ranks.step("looking for a checkpoint", run.will_resume, any):
             path = run.path_to_resume
-            restore_modules_and_callbacks(run.trainer, None if path is None else os.fspath(path))
+            restore_modules_and_callbacks(run.trainer, path)
             keep_param_groups(run.trainer)
             self.restored = True
             self._read_place()

@@ -158,11 +158,15 @@ def test_a_plain_file_of_lightning_counts_by_its_step(folder: Path, keeper: pl.T
     assert resolve_ckpt_path(keeper, "last") == str(folder / "last.ckpt")
 
 
-def test_a_checkpoint_after_an_exception_counts_without_being_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_after_an_exception_counts_without_being_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keeper = trainer(ModelCheckpoint(folder), OnExceptionCheckpoint(tmp_path))
     saved(folder / "a.ckpt", 10)
     ended = saved(tmp_path / "on_exception.ckpt", 15)
     assert resolve_ckpt_path(keeper, None) == resolve_ckpt_path(keeper, "last") == ended
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_ckpt_path(trainer(ModelCheckpoint(folder), OnExceptionCheckpoint("~")), None) == ended
     keeper.state.fn = TrainerFn.VALIDATING
     assert resolve_ckpt_path(keeper, None) is None
 
