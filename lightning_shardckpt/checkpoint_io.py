@@ -30,14 +30,16 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 )
 from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_path
-from lightning_shardckpt.checkpoint.lightning_dict import Attached, LightningSave, is_torch_file, load_whole
+from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
+from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
+from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightning_dict, states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
@@ -236,26 +238,26 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """
         path, attached = file_path(path), self._attached
         storage = self._storage_for(path, storage_options)
-        lightning_save = LightningSave(
-            checkpoint,
-            attached,
-            self._hugging_face,
-            adapters_only=self.adapters_only,
-            pickle_objects=self.pickle_objects,
-            is_fabric=self._is_fabric,
-        )
+        notes = list[str]()
+
+        def describe() -> Snapshot:
+            described = describe_checkpoint(
+                checkpoint,
+                attached,
+                self._hugging_face,
+                adapters_only=self.adapters_only,
+                pickle_objects=self.pickle_objects,
+                is_fabric=self._is_fabric,
+            )
+            notes.extend(described.notes)
+            return described
+
         check_path(path, self.save_options.also)
         if self.saves.background is None and attached.module is None:  # otherwise the strategy enables it
             self.saves.enable(Ranks.alone())
-        notes = self.saves.save(
-            path,
-            lightning_save.describe,
-            ranks=attached.ranks,
-            run=lightning_save.run,
-            options=self.save_options,
-            storage=storage,
-        )
-        self._warn([*lightning_save.notes, *notes])
+        run, ranks = run_info(checkpoint, dict(attached.topology)), attached.ranks
+        notes += self.saves.save(path, describe, ranks=ranks, run=run, options=self.save_options, storage=storage)
+        self._warn(notes)
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full
-from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
@@ -40,8 +39,16 @@ class Attached:
     names: WholeNames = field(default_factory=WholeNames)
 
 
-class LightningSave:
-    """One save of Lightning's checkpoint dict.
+def describe_checkpoint(
+    checkpoint: dict[str, Any],
+    attached: Attached,
+    hugging_face: HuggingFace,
+    *,
+    adapters_only: bool,
+    pickle_objects: bool,
+    is_fabric: bool,
+) -> Snapshot:
+    """Return this rank's part of a save of Lightning's checkpoint dict.
 
     Args:
         checkpoint: the dict, or without a module a state of Fabric; it is not changed.
@@ -51,58 +58,31 @@ class LightningSave:
         pickle_objects: pickle objects that are not plain values.
         is_fabric: True if ``checkpoint`` is a state of Fabric.
 
-    Attributes:
-        run: step, epoch and topology, for the root index.
-        notes: sentences for the user, after ``describe``.
-
     Raises:
-        StateError: for ``adapters_only`` without a module.
+        StateError: listing state that can't be stored, by path; for ``adapters_only`` without a module.
     """
-
-    def __init__(
-        self,
-        checkpoint: dict[str, Any],
-        attached: Attached,
-        hugging_face: HuggingFace,
-        *,
-        adapters_only: bool,
-        pickle_objects: bool,
-        is_fabric: bool,
-    ) -> None:
-        if adapters_only and attached.module is None:
-            raise StateError(
-                "ShardCkptIO(adapters_only=True) needs the module to find its frozen parameters, and Lightning's own "
-                "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
-            )
-        self.run = run_info(checkpoint, dict(attached.topology))
-        self.notes: tuple[str, ...] = ()
-        self._checkpoint, self._attached = checkpoint, attached
-        self._hugging_face, self._is_fabric = hugging_face, is_fabric
-        self._adapters_only, self._pickle_objects = adapters_only, pickle_objects
-
-    def describe(self) -> Snapshot:
-        """Return this rank's state.
-
-        Raises:
-            StateError: listing state that can't be stored, by path.
-        """
-        module, names, checkpoint = self._attached.module, self._attached.names, self._checkpoint
-        if module is None:
-            checkpoint = to_lightning_dict(checkpoint, of_fabric=self._is_fabric)
-        described = snapshot(
-            {key: value for key, value in checkpoint.items() if key != RANK_STATE},
-            module,
-            self._checkpoint.get(RANK_STATE),
-            names,
-            adapters_only=self._adapters_only,
-            pickle_objects=self._pickle_objects,
+    module, names = attached.module, attached.names
+    if adapters_only and module is None:
+        raise StateError(
+            "ShardCkptIO(adapters_only=True) needs the module to find its frozen parameters, and Lightning's own "
+            "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
         )
-        if module is not None and self._attached.ranks.rank == 0 and "model" in described.leaves:
-            document, notes = self._hugging_face.document(module, names.state)
-            documents = described.documents if document is None else {**described.documents, "huggingface": document}
-            described = replace(described, documents=documents, notes=(*described.notes, *notes))
-        self.notes = described.notes
-        return described
+    rank_state = checkpoint.get(RANK_STATE)
+    if module is None:
+        checkpoint = to_lightning_dict(checkpoint, of_fabric=is_fabric)
+    described = snapshot(
+        {key: value for key, value in checkpoint.items() if key != RANK_STATE},
+        module,
+        rank_state,
+        names,
+        adapters_only=adapters_only,
+        pickle_objects=pickle_objects,
+    )
+    if module is not None and attached.ranks.rank == 0 and "model" in described.leaves:
+        document, notes = hugging_face.document(module, names.state)
+        documents = described.documents if document is None else {**described.documents, "huggingface": document}
+        described = replace(described, documents=documents, notes=(*described.notes, *notes))
+    return described
 
 
 # ── load ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
