@@ -34,6 +34,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     reduce_tensor,
     show_samplers_of,
 )
+from lightning_shardckpt.compat.lightning_trainer import reset_stored_metrics
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -398,6 +399,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
             storage=io.storage,
         )
+        if self.meshes.data_parallel_rank > 0:
+            reset_stored_metrics(collect_objects(states).root)
         for note in result.notes:
             rank_zero_warn(note)
         for note in result.skipped:

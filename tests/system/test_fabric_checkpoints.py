@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.consolidate import consolidate
@@ -278,3 +279,27 @@ def test_loaders_in_a_state_keep_their_place_and_go_on_if_they_can(tmp_path: Pat
     for rank, found in enumerate(run_ranks(2, with_loaders, str(tmp_path))):
         for said, rest, step, same, batches, left in found.values():
             assert (said, rest, step, same, len(batches), left) == (int(rank == 0), {}, 2, True, 4, [[6, 7]])
+
+
+class WithMetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(2, 2), SumMetric()
+        self.seen.persistent(mode=True)
+
+
+def count(path: str, resume: bool) -> float:
+    fabric = fabric_of()
+    module: Any = fabric.setup(WithMetric())
+    if resume:
+        fabric.load(path, {"model": module})
+    module.seen.update(8 / fabric.world_size)
+    if not resume:
+        fabric.save(path, {"model": module})
+    return float(module.seen.compute())
+
+
+def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "counted")
+    assert run_ranks(1, count, path, False) == [8]
+    assert run_ranks(2, count, path, True) == [16, 16]
