@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
+from torchmetrics import Metric, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 
@@ -51,6 +52,28 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
+
+
+class Averaged(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean", persistent=True)
+
+    def update(self, value: float) -> None:
+        self.value = torch.tensor(value)
+
+    def compute(self) -> torch.Tensor:
+        return self.value
+
+
+def test_metrics_in_the_state_dict_are_reset_but_for_those_that_are_averaged() -> None:
+    metrics = torch.nn.ModuleDict({"stored": SumMetric(), "left out": SumMetric(), "averaged": Averaged()})
+    metrics["stored"].persistent(True)  # type: ignore[operator]  # a method
+    for metric in metrics.values():
+        metric.update(3.0)  # type: ignore[operator]
+    compat.reset_stored_metrics(metrics)
+    values = {name: metric.metric_state for name, metric in metrics.items()}
+    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 3}}
 
 
 @pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
