@@ -22,7 +22,7 @@ from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.module_io import HookedState
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
 from lightning_shardckpt.system.text import count_text, list_some
 
@@ -197,7 +197,7 @@ class LoadJob:
             (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
         of_optimizers = [item for item in new if item[0] == "optimizer"]
         of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON
-        _refuse_meta(self.source.path, [*live_tensors, *of_trainer, *self._model.hooked.live(), *of_optimizers])
+        _refuse_unfillable(self.source.path, [*live_tensors, *of_trainer, *self._model.hooked.live(), *of_optimizers])
         targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in live_tensors]
         for target in targets:
             if is_expanded(target.local):
@@ -302,8 +302,10 @@ class LoadJob:
             self.settings |= optimizer.settings
 
 
-def _refuse_meta(path: str, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
-    """Raise a StateError for tensors on the meta device."""
+def _refuse_unfillable(path: str, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
+    """Raise a StateError for tensors that are made of others, or on the meta device."""
+    for component, key, tensor in tensors:
+        refuse_compound(tensor, f"{component}/{key}")
     on_meta = (f"{component}/{key}" for component, key, tensor in tensors if local_tensor(tensor).is_meta)
     names = list(dict.fromkeys(on_meta))
     if names:

@@ -34,7 +34,7 @@ from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import VERSION, is_weights
+from lightning_shardckpt.state.state_dicts import KEYS, VERSION, is_weights
 from lightning_shardckpt.system.text import count_text, list_some
 
 # ── as a source ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,9 +74,12 @@ def refuse_state_dicts(source: Source) -> None:
     """Refuse a checkpoint without a model that has state dicts of modules as values."""
     if "model" in source.components():
         return
-    if found := [key for key, value in blank_trainer(source).items() if is_weights(value)]:
+    state = {key: value for key, value in blank_trainer(source).items() if key != KEYS}
+    found = [key for key, value in state.items() if is_weights(value)]
+    if found or is_weights(state):
+        place = f"state dicts as {found}" if found else "a state dict as the whole state"
         raise MismatchError(
-            f"{source.path!r} has no model, but state dicts as {found}: save the module itself in their place. To move "
+            f"{source.path!r} has no model, but {place}: save the module itself in their place. To move "
             "them, `lightning_shardckpt.load` them into such, as model.state_dict(), and save the module."
         )
 

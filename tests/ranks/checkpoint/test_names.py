@@ -417,6 +417,12 @@ def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
     save(path, as_dicts(tied("wte", 1)))
     with pytest.raises(KeyError, match=r"'model', 'optimizer' there are state dicts"):
         load_from_checkpoint(Tied, path)
-    for options, resumed in (({}, path), ({"pretrained": path}, None)):
-        with pytest.raises(MismatchError, match=r"has no model, but state dicts as \['model'\]"):
+    whole_state = str(tmp_path / "whole state")
+    save(whole_state, tied("wte", 1)["model"].state_dict())
+    for options, resumed, place in (
+        ({}, path, r"state dicts as \['model'\]"),
+        ({"pretrained": path}, None, r"state dicts as \['model'\]"),
+        ({"pretrained": whole_state}, None, "a state dict as the whole state"),
+    ):
+        with pytest.raises(MismatchError, match=f"has no model, but {place}"):
             tiny.trainer(options, max_steps=1).fit(Tied(), tiny.loader(), ckpt_path=resumed)

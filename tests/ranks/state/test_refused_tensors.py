@@ -56,6 +56,9 @@ def test_a_module_of_compound_tensors_is_refused_by_a_load_too(tmp_path: Path) -
     module.weight = nn.Parameter(two(), requires_grad=False)
     with pytest.raises(StateError, match=r"model/weight: a .*TwoTensor is made of other tensors"):
         ckpt.load(tmp_path / "c", {"model": module})
+    for state in ({"model": dict(module.state_dict())}, {"model": {**nn.Linear(2, 2).state_dict(), "weight": two()}}):
+        with pytest.raises(StateError, match=r"model.weight: a .*TwoTensor is made of other tensors"):
+            ckpt.load(tmp_path / "c", state)
 
 
 def test_checkpoints_with_records_of_compound_tensors_are_refused() -> None:
