@@ -32,6 +32,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     keep_order_of_training,
     set_device,
     set_device_mesh,
+    sync_stored_metrics,
     syncs_batch_norms,
     wrap_actions,
 )
@@ -432,7 +433,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.reshard()
         if self.sharded.pipeline is not None:
             self.sharded.pipeline.absent.check_data()
-        return live_state_dict(self._module)
+        is_shared = self.topology.data_parallel > 1 and not self._is_alone
+        with sync_stored_metrics(self._module) if is_shared else nullcontext():
+            return live_state_dict(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -343,6 +343,26 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
             metric.gather_all_tensors = before  # type: ignore[attr-defined]
 
     return undo
+
+
+@contextmanager
+def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
+    """Inside, metrics whose states are in the state dict have those of all data-parallel ranks.
+
+    Collective: every rank of the world must enter it. Relies on ``Metric._defaults``.
+    """
+    stored = [one for one in module.modules() if isinstance(one, Metric) and one.state_dict()]
+    try:
+        for one in stored:
+            one.sync(dist_sync_fn=one.dist_sync_fn)
+            for name, default in one._defaults.items():
+                if isinstance(default, list) and isinstance(state := getattr(one, name), Tensor):
+                    setattr(one, name, [state])  # as an update expects it
+        yield
+    finally:
+        for one in stored:
+            if one._is_synced:
+                one.unsync()
 
 
 def reset_stored_metrics(module: nn.Module) -> None:

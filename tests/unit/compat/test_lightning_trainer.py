@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import Metric, SumMetric
+from torchmetrics import CatMetric, Metric, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 
@@ -310,3 +311,19 @@ class UploadsInItsOwnWay(Uploads):
 def test_loggers_of_lightning_that_upload_checkpoints_are_known(logger: Any, expected: str | None) -> None:
     note = compat.upload_note(pl.Trainer(**{**QUIET, "logger": logger}))
     assert note is None if expected is None else note is not None and note.startswith(expected)
+
+
+def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_own() -> None:
+    two: Any = {"distributed_available_fn": lambda: True, "dist_sync_fn": lambda state, group=None: [state, state]}
+    module = nn.ModuleList([SumMetric(**two), CatMetric(**two), SumMetric(**two)])
+    total, each, not_stored = cast("list[Any]", list(module))
+    total.persistent(True)
+    each.persistent(True)
+    for one in (total, each, not_stored):
+        one.update(3.0)
+    with compat.sync_stored_metrics(module):
+        stored = module.state_dict()
+    assert stored["0.sum_value"] == 6 and [value.tolist() for value in stored["1.value"]] == [[3, 3]]
+    assert total.sum_value == 3 and len(each.value) == 1
+    compat.reset_stored_metrics(module)
+    assert (total.sum_value, each.value, not_stored.sum_value) == (0, [], 3)
