@@ -13,7 +13,7 @@ from lightning_shardckpt.format.file_names import is_part
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import backend_of, is_url
+from lightning_shardckpt.storage.router import backend_of, file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
@@ -40,7 +40,7 @@ def open_checkpoint(
     Raises:
         CheckpointNotFoundError: describing the content of the path, and suggesting others.
     """
-    path = os.fspath(path)
+    path = file_path(path)
     if storage is not None:
         return Checkpoint(storage, path)
     try:

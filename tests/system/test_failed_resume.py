@@ -6,14 +6,13 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_shardckpt import ShardCkptIO
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -38,7 +37,7 @@ def corrupt_last_tensor(path: str) -> None:
     dist.barrier()
 
 
-def resumes(strategy: dict[str, Any], folder: str, verify: Literal[True, "first"]) -> dict[str, Any]:
+def resumes(strategy: dict[str, Any], folder: str) -> dict[str, Any]:
     """What a user may try with a module whose resume failed; the good checkpoint is of step 2."""
     good, bad = f"{folder}/good.ckpt", f"{folder}/bad.ckpt"
     straight = tiny.fit(strategy, 4, callbacks=[tiny.SaveAt(2, good), tiny.SaveAt(3, bad)])
@@ -47,8 +46,7 @@ def resumes(strategy: dict[str, Any], folder: str, verify: Literal[True, "first"
     module = tiny.TinyLM()
 
     def run(steps: int = 4, **more: Any) -> pl.Trainer:
-        more |= {"plugins": [ShardCkptIO(verify=verify)], "limit_val_batches": 0}
-        return tiny.trainer(strategy, max_steps=steps, **more)
+        return tiny.trainer(strategy, max_steps=steps, limit_val_batches=0, **more)
 
     first: list[dict[str, Any]] = []
     module.on_fit_start = lambda: first.append(tiny.full_state(module, []))  # type: ignore[method-assign]
@@ -75,7 +73,7 @@ def resumes(strategy: dict[str, Any], folder: str, verify: Literal[True, "first"
 def test_a_module_that_is_half_filled_is_neither_trained_nor_saved_until_it_has_loaded_another_checkpoint(
     strategy: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = run_ranks(2, resumes, strategy, str(tmp_path), True)
+    ranks = run_ranks(2, resumes, strategy, str(tmp_path))
     assert any("CorruptionError" in found["resume"] and "bad.ckpt" in found["resume"] for found in ranks)
     for found in ranks:
         assert found["resume"] and not found["kept"]

@@ -96,13 +96,13 @@ def stock(strategy: str, steps: int, path: str, resume: str | None) -> dict[str,
     return {k: v for k, v in found["state"].items() if k != "model/scratch"}
 
 
-@pytest.mark.slow
-def test_stock_ddp_saves_loads_and_exchanges_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "world"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("auto", 1)])
+def test_stock_strategies_save_load_and_exchange_checkpoints(strategy: str, world: int, tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / f"{i}.ckpt") for i in range(3))
-    expected = run_ranks(2, stock, "ddp", 2, first, None)[0]
+    expected = run_ranks(world, stock, strategy, 2, first, None)[0]
     sharded = run_ranks(2, resume_sharded, first, second)
     assert tiny.differences(expected, sharded[0]) == []
-    back = run_ranks(2, stock, "ddp", 2, third, second)
+    back = run_ranks(world, stock, strategy, 2, third, second)
     for found in back:
         assert tiny.differences(expected, found) == []
 
