@@ -34,7 +34,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     reduce_tensor,
     show_samplers_of,
 )
-from lightning_shardckpt.compat.lightning_trainer import reset_stored_metrics
+from lightning_shardckpt.compat.lightning_trainer import reset_stored_metrics, sync_stored_metrics
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -345,22 +345,29 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> None:
         """Save this rank's slices, at the path of rank 0. Collective: every rank must call it."""
         self.reshard()
-        described: list[tuple[NestedObjects, WholeNames, dict[str, Any]]] = []
+        described: list[tuple[NestedObjects, WholeNames, dict[int, str]]] = []
+        collected: list[dict[str, Any]] = []
         order = order_of_state(state, self._ranks, "describing what to save")
 
         def describe() -> str:
             objects = collect_objects(state).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            checkpoint = checkpoint_of(state, objects, names_for(objects, named_by, whole), filter)
-            described.append((objects, whole, checkpoint))
+            described.append((objects, whole, names_for(objects, named_by, whole)))
             return file_path(path)
 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
-        ((objects, whole, checkpoint),) = described
+        ((objects, whole, names),) = described
         if not self._is_alone:
             self._agreement.meet(self._ranks, self.meshes, self.root_device)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
-        self.checkpoint_io.save_checkpoint(checkpoint, common_path, storage_options)
+
+        def collect() -> None:
+            collected.append(checkpoint_of(state, objects, names, filter))
+
+        is_shared = self.topology.data_parallel > 1 and not self._is_alone
+        with sync_stored_metrics(objects.root) if is_shared else nullcontext():
+            self._ranks.step("collecting what to save", collect, lambda _: None)
+            self.checkpoint_io.save_checkpoint(collected[0], common_path, storage_options)
         for note in objects.notes:
             rank_zero_warn(note)
 

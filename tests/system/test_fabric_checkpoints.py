@@ -303,3 +303,6 @@ def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> 
     path = str(tmp_path / "counted")
     assert run_ranks(1, count, path, False) == [8]
     assert run_ranks(2, count, path, True) == [16, 16]
+    path = str(tmp_path / "counted by two")
+    assert run_ranks(2, count, path, False) == [8, 8]
+    assert run_ranks(2, count, path, True) == [16, 16]
