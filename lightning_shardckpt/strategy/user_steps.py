@@ -108,8 +108,8 @@ class _SideEffects:
         Raises:
             UnsupportedCodeError: if it has registered a metric, which other stages don't have.
         """
-        before = set(map(id, self._modules))
-        for module in self._pipeline.common:
+        before = set(map(id, self._modules.values()))
+        for module in self._pipeline.common.values():
             if id(module) not in before and isinstance(module, Metric):
                 raise UnsupportedCodeError(
                     f"{name} registers a metric, {type(module).__name__}, while it runs over the stages of a pipeline. "

@@ -114,6 +114,33 @@ class MetricsInLists(Plain):
         self.log_dict(dict(zip("abc", numbers, strict=True)))
 
 
+class Distance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MSELoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, torch.zeros_like(x))
+
+
+class ModuleOfAStep(Plain):
+    """A module without state that the last stage alone makes, before modules of other levels that change."""
+
+    def build(self) -> None:
+        self.seen = nn.ModuleDict({"of": nn.ModuleDict({"mean": MeanMetric(), "most": MaxMetric()})})
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if not hasattr(self, "distance"):
+            self.distance = Distance()
+        for metric in self.seen["of"].values():
+            metric.update(self.distance(loss.detach()))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({name: metric.compute() for name, metric in self.seen["of"].items()})
+
+
 class MetricsOfEpochs(Plain):
     """Metrics that come while the module trains, one for each epoch."""
 

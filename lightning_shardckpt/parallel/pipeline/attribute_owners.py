@@ -25,7 +25,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 Path = tuple[Any, ...]
-"""The path to an object: the index of a module, then names of attributes, keys and positions."""
+"""The path to an object: the name of a module, then names of attributes, keys and positions."""
 
 _CONTAINERS = (list, tuple, dict, deque)
 MAX_ITEMS = 1000
@@ -40,13 +40,13 @@ _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _IGNORED_BASES = {"builtins", "abc", "typing"}  # modules of base classes
 
 
-def find_owners(modules: Sequence[nn.Module]) -> Iterator[tuple[Path, Any]]:
+def find_owners(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Path, Any]]:
     """Yield the tracked objects in attributes of modules, each once, in the same order on every stage."""
-    seen = set(map(id, modules))
-    for number, module in enumerate(modules):
+    seen = set(map(id, modules.values()))
+    for of, module in modules.items():
         for name, value in vars(module).items():
             if type(value) not in _LEAVES and name not in INTERNAL:
-                yield from _find(value, (number, name), seen)
+                yield from _find(value, (of, name), seen)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -63,14 +63,14 @@ def attributes_of(owner: Any) -> MutableMapping[str, Any]:
     return vars(owner) if hasattr(owner, "__dict__") else _Slots(owner)
 
 
-def resolve_owner(modules: Sequence[nn.Module], path: Path) -> Any:
+def resolve_owner(modules: Mapping[str, nn.Module], path: Path) -> Any:
     """Return the module or object at a path.
 
     Raises:
         LookupError: if there is no object.
     """
-    number, *keys = path
-    owner: Any = modules[number]
+    name, *keys = path
+    owner: Any = modules[name]
     for key in keys:
         owner = owner[key] if isinstance(owner, _CONTAINERS) else attributes_of(owner)[key]
     return owner

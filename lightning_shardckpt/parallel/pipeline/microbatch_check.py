@@ -116,7 +116,7 @@ class MicrobatchCheck:
         Inside, adds the gradients of the arguments of each applied autograd function to ``gradients``.
         """
         before = rng_checksum()
-        snapshot = ModuleSnapshot(self._own)
+        snapshot = ModuleSnapshot({str(number): module for number, module in enumerate(self._own)})
         attributes = [(vars(module), dict(vars(module))) for module in self._own]
         try:
             with watch_functions(lambda function, args: gradients.append(_gradients(function, args))):

@@ -86,13 +86,16 @@ class Pipeline:
         self._state: StepState | None = None
 
     @property
-    def common(self) -> list[nn.Module]:
-        """The modules that every stage has, in the same order; also those registered since, such as metrics."""
-        found, seen = [self._root], {id(self._root), *self._staged}
-        for module in found:  # grows meanwhile
-            new = {id(m): m for m in module.children() if id(m) not in seen}
-            seen |= new.keys()
-            found += new.values()
+    def common(self) -> dict[str, nn.Module]:
+        """The modules that every stage has, by name; also those registered since, which others may lack."""
+        found, seen, pending = dict[str, nn.Module](), {*self._staged}, [("", self._root)]
+        while pending:
+            name, module = pending.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                found[name] = module
+                children = [(f"{name}.{child}" if name else child, of) for child, of in module.named_children()]
+                pending += reversed(children)
         return found
 
     @property

@@ -222,18 +222,18 @@ class ModuleSnapshot:
     """A snapshot of the attributes and buffers of modules, to be compared and restored. No communication.
 
     Args:
-        modules: the same modules, in the same order, on every stage.
+        modules: by names that are the same on every stage.
 
     Attributes:
         written: the values that `restore` has replaced in buffers, by module class and name.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self.written: dict[tuple[str, str], Tensor] = {}
         objects = dict(find_owners(modules))
-        self._paths: list[Path] = [*((number,) for number in range(len(modules))), *objects]
-        owners = [*modules, *objects.values()]
+        self._paths: list[Path] = [*((name,) for name in modules), *objects]
+        owners = [*modules.values(), *objects.values()]
         self._snapshots = [_OwnerSnapshot(owner) for owner in owners]
         self.iterators = Iterators(owners)
 
@@ -275,8 +275,17 @@ class ModuleSnapshot:
         return changes
 
     def apply(self, changes: Sequence[Change], device: torch.device) -> None:
-        """Repeat the changes of another stage on these modules, which must be as in the snapshot."""
+        """Repeat the changes of another stage on these modules, which must be as in the snapshot.
+
+        Raises:
+            UnsupportedCodeError: for a change in a module that a step has registered there alone.
+        """
         for change in changes:
+            if change.owner[0] not in self._modules:
+                raise UnsupportedCodeError(
+                    f"a step changes {change.name} of {change.owner[0]}, a module that a step has registered, which "
+                    "only the last stage of the pipeline has. Make it in __init__, or in a hook."
+                )
             slots = _slots(resolve_owner(self._modules, change.owner), (change.name, change.buffer))
             old: Any = slots.get(change.name)
             value = from_portable(change.value, device)

@@ -172,8 +172,8 @@ STEPS: dict[str, Step] = {
 ONCE = {"dict", "no attribute", "buffer emptied", "a new buffer"}
 
 
-def parts(module: nn.Module) -> list[nn.Module]:
-    return list(module.modules())
+def parts(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_modules())
 
 
 def look(value: Any) -> Any:
@@ -202,14 +202,15 @@ def look(value: Any) -> Any:
 def state(module: nn.Module) -> list[Any]:
     """All attributes and buffers of all modules."""
     skipped = {"_modules", "_parameters", "_non_persistent_buffers_set"}
-    return [{k: look(v) for k, v in vars(m).items() if k not in skipped and "_hooks" not in k} for m in parts(module)]
+    of_each = (vars(m).items() for m in module.modules())
+    return [{k: look(v) for k, v in of if k not in skipped and "_hooks" not in k} for of in of_each]
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_restoring_leaves_everything_as_it_was_the_objects_too(name: str) -> None:
     module: Any = Module()
     before = state(module)
-    objects = {k: v for m in parts(module) for k, v in {**vars(m), **m._buffers}.items()}
+    objects = {k: v for m in module.modules() for k, v in {**vars(m), **m._buffers}.items()}
     tensors = {k: id(v) for k, v in {**vars(module), **module._buffers}.items()}
     snapshot = ModuleSnapshot(parts(module))
     for _ in range(2):  # one snapshot serves many passes
@@ -281,6 +282,14 @@ def test_an_attribute_that_becomes_an_object_is_not_deleted_on_other_stages() ->
     assert there.nothing is None
     snapshot.restore()
     assert here.nothing is None
+
+
+def test_a_change_in_a_module_that_other_stages_lack_is_refused() -> None:
+    here: Any = Module()
+    snapshot = ModuleSnapshot({**parts(here), "late": (late := Module())})
+    late.scratch.add_(1)
+    with pytest.raises(UnsupportedCodeError, match=r"changes scratch of late, a module that a step has registered"):
+        ModuleSnapshot(parts(here)).apply(snapshot.changes(), CPU)
 
 
 def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent_and_cannot_be_undone() -> None:
