@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,7 +35,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     reduce_tensor,
     show_samplers_of,
 )
-from lightning_shardckpt.compat.lightning_trainer import reset_stored_metrics, sync_stored_metrics
+from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_stored_metrics, sync_stored_metrics
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -152,6 +153,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._agreement.values = ReplicatedValues(tuning=self.tuning)
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
+        if self.meshes.data_parallel_group.size() < self.world_size:  # metrics would count replicas of samples, too
+            undo = gather_metrics_over(self.meshes.data_parallel_group, nn.Module())
+            weakref.finalize(self, undo).atexit = False  # Fabric has no teardown
         unscale_shards(self.precision, self.root_device)
 
     # --- modules and optimizers ---

@@ -306,3 +306,14 @@ def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> 
     path = str(tmp_path / "counted by two")
     assert run_ranks(2, count, path, False) == [8, 8]
     assert run_ranks(2, count, path, True) == [16, 16]
+
+
+def count_alike() -> float:
+    fabric = fabric_of(data_parallel_shard_size=1, tensor_parallel_size=2)
+    metric = SumMetric()
+    metric.update(8 * fabric.world_size // 2)
+    return float(metric.compute())
+
+
+def test_ranks_of_a_tensor_group_count_once() -> None:
+    assert run_ranks(2, count_alike) == [8, 8]
