@@ -232,6 +232,13 @@ class LastAuxiliary(SumOfAuxiliary):
         return loss + last.auxiliary.detach()
 
 
+class LastAuxiliaryOfValidation(SumOfAuxiliary):
+    def validation_step(self, batch: Any, index: int) -> Any:
+        self(batch)
+        last: Any = self.layers[-1]
+        self.log("auxiliary", last.auxiliary, sync_dist=True)
+
+
 class ListOfAuxiliary(Good):
     class Layer(Layer):
         def forward(self, x: Tensor, auxiliary: list[Tensor]) -> Tensor:  # type: ignore[override]
@@ -713,6 +720,7 @@ CASES = {
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "sum of auxiliary losses": Case(SumOfAuxiliary, (CHANGES,)),
     "auxiliary loss of the last layer": Case(LastAuxiliary, (CHANGES,)),
+    "auxiliary loss, validation": Case(LastAuxiliaryOfValidation, (CHANGES,), run="validate"),
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),

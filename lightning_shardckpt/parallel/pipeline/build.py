@@ -231,7 +231,7 @@ def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe
                 f"{clean or 'the module'} is compiled as a whole, with all layers of the pipeline inside. Compile the "
                 "layers instead."
             )
-        if type(module).__name__ == "ParamWrapper":  # of PEFT
+        if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
             raise UnsupportedCodeError(
                 f"{clean} is an adapter of PEFT for single parameters (target_parameters), which adds and removes a "
                 "parametrization in each forward. A pipeline stage would undo that. Use target_modules, or "

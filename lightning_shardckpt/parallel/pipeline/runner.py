@@ -286,7 +286,7 @@ class Pipeline:
         state.samples = split_running_samples(sizes)
         self._probe(state)
         self._checks.check_start(state)
-        if state.step.train and len(sizes) > 1:
+        if len(sizes) > 1:
             state.watch_attributes = self._checks.layer_attributes(sizes).watch
 
     def _probe(self, state: StepState) -> None:
