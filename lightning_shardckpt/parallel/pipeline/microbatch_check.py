@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
-from lightning_shardckpt.parallel.pipeline.step import StepState
+from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.replaced_functions import watch_functions
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
@@ -35,6 +35,30 @@ _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
 _UNIT = 1e6  # ranks exchange numbers as integers, in millionths
 NOTHING_TO_COMPARE = (1, 0, 0)
 """The result of `MicrobatchCheck.measure` if random numbers were drawn."""
+
+
+@dataclass(slots=True)
+class _TrialStep:
+    """A step that runs on slices of its batch without effects; records if it draws random numbers."""
+
+    step: UserStep
+    name: str
+    batch: Any
+    train: bool = False
+    drew: bool = False
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        before = rng_checksum()
+        try:
+            return self.step.run(batch, None)
+        finally:
+            self.drew = self.drew or self.step.drew or rng_checksum() != before
+
+    def loss(self, output: Any) -> Tensor | None:
+        return self.step.loss(output)
+
+    def report(self, outputs: list[tuple[Any, float]]) -> Any:
+        return self.step.report(outputs)
 
 
 class MicrobatchCheck:
@@ -48,7 +72,7 @@ class MicrobatchCheck:
         self, root: nn.Module, staged: Sequence[nn.Module], stages: StageRunner, last: int, *, in_order: bool
     ) -> None:
         self._root, self._stages, self._last = root, stages, last
-        self._in_order, self._drew = in_order, False
+        self._in_order = in_order
         here = set(staged)
         self._own = [m for m in root.modules() if m in here and not withholds_state(m)]
         self._steps: Counter[str] = Counter()
@@ -68,10 +92,11 @@ class MicrobatchCheck:
         Raises:
             Exception: an error of the step on a slice of the batch.
         """
-        trial = replace(state, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
-        trial.samples, trial.forwards, self._drew = [None] * _SLICES, {}, False
+        step = _TrialStep(state.step, state.step.name, state.step.batch)
+        trial = replace(state, step=step, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
+        trial.samples, trial.forwards = [None] * _SLICES, {}
         gradients: list[list[list[Tensor | None]]] = [[] for _ in range(_SLICES)]  # of autograd functions, by slice
-        trial.watch_attributes = lambda stage, number: self._run_without_effects(gradients[number])
+        trial.watch_attributes = lambda stage, number: self._restore_modules(gradients[number])
         precision, bounds = _Precision(), (0, 0, 0)
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
             try:
@@ -85,8 +110,7 @@ class MicrobatchCheck:
             difference = self._difference(outputs, middle, bounds)
         for grads, of_middle in zip(*gradients, strict=False):
             difference = max(difference, self._difference(grads, of_middle, bounds))
-        drew = int(self._drew or state.step.drew)
-        return drew, round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
+        return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
 
     @staticmethod
     def differs(rows: Sequence[Sequence[int]]) -> bool:
@@ -110,19 +134,17 @@ class MicrobatchCheck:
         )
 
     @contextmanager
-    def _run_without_effects(self, gradients: list[list[Tensor | None]]) -> Iterator[None]:
-        """Restore the attributes and buffers of this stage's modules at exit, and record if random numbers were drawn.
+    def _restore_modules(self, gradients: list[list[Tensor | None]]) -> Iterator[None]:
+        """Restore the attributes and buffers of this stage's modules at exit.
 
         Inside, adds the gradients of the arguments of each applied autograd function to ``gradients``.
         """
-        before = rng_checksum()
         snapshot = ModuleSnapshot({str(number): module for number, module in enumerate(self._own)})
         attributes = [(vars(module), dict(vars(module))) for module in self._own]
         try:
             with watch_functions(lambda function, args: gradients.append(_gradients(function, args))):
                 yield
         finally:
-            self._drew = self._drew or rng_checksum() != before
             snapshot.restore()
             for live, saved in attributes:  # a snapshot doesn't cover all of them
                 live.clear()
