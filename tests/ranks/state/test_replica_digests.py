@@ -215,12 +215,12 @@ def test_replicas_that_hold_equal_numbers_in_another_order_differ(tmp_path: Path
 
 
 class Counting(tiny.TinyLM):
-    """Metrics of each rank's batches, and a tensor of its own, as far as asked for."""
+    """A metric of each rank's batches, and what is asked for."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.confusion = what, BinaryConfusionMatrix()
-        self.confusion.persistent(mode=what == "a metric")
+        self.confusion.persistent(mode=True)
 
     def on_train_end(self) -> None:
         self.confusion.update(torch.tensor([1, 0]), torch.tensor([1, 0]) if self.global_rank else torch.tensor([0, 1]))
@@ -240,7 +240,7 @@ class Remembers(pl.Callback):
 
 def save_with_a_trainer(path: str) -> dict[str, str]:
     said = {}
-    for what in ("nothing", "a tensor", "a setting"):  # metrics differ: they are saved with those of all ranks
+    for what in ("nothing", "a tensor", "a setting"):  # the metric is saved with the states of all ranks
         run = tiny.trainer({}, max_steps=1, callbacks=[Remembers()])
         run.fit(Counting(what), tiny.loader())
         try:
