@@ -412,12 +412,12 @@ def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) ->
     run_each({name: (2, fn, folders[fn]) for name, fn in ON_TWO_RANKS.items()})
 
 
-def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
-    path = str(tmp_path / "dicts")
+def state_dicts_for_lightning(folder: str) -> None:
+    path = f"{folder}/dicts"
     save(path, as_dicts(tied("wte", 1)))
     with pytest.raises(KeyError, match=r"'model', 'optimizer' there are state dicts"):
         load_from_checkpoint(Tied, path)
-    whole_state = str(tmp_path / "whole state")
+    whole_state = f"{folder}/whole state"
     save(whole_state, tied("wte", 1)["model"].state_dict())
     for options, resumed, place in (
         ({}, path, r"state dicts as \['model'\]"),
@@ -426,3 +426,7 @@ def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
     ):
         with pytest.raises(MismatchError, match=f"has no model, but {place}"):
             tiny.trainer(options, max_steps=1).fit(Tied(), tiny.loader(), ckpt_path=resumed)
+
+
+def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
+    run_ranks(1, state_dicts_for_lightning, str(tmp_path), init_process_group=False)
