@@ -210,6 +210,8 @@ def test_replicas_that_hold_equal_numbers_in_another_order_differ(tmp_path: Path
     for fabric, ranks in run_each(doors).items():
         for said, (name, (_, keys)) in itertools.product(ranks, STATES.items()):
             found = set(re.findall(r"^  (\S+)  ranks \[0, 2\] \| \[1\]$", said[name], re.MULTILINE))
+            if fabric and name == "metrics":  # saved with the states of all ranks
+                keys = set[str]()
             assert found == keys, name
             assert (tmp_path / str(fabric) / name / "checkpoint.index.json").exists() == (not keys)
 
