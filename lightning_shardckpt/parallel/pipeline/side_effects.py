@@ -106,7 +106,7 @@ class _SavedValue:
             items = [(key, item.restore(name)) for key, item in self.items]
             if isinstance(value, list | deque | dict):
                 value.clear()
-                value.update(items) if isinstance(value, dict) else value.extend(item for _, item in items)
+                value.update(dict(items)) if isinstance(value, dict) else value.extend(item for _, item in items)
         elif isinstance(value, GENERATORS):
             set_generator_state(value, self.content)
         elif isinstance(value, Placeholder) and self.copy is not None:  # overwritten by an unknown value

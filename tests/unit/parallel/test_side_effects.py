@@ -6,7 +6,7 @@ import datetime
 import enum
 import pickle
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,7 @@ class Module(nn.Module):
         self.nested = {"train": [1], "val": {"deep": [2]}}
         self.lists_in_tuple = ([1], [2])
         self.by_name: defaultdict[str, list[Any]] = defaultdict(list)
+        self.words = Counter({"a": 2, "b": 1})
         self.total = torch.zeros(2)
         self.first = self.second = [1]
         self.hparams = AttributeDict(rate=0.1, sizes=[1, 2])
@@ -133,6 +134,7 @@ STEPS: dict[str, Step] = {
     "dict": _item,
     "nested": lambda m: (m.nested["train"].append(torch.ones(1)), m.nested["val"]["deep"].clear()),
     "list in a tuple": lambda m: m.lists_in_tuple[1].append(3),
+    "counter": lambda m: m.words.update("ac"),
     "defaultdict": lambda m: m.by_name["loss"].append(1.5),
     "tensor in place": lambda m: m.total.add_(1),
     "a part of a tensor": lambda m: m.total[:1].fill_(3),
