@@ -434,7 +434,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self.sharded.pipeline is not None:
             self.sharded.pipeline.absent.check_data()
         is_shared = self.topology.data_parallel > 1 and not self._is_alone
-        with sync_stored_metrics(self._module) if is_shared else nullcontext():
+        syncs = is_shared and not self._checkpoints.answers_alone
+        with sync_stored_metrics(self._module) if syncs else nullcontext():
             return live_state_dict(self._module)
 
     @override

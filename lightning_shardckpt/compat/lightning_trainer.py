@@ -33,6 +33,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
 from lightning_shardckpt.compat.lightning_loops import is_stateful
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
 _LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # other loggers upload in their own way
@@ -345,13 +346,29 @@ def gather_metrics_over(group: dist.ProcessGroup, module: nn.Module) -> Callable
     return undo
 
 
+def stored_metrics(module: nn.Module) -> list[Metric]:
+    """Return the metrics of a module whose states are in its state dict."""
+    return [one for one in module.modules() if isinstance(one, Metric) and one.state_dict()]
+
+
 @contextmanager
 def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
     """Inside, metrics whose states are in the state dict have those of all data-parallel ranks.
 
-    Collective: every rank of the world must enter it. Relies on ``Metric._defaults``.
+    Collective: every rank of the world must enter it. Relies on ``Metric._defaults`` and ``Metric._reductions``.
+
+    Raises:
+        UnsupportedCodeError: for a state without ``dist_reduce_fx``, which ranks can't make one.
     """
-    stored = [one for one in module.modules() if isinstance(one, Metric) and one.state_dict()]
+    stored = stored_metrics(module)
+    for one in stored:
+        for name, reduction in one._reductions.items():
+            if reduction is None and not isinstance(one._defaults[name], list):
+                raise UnsupportedCodeError(
+                    f"{name} of {type(one).__name__} is saved with the model (persistent(True)), but has no "
+                    "dist_reduce_fx, so that the states of several data-parallel ranks can't become one: use "
+                    "metric.persistent(False), and save what it computes"
+                )
     try:
         for one in stored:
             one.sync(dist_sync_fn=one.dist_sync_fn)
@@ -370,6 +387,6 @@ def reset_stored_metrics(module: nn.Module) -> None:
 
     A sum over data-parallel ranks has then what the first of them has loaded once. Relies on ``Metric._reductions``.
     """
-    for one in module.modules():
-        if isinstance(one, Metric) and one.state_dict() and dim_zero_mean not in one._reductions.values():
+    for one in stored_metrics(module):
+        if dim_zero_mean not in one._reductions.values():
             one.reset()

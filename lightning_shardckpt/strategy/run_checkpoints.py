@@ -40,6 +40,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     reset_stored_metrics,
     restore_modules_and_callbacks,
     sigterm_handler_before,
+    stored_metrics,
     upload_note,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -358,6 +359,13 @@ class RunCheckpoints:
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: the module was half filled when its load failed")
             return
         check_filled(trainer.lightning_module)
+        if self.answers_alone and run.share.data_size > 1 and stored_metrics(trainer.lightning_module):
+            warnings.warn(
+                "no checkpoint was saved after the exception: the states of metrics that are saved with the module "
+                "(persistent(True)) are those of all ranks, which may not have it",
+                stacklevel=2,
+            )
+            return
         position = self.stop_position.position(trainer)
         save = partial(save_checkpoint, io, position, run.share, checkpoint, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:

@@ -21,9 +21,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-from torchmetrics import CatMetric, Metric, SumMetric
+from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
+from lightning_shardckpt.errors import UnsupportedCodeError
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -325,5 +326,14 @@ def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_ow
         stored = module.state_dict()
     assert stored["0.sum_value"] == 6 and [value.tolist() for value in stored["1.value"]] == [[3, 3]]
     assert total.sum_value == 3 and len(each.value) == 1
+    assert list(map(id, compat.stored_metrics(module))) == [id(total), id(each)]
     compat.reset_stored_metrics(module)
     assert (total.sum_value, each.value, not_stored.sum_value) == (0, [], 3)
+
+
+def test_a_metric_that_ranks_cannot_make_one_is_refused() -> None:
+    metric = PearsonCorrCoef()
+    metric.persistent(True)
+    refused = pytest.raises(UnsupportedCodeError, match=r"mean_x of PearsonCorrCoef .* has no dist_reduce_fx")
+    with refused, compat.sync_stored_metrics(nn.ModuleList([metric])):
+        pass
