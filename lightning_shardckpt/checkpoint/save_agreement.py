@@ -209,8 +209,6 @@ class WriteReport(TypedDict):
 # ── joining the groups of pipeline stages ─────────────────────────────────────────────────────────────────────────────
 
 
-
-
 def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], save_id: str, world: int) -> str:
     """Return a group's tables as a root index without files; ``own`` are tensors that only its first rank writes."""
     held = {
@@ -318,8 +316,6 @@ def _check_held(joined: Tables, world: int) -> None:
             f"the states of the ranks have different keys: {list_some(problems, 5, '; ')}. State that all "
             "ranks hold shards of must be in the state of all of them"
         )
-
-
 
 
 def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:

@@ -202,7 +202,6 @@ def test_functions_read_what_any_door_saved(saved: Path, saved_by: str) -> None:
         assert torch.equal(opened["up.weight"][:], expected["state"]["model"]["up.weight"])
 
 
-
 # ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
