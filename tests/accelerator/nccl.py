@@ -19,11 +19,15 @@ _GROUPS_TIMEOUT = timedelta(minutes=10)
 _module: Any = None
 
 
-def share(world: int, *, eager: bool = True, deadlock_s: float = 60) -> None:
-    """Let this process and others use the same real GPU, the first one; see `device.install` for the options."""
+def share(*, eager: bool = True, deadlock_s: float = 60) -> None:
+    """Let collectives of processes that share a real GPU go through the host; see `device.install` for the options."""
     module = load(SHARED)
     module.begin(eager, deadlock_s)
     install(module)
+
+
+def share_gpu(world: int) -> None:
+    """Let Lightning's accelerators take the first GPU as that of each of ``world`` ranks."""
     for accelerator in (pl.accelerators.CUDAAccelerator, fabric.accelerators.CUDAAccelerator):  # type: ignore[attr-defined]
         accelerator.parse_devices = staticmethod(lambda devices: list(range(world)))
         accelerator.get_parallel_devices = staticmethod(lambda devices: [torch.device("cuda", 0) for _ in devices])

@@ -1,7 +1,8 @@
 """Run a function on several ranks with GPUs, and NCCL between them: pretend ones, or real ones.
 
-Where there are fewer real GPUs than ranks, ranks share them: kernels, streams and memory are real, and collectives go
-through the host by nccl.cpp, since NCCL takes one rank per GPU.
+Where there are fewer real GPUs than ranks, ranks share the first one: kernels, streams and memory are real. Collectives
+are NCCL's own with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, which NCCL 2.30 and newer know; else they go through the host by
+nccl.cpp, since NCCL takes one rank per GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _on_gpu(fn: Callable[..., Any], args: tuple[Any, ...], real: bool, pretend: 
     if not real:
         device.install(**pretend)
     elif torch.cuda.device_count() < world:
-        nccl.share(world, eager=pretend.get("eager", True))
+        nccl.share_gpu(world)
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            nccl.share(eager=pretend.get("eager", True))
     torch.cuda.set_device(rank % torch.cuda.device_count())
     warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
     store = dist.FileStore(os.path.abspath("../store"), world)  # type: ignore[attr-defined]  # public

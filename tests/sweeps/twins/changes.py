@@ -459,8 +459,8 @@ class WritesThroughViews(Natural):
         w.T.mul_(1.01)
         w.chunk(2)[0].add_(0.002)
         w.data[0, 0] = 0.5
-        w.masked_fill_(w > 0.6, 0.6).index_fill_(0, torch.tensor([1]), 0.1)
-        w.scatter_(1, torch.zeros(5, 1, dtype=torch.long), 0.05).fill_diagonal_(0.2)
+        w.masked_fill_(w > 0.6, 0.6).index_fill_(0, torch.tensor([1], device=w.device), 0.1)
+        w.scatter_(1, torch.zeros(5, 1, dtype=torch.long, device=w.device), 0.05).fill_diagonal_(0.2)
         w.copy_(w.flip(0))
 
 

@@ -49,7 +49,7 @@ class ReassignsAWeight(Natural):
 
     def on_fit_start(self) -> None:
         old, optimizer = self.net.head.weight, self.trainer.optimizers[0]
-        self.net.head.weight = nn.Parameter(torch.ones(CLASSES, WIDTH, dtype=old.dtype) * 0.1)
+        self.net.head.weight = nn.Parameter(old.new_ones(CLASSES, WIDTH) * 0.1)
         group = optimizer.param_groups[0]
         group["params"] = [self.net.head.weight if p is old else p for p in group["params"]]
 

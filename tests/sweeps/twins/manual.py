@@ -88,7 +88,7 @@ class AddsNoise(Edited):
 class Masks(Edited):
     def edit(self, index: int) -> None:
         for p in self.parameters():
-            mask = (torch.arange(p.numel()) % 3 > 0).view_as(p)
+            mask = (torch.arange(p.numel(), device=p.device) % 3 > 0).view_as(p)
             p.grad.mul_(mask)
             p.grad[mask.logical_not()] = 1e-3
 
@@ -353,7 +353,7 @@ class LooksAtItsState(Manual):
         self.optimizers().step()
         self.optimizers().zero_grad()
         with torch.no_grad():
-            after = self.net(torch.ones(2, 6, dtype=batch[0].dtype))
+            after = self.net(batch[0].new_ones(2, 6))
         self.seen.append(float(after.sum()))
 
 
@@ -479,7 +479,7 @@ class GanWithAverage(Gan):
         with torch.no_grad():
             for slow, fast in zip(self.slow.parameters(), self.generator.parameters(), strict=True):
                 slow.lerp_(fast, 0.1)
-            self.seen.append(float(self.slow(torch.ones(1, 6, dtype=x.dtype)).sum()))
+            self.seen.append(float(self.slow(x.new_ones(1, 6)).sum()))
 
 
 @case()

@@ -177,8 +177,8 @@ class ShampooOptimizer(Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 g, state = p.grad.view(p.shape[0], -1) if p.ndim > 1 else p.grad.view(1, -1), self.state[p]
                 if not state:
-                    state["left"] = 1e-1 * torch.eye(g.shape[0], dtype=g.dtype)
-                    state["right"] = 1e-1 * torch.eye(g.shape[1], dtype=g.dtype)
+                    state["left"] = 1e-1 * torch.eye(g.shape[0], dtype=g.dtype, device=g.device)
+                    state["right"] = 1e-1 * torch.eye(g.shape[1], dtype=g.dtype, device=g.device)
                 state["left"] += g @ g.t()
                 state["right"] += g.t() @ g
                 p.sub_((_root(state["left"]) @ g @ _root(state["right"])).view_as(p), alpha=group["lr"])

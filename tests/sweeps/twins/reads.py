@@ -81,7 +81,7 @@ class PenalizesOverlap(Natural):
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         w, v = self.net.head.weight, self.net.layers[1].b.weight
-        overlap = (w @ w.t() - torch.eye(len(w), dtype=w.dtype)).square().sum()
+        overlap = (w @ w.t() - torch.eye(len(w), dtype=w.dtype, device=w.device)).square().sum()
         spectral = torch.linalg.matrix_norm(v, 2) + F.normalize(v, dim=1).sum(0).square().mean()
         both = torch.cat([w.flatten(), v.flatten()]).var() + torch.einsum("ij,ij->", w, w) + w[1:3].mean()
         return self.loss(batch) + 0.1 * overlap + 0.1 * spectral + 0.1 * both

@@ -307,5 +307,5 @@ class RecordsByHooks(Natural):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         with torch.no_grad() if self.global_step else nullcontext():
             for name, p in _pairs(self):
-                self.seen.append(float(torch.histogram(p.grad.float(), 3, range=(-0.1, 0.1)).hist[1]))
+                self.seen.append(float(torch.histc(p.grad.float(), 3, -0.1, 0.1)[1]))
                 self.seen.append(self.hist[name][-1])

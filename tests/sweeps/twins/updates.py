@@ -41,7 +41,7 @@ class Soap(Optimizer):
                 if "step" not in state:
                     state["step"] = 0
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-                    state["GG"] = [torch.arange(n, dtype=grad.dtype).diag() * 1e-2 for n in grad.shape]
+                    state["GG"] = [torch.arange(n).to(grad).diag() * 1e-2 for n in grad.shape]
                     state["Q"] = None
                 self.precondition(grad, state)
                 if state["Q"] is None:

@@ -105,7 +105,7 @@ class Marked(nn.Linear):
         self.weight.gain = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.weight.mask * self.weight.gain, self.bias)
+        return F.linear(x, self.weight * self.weight.mask.to(x.device) * self.weight.gain, self.bias)
 
 
 @case()
@@ -117,7 +117,7 @@ class ReadsMarksOfWeights(Natural):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
             if hasattr(p, "gain"):
-                p.grad.mul_(p.gain).mul_(p.mask)
+                p.grad.mul_(p.gain).mul_(p.mask.to(p.device))
 
 
 class CountsCalls(nn.Linear):
@@ -361,7 +361,7 @@ class LooksUpWithLimit(Natural):
         self.embed = nn.Embedding(7, CLASSES)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        every = torch.arange(7)
+        every = torch.arange(7, device=self.device)
         with torch.no_grad():
             F.embedding(every, self.embed.weight, max_norm=0.5)
         return F.cross_entropy(self.net(batch[0]) + F.embedding(batch[3][:, 0], self.embed.weight), batch[1])
