@@ -92,6 +92,8 @@ class PlannedUnit(NamedTuple):
     cast: Collection[int] = ()
 
 
+_SMALL = 1 / 16
+"""A part of a unit, of one dtype, that torch gathers with those of other units, and keeps until the backward ends."""
 Gathered = dict[int, GatheredByFSDP]
 """Gathered parameters, by the ids of the sharded ones."""
 
@@ -159,11 +161,10 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad():
             together = defaultdict[Any, list[tuple[str, ShardedTensor]]](list)
             for unit in self._plan():
-                for leaf in unit.leaves:
-                    is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.cast
-                    cast_to = self._autocast_dtype if is_cast else None
-                    name = None if unit.is_rest else unit.name
-                    together[name, unit.reshard, leaf.dtype, cast_to].append((unit.name, leaf))
+                for (dtype, cast_to), leaves in self._group_by_dtype(unit).items():
+                    is_rest = unit.is_rest or (unit.reshard and _is_small(leaves, unit.leaves))
+                    key = (None, False, dtype, cast_to) if is_rest else (unit.name, unit.reshard, dtype, cast_to)
+                    together[key] += [(unit.name, leaf) for leaf in leaves]
             for (_, reshard, _, cast_to), named in together.items():
                 proxy = FSDPProxy(self, named, reshard=reshard, cast_to=cast_to)
                 self._proxies.append(proxy)
@@ -172,6 +173,14 @@ class Engine:
             del self._plan
             self._root = fully_shard(ProxyRoot(proxy.module for proxy in self._proxies), mesh=self.mesh)
             self._root(Call(lambda _: None))  # the first forward makes it the root
+
+    def _group_by_dtype(self, unit: PlannedUnit) -> dict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]]:
+        """Return the parameters of a unit by their dtype, and the one in which they are gathered instead, if any."""
+        groups = defaultdict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]](list)
+        for leaf in unit.leaves:
+            is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.cast
+            groups[leaf.dtype, self._autocast_dtype if is_cast else None].append(leaf)
+        return groups
 
     # --- backward ---
 
@@ -222,6 +231,11 @@ class Engine:
             self._root.reset_iter_state()
             for proxy in self._proxies:
                 proxy.end_backward(failed=True)
+
+
+def _is_small(some: Sequence[Tensor], every: Sequence[Tensor]) -> bool:
+    """Return whether ``some`` parameters of a unit, as norms in float32, aren't worth collectives of their own."""
+    return sum(p.numel() for p in some) <= _SMALL * sum(p.numel() for p in every)
 
 
 class FSDPProxy:
@@ -282,7 +296,7 @@ class FSDPProxy:
         self._take_shards()
         self._gathered = self._leaf_states()
         self._at_step: Any = None
-        self._torch_before_backward: Callable[[Tensor], Any] | None = None
+        self._torch_before_backward: Callable[[Tensor | None], Any] | None = None
         self._entered = set[str]()  # the units that the running backward has reached
         self._accumulators: dict[int, Any] = {}
         self.begin_backward()
@@ -500,9 +514,14 @@ class FSDPProxy:
 
     # --- backward ---
 
-    def _before_backward(self, numbers: Sequence[int], gradient: Tensor, *, gathers: bool = True) -> None:
-        """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any."""
-        refuse_batched(gradient)
+    def _before_backward(self, numbers: Sequence[int], gradient: Tensor | None, *, gathers: bool = True) -> None:
+        """Gather again, when a backward reaches an output or needs the memory of a parameter, if it ``gathers`` any.
+
+        Args:
+            gradient: of the output; None if only other outputs of its node have one.
+        """
+        if gradient is not None:
+            refuse_batched(gradient)
         if with_hooks(self._leaves[n] for n in numbers):
             self._refuse(numbers[0], "has a parameter that got a hook between forward and backward")
         assert self._torch_before_backward is not None
@@ -518,7 +537,7 @@ class FSDPProxy:
 
     def _memory(self, number: int) -> Tensor:
         if not self._is_gathered:
-            self._before_backward((number,), torch.empty(0))
+            self._before_backward((number,), None)
         memory: Tensor = self._wholes[number].detach()
         return memory.clone() if torch.is_grad_enabled() else memory  # a graph of second derivatives keeps it
 
@@ -549,7 +568,7 @@ class FSDPProxy:
             if gradient is not None:
                 refuse_batched(gradient)
         if self._names[numbers[0]] not in self._entered:  # the backward came through no output of the unit
-            self._before_backward(numbers, torch.empty(0), gathers=not copies)
+            self._before_backward(numbers, None, gathers=not copies)
         completed = list[Tensor | None]()
         for n, gradient in zip(numbers, gradients, strict=True):
             whole = self._wholes[n]

@@ -64,6 +64,23 @@ class Stages(Blocks):
         return x
 
 
+class NormedBlock(Block):
+    """Has a norm, which autocast runs in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)))
+
+
+class Normed(Stages):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(BLOCKS))
+
+
 class Module(pl.LightningModule):
     def __init__(self, by_hand: bool, net: type[Blocks]) -> None:
         super().__init__()
@@ -96,10 +113,20 @@ class Trained(NamedTuple):
 PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
 
 
-def _train(by_hand: bool, precision: Any = "32-true", model_ranks: int = 1, **options: Any) -> Trained:
-    """Train on two data-parallel ranks, each of so many of a tensor-parallel group, or of ``options``."""
+def _train(
+    by_hand: bool,
+    precision: Any = "32-true",
+    model_ranks: int = 1,
+    net: type[Blocks] | None = None,
+    at_least: int = 4 * WIDTH * WIDTH,
+    **options: Any,
+) -> Trained:
+    """Train on two data-parallel ranks, each of so many of a tensor-parallel group, or of ``options``.
+
+    Notes collectives of more than ``at_least`` bytes, as those of a parameter.
+    """
     pl.seed_everything(5, verbose=False)
-    module = Module(by_hand, Stages if "pipeline_parallel_size" in options else Blocks)
+    module = Module(by_hand, net or (Stages if "pipeline_parallel_size" in options else Blocks))
     if model_ranks > 1 and not options:
         options |= {"tensor_parallel_size": model_ranks, "tensor_parallel_plan": PLAN}
     lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=model_ranks)
@@ -109,14 +136,14 @@ def _train(by_hand: bool, precision: Any = "32-true", model_ranks: int = 1, **op
         logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    with _noted(module.net.events):
+    with _noted(module.net.events, at_least):
         trainer.fit(module, DataLoader(torch.randn(8 * STEPS, WIDTH), batch_size=8))
     return Trained(module.net.events, full_state(module))
 
 
 @contextmanager
-def _noted(events: list[Event]) -> Iterator[None]:
-    """Note collectives of tensors as large as a parameter, by what goes in or comes out on a rank."""
+def _noted(events: list[Event], at_least: int) -> Iterator[None]:
+    """Note collectives of large tensors, by what goes in or comes out on a rank."""
     kinds = {"all_gather_single": "gather", "all_gather_into_tensor": "gather", "all_reduce": "reduce"}
     kinds |= {"reduce_scatter_single": "reduce", "reduce_scatter_tensor": "reduce"}
     before = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
@@ -124,7 +151,7 @@ def _noted(events: list[Event]) -> Iterator[None]:
     def noting(name: str) -> Callable[..., Any]:
         def noted(*tensors: Any, **kwargs: Any) -> Any:
             largest = max(t.numel() * t.itemsize for t in [*tensors, *kwargs.values()] if isinstance(t, Tensor))
-            if largest > 4 * WIDTH * WIDTH:
+            if largest > at_least:
                 events.append((kinds[name], largest))
             return before[name](*tensors, **kwargs)
 
@@ -154,6 +181,18 @@ def test_a_step_communicates_as_fully_shard_does(precision: str, tensor: int) ->
         trained.events[trained.events.index(("forward", 0), 1) :] for trained in (ours, theirs)
     )
     assert events == expected
+
+
+def _train_normed() -> tuple[Trained, Trained]:
+    every = 128  # but the ranks' exchange after a backward
+    return _train(False, "bf16-mixed", 1, Normed, every), _train(True, "bf16-mixed", 1, Normed, every)
+
+
+def test_norms_in_float32_cost_one_gather_and_one_reduction_in_a_step() -> None:
+    ours, theirs = run_ranks(2, _train_normed)[0]
+    for kind in ("gather", "reduce"):
+        count, expected = (sum(k == kind for k, _ in trained.events) for trained in (ours, theirs))
+        assert count == expected + STEPS, kind
 
 
 class Strays(Stages):

@@ -158,7 +158,7 @@ class Diffusion(Natural):
 
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
-            x = torch.ones(2, 6, dtype=self.net.scale.dtype)
+            x = torch.ones(2, 6, dtype=self.net.scale.dtype, device=self.device)
             for step in range(3):
                 x = x - 0.1 * self.shadow(torch.cat([x, torch.full_like(x[:, :1], step / 3)], 1))
         self.seen.append(float(x.sum()))
@@ -325,3 +325,40 @@ class CompiledHead(Natural):
     def build(self) -> None:
         super().build()
         self.net.head = torch.compile(self.net.head, backend="aot_eager")
+
+
+class Pair(nn.Module):
+    """Its outputs come from one node of autograd, as those of an LSTM do on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.body(x).tanh().chunk(2, -1)
+
+
+class Straight(torch.autograd.Function):
+    """Passes a gradient on to what it got, and none to the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@case()
+class UsesOneOfTwo(Natural):
+    """A layer's second output, and a parameter, whose gradients autograd leaves undefined."""
+
+    def build(self) -> None:
+        super().build()
+        self.pair, self.head = Pair(), nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.9))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        used, _ = self.pair(self.net.features(batch[0]))
+        return F.cross_entropy(self.head(Straight.apply(used, self.scale)), batch[1])
