@@ -37,6 +37,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     wrap_actions,
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
+from lightning_shardckpt.distributed.heartbeat import abort_unfinished
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
@@ -392,6 +393,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if (first := self._ranks.leave(exception, roll_call=is_collective_failure(exception))) is not None:
             exception.add_note(first)
         self.checkpoint_io.leave(exception)
+        abort_unfinished(self.root_device, self.tuning)
 
     @override
     def teardown(self) -> None:

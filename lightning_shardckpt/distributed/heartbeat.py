@@ -24,7 +24,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import (
@@ -106,6 +108,20 @@ def raise_if_lost() -> None:
     for beats in _running:
         if beats.lost is not None:
             raise RankError(beats.lost)
+
+
+def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
+    """Abort the accelerator's communicators if its work does not end soon; call it when this rank fails.
+
+    Its device may run a collective that a failed rank never enters; then all that waits for the device would wait for
+    ever, as freeing its memory does.
+    """
+    if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    waits = Worker(partial(torch.get_device_module(device).synchronize, device), name="shardckpt-device", daemon=True)
+    waits.start_or_run()
+    if not waits.has_ended(tuning.roll_call_s):
+        abort_accelerators()
 
 
 class Heartbeat:

@@ -212,7 +212,7 @@ def _change_cuda() -> None:
         "manual_seed_all": lambda seed: [each.manual_seed(int(seed)) for each in generators] and None,
         "initial_seed": lambda: generators[_index()].initial_seed(),
         # memory
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: _module.synchronize(_index()),  # as cudaFree does
         "ipc_collect": lambda: None,
         "memory_allocated": count("allocated"),
         "memory_reserved": count("allocated"),

@@ -23,7 +23,7 @@ from tests.support.tiny import TinyLM, loader, trainer
 
 pytestmark = pytest.mark.gpu
 
-QUICK = Tuning(heartbeat_s=0.1, silent_s=2.0, exception_meeting_s=0.3)
+QUICK = Tuning(heartbeat_s=0.1, silent_s=2.0, exception_meeting_s=0.3, roll_call_s=1.0)
 ENDS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 is lost: its process, pid "),
     "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "rank 1 gave no sign of life for 2 s"),
@@ -99,19 +99,38 @@ class _Late(TinyLM):
         return super().training_step(batch, index)
 
 
-def _fit(raises: bool) -> int:
-    module = _Late(frozen=False)
-    module.raises = raises
+class _Failing(_Late):
+    raises = True
+
+
+class _Pending(TinyLM):
+    """Fails in its second step, while the device of the first rank is in a collective that the other never enters."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == 1:
+            if self.trainer.global_rank == 0:
+                dist.all_reduce(torch.ones(2, device="cuda"))
+            raise ValueError(f"of rank {self.trainer.global_rank}")
+        return super().training_step(batch, index)
+
+
+def _fit(kind: type[TinyLM]) -> int:
+    module = kind(frozen=False)
     run = trainer({}, QUICK, accelerator="cuda", max_steps=3)
     run.fit(module, loader())
     return run.global_step
 
 
 def test_a_rank_that_is_slow_is_waited_for() -> None:
-    assert run_on_gpus(2, _fit, False) == [3, 3]
+    assert run_on_gpus(2, _fit, _Late) == [3, 3]
 
 
 def test_a_rank_that_fails_is_named_on_the_others() -> None:
-    other, failed = run_on_gpus(2, _fit, True, expect_errors=True)
+    other, failed = run_on_gpus(2, _fit, _Failing, expect_errors=True)
     assert other.error.type == "RankError" and "rank 1 failed: ValueError: of rank 1 alone" in other.error.message
     assert failed.error.type == "ValueError"
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_device() -> None:
+    first, second = run_on_gpus(2, _fit, _Pending, expect_errors=True)
+    assert (first.error.message, second.error.message) == ("of rank 0", "of rank 1")
