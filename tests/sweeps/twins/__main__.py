@@ -3,7 +3,7 @@
 ``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
 ``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
 ``… proved plain NAME …`` does so without this package. ``python -m tests.sweeps.twins fabric TOPOLOGY [NAME …]`` runs
-the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` cases on the pretend device.
+the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` cases on GPUs, or on the pretend device where there are none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
+
+from tests.accelerator import ranks
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
 from tests.sweeps.twins.fabric_run import scripts
@@ -46,6 +49,7 @@ def main(
 ) -> int:
     """The number of cases that differ from their twins, or end with an error."""
     if topology == "gpu":
+        ranks.on_real_gpus = torch.cuda.is_available()
         return main(*names, alone=run_on_gpus, on_ranks=run_on_gpus)
     if topology == "proved":
         return _prove(*names)
