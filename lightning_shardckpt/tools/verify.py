@@ -6,19 +6,16 @@ headers of shard files repeat; checksums cover everything. All findings are coll
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.format.box import Box, find_cover_error
+from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
 from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, ShardEntry, TensorSpec
@@ -26,12 +23,8 @@ from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.safetensors_header import (
-    LENGTH_BYTES,
-    HeaderLengthError,
-    HeaderTensor,
     parse_header,
     read_header,
-    save_id_of,
 )
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
@@ -128,7 +121,10 @@ def render(report: VerifyReport, path: str, *, quick: bool) -> str:
 
 
 class _Verification:
-    """One verification: the file names and indexes so far, and the findings."""
+    """One verification: the shard files that the indexes name, and the findings.
+
+    The checks of structure are those of a load, which raise the first problem of a tensor or a file.
+    """
 
     def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
         self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
@@ -146,94 +142,40 @@ class _Verification:
         self.findings.append(Finding(file, problem, tensor, rank))
 
     def check_indexes(self, name: str) -> None:
-        """Check that the rank indexes of a component are intact and have the boxes that the root index implies."""
-        component = self._root.components[name]
-        indexes: dict[int, RankIndex] = {}
+        """Check that the rank indexes of a component are intact and have the boxes that a load looks for."""
+        component, unreadable = self._root.components[name], set[int]()
         for rank, info in sorted(component.indexes.items()):
             self.known.add(info.name)
             try:
-                indexes[rank] = self._checkpoint.index(name, rank)
+                index = self._checkpoint.index(name, rank)
             except (ShardCkptError, OSError) as error:
                 problem = f"{_short(error, info.name)}; the shard files that it describes cannot be checked"
                 self._find(info.name, problem, None, rank)
                 self._unknown_shards.add(shard_file_name(name, rank, 1).partition("-shard-")[0])
+                unreadable.add(rank)
                 continue
-            self.files += [(name, indexes[rank], file) for file in indexes[rank].files.values()]
-            self.known |= indexes[rank].files.keys()
-        expected = self._expected(name, indexes)
-        for rank in sorted(expected.keys() - component.indexes.keys()):
-            keys = sorted({key for key, _ in expected[rank]})
-            self._find(ROOT_NAME, f"no index of rank {rank} for {name!r}, which should have written {keys[:5]}")
-        suspects: set[str] = set()
-        for rank, index in indexes.items():
-            suspects.update(self._compare(index, expected.get(rank, {}), rank))
-        if indexes.keys() == component.indexes.keys():
-            self._check_cover(name, suspects, indexes)
-
-    def _expected(self, name: str, indexes: Mapping[int, RankIndex]) -> dict[int, Boxes]:
-        """Return the boxes of each rank that the root index implies; a tensor that they do not cover is a finding.
-
-        The number of boxes of a tensor is limited by the number in the indexes, since all others are missing, too.
-        """
-        tensors = self._root.components[name].tensors
-        chosen, expected = choose_replicas(tensors), dict[int, Boxes]()
-        stored = Counter(key for index in indexes.values() for key, entries in index.shards.items() for _ in entries)
-        unread = len(self._root.components[name].indexes) - len(indexes)
-        for key, spec in tensors.items():
+            self.files += [(name, index, file) for file in index.files.values()]
+            self.known |= index.files.keys()
+        replicas = choose_replicas(component.tensors)
+        for key, spec in component.tensors.items():
             try:
                 check_cover(name, {key: spec})
+                whole = Box.whole(spec.shape)
+                for overlap in plan_load(spec, replicas[key], (Part(whole, whole.start),)):
+                    if overlap.writer not in unreadable:
+                        self._checkpoint.entry(name, key, overlap)
             except ShardCkptError as error:
-                self._find(ROOT_NAME, str(error))
-                continue
-            whole = Box.whole(spec.shape)
-            most = (stored[key] + unread + 1) * _MORE_BOXES
-            overlaps = islice(plan_load(spec, chosen[key], (Part(whole, whole.start),)), most)
-            for writer, box in [(o.writer, o.stored) for o in overlaps] or [(spec.holders[0][0], whole)]:
-                expected.setdefault(writer, {})[key, box] = spec
-        return expected
-
-    def _compare(self, index: RankIndex, expected: Boxes, rank: int) -> Iterator[str]:
-        """Yield the tensors whose boxes differ from those that the rank should have written."""
-        file = self._root.components[index.component].indexes[rank].name
-        found: Boxes = {}
-        for key, entries in index.shards.items():
-            for entry in entries:
-                spec = expected.get((key, entry.box))
-                if spec is None:
-                    problem = f"a box {_extent(entry.box)} that this rank should not have written"
-                elif (key, entry.box) in found:
-                    problem = f"the box {_extent(entry.box)} twice"
-                elif (spec.dtype, spec.shape) != (entry.dtype, entry.global_shape):
-                    problem = f"{entry.dtype} {entry.global_shape}, {spec.dtype} {spec.shape} in {ROOT_NAME}"
-                else:
-                    found[key, entry.box] = spec
-                    continue
-                self._find(file, problem, key, rank)
-                yield key
-        for key, box in sorted(expected.keys() - found.keys()):
-            self._find(file, f"no box {_extent(box)}, which this rank should have written", key, rank)
-            yield key
-
-    def _check_cover(self, name: str, suspects: set[str], indexes: dict[int, RankIndex]) -> None:
-        """Check whether boxes that differ from the plan still tile their tensors."""
-        for key in sorted(suspects):
-            spec = self._root.components[name].tensors.get(key)
-            boxes = [entry.box for index in indexes.values() for entry in index.shards.get(key, ())]
-            problem = find_cover_error(spec.shape, boxes) if spec is not None else "it is not in the root index"
-            if problem is not None:
-                self._find(ROOT_NAME, f"the stored boxes do not tile the tensor: {problem}", f"{name}: {key}")
+                self._find(ROOT_NAME, _short(error, ROOT_NAME), key)
 
     def check_shard_files(self, advance: Callable[[int], Any]) -> None:
-        """Check all shard files, several at a time, each with its own reader, so that few files are open."""
-        save_id = self._root.save_id
-
+        """Check sizes and headers, then the data of several files at a time, each with its own reader."""
+        readable = [self._check_file(*file) for file in self.files]
         of_files: list[list[Finding]] = [[] for _ in self.files]
         advancing = threading.Lock()
 
         def check(number: int) -> None:
             _, index, info = self.files[number]
-            entries = {k: e for k, every in index.shards.items() for e in every if e.file == info.name}
-            reader, left = self._checkpoint.reader.clone(), info.nbytes
+            left = info.nbytes
 
             def advance_file(nbytes: int) -> None:
                 nonlocal left
@@ -241,16 +183,27 @@ class _Verification:
                 with advancing:
                     advance(nbytes)
 
-            try:
-                shard_file = ShardFile(info, index.rank, info.save_id or save_id, entries)
-                of_files[number] = list(check_shard_file(reader, shard_file, self._quick, advance_file))
-            finally:
-                reader.close()
+            if readable[number] and not self._quick:
+                with closing(self._checkpoint.reader.clone()) as reader:
+                    of_files[number] = list(_check_data(reader, index, info, advance_file))
             advance_file(left)  # the header, and unreadable data
 
         numbers = range(len(self.files))
         run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
         self.findings += [finding for findings in of_files for finding in findings]
+
+    def _check_file(self, component: str, index: RankIndex, info: FileInfo) -> bool:
+        """Check a shard file as a load does; return whether it has its size, so that its data can be checked."""
+        size = 0
+        try:
+            size = self._checkpoint.reader.size(info.name)
+            self._checkpoint.check_file(component, index.rank, info.name)
+        except FileNotFoundError:
+            self._find(info.name, f"the file is missing{_lost(index, info, 0)}", None, index.rank)
+        except (ShardCkptError, OSError) as error:
+            lost = _lost(index, info, size) if 0 < size < info.nbytes else ""
+            self._find(info.name, f"{_short(error, info.name)}{lost}", None, index.rank)
+        return size == info.nbytes
 
     def check_documents(self) -> None:
         """Check that the JSON documents are intact, and refer only to stored tensors."""
@@ -277,10 +230,6 @@ class _Verification:
                 self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")
 
 
-def _extent(box: Box) -> str:
-    return f"{list(box.start)} to {list(box.stop)}"
-
-
 def _short(error: Exception, name: str) -> str:
     """Return the message without the file, which the finding has."""
     text = str(error)
@@ -299,123 +248,35 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-# ── shard files ───────────────────────────────────────────────────────────────────────────────────────────────────
+def _entries(index: RankIndex, info: FileInfo) -> list[tuple[str, ShardEntry]]:
+    """Return the boxes in a file, in the order of their bytes."""
+    entries = ((key, entry) for key, every in index.shards.items() for entry in every if entry.file == info.name)
+    return sorted(entries, key=lambda item: item[1].begin)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFile:
-    """The description of a shard file in the index of a rank."""
-
-    info: FileInfo
-    rank: int
-    save_id: str
-    entries: Mapping[str, ShardEntry]
-
-    def finding(self, problem: str, tensor: str | None = None) -> Finding:
-        """Return a finding in this file."""
-        return Finding(self.info.name, problem, tensor, self.rank)
-
-
-def check_shard_file(reader: Reader, file: ShardFile, quick: bool, advance: Callable[[int], Any]) -> Iterator[Finding]:
-    """Yield the differences of a shard file from its index: size, header, save id, positions, and blocks of data."""
-    try:
-        size = reader.size(file.info.name)
-        if size != file.info.nbytes:
-            yield file.finding(f"{size} bytes, expected {file.info.nbytes}{_lost(file, size)}")
-            return
-        yield from _check_header(reader, file)
-        if not quick:
-            for key, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
-                yield from _check_data(reader, file, key, entry, advance)
-    except FileNotFoundError:
-        yield file.finding(f"the file is missing{_lost(file, 0)}")
-    except (OSError, EOFError, FormatError) as error:
-        yield file.finding(f"cannot be read: {error}")
-
-
-def _lost(file: ShardFile, size: int) -> str:
+def _lost(index: RankIndex, info: FileInfo, size: int) -> str:
     """Return a text that names the tensors with data beyond ``size`` bytes."""
-    lost = sorted(key for key, entry in file.entries.items() if entry.nbytes and entry.begin + entry.nbytes > size)
+    lost = sorted(key for key, entry in _entries(index, info) if entry.nbytes and entry.begin + entry.nbytes > size)
     return f"; it held data of {list_some([*map(repr, lost)], 5)}" if lost else ""
 
 
-def _check_header(reader: Reader, file: ShardFile) -> Iterator[Finding]:
-    if file.info.nbytes < LENGTH_BYTES:
-        yield file.finding("too short for a header")
-        return
-    try:
-        start = read_header(partial(reader.read_into, file.info.name), file.info.nbytes)
-    except HeaderLengthError as error:
-        yield file.finding(str(error))
-        return
-    intact = checksum(start) == file.info.checksum
-    try:
-        header = parse_header(start, "header")
-    except FormatError as error:
-        yield file.finding(f"the header is damaged: {error}")
-        return
-    save_id = save_id_of(header)
-    if save_id != file.save_id:
-        subject = "file is of" if file.info.save_id else "checkpoint is"
-        yield file.finding(f"belongs to save {save_id}, this {subject} save {file.save_id}")
-    elif not intact:
-        yield file.finding("the header is damaged: it does not match its checksum")
-    if save_id == file.save_id:
-        yield from _compare(file, header.tensors, _corners(header.metadata), len(start))
-
-
-def _corners(metadata: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return each tensor's offsets in the header's entry for torch."""
-    try:
-        info = parse_json(metadata["DCP_SHARDING_INFO"].encode(), "header")
-        return {key: value["saved_offsets"] for key, value in info.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _compare(
-    file: ShardFile, stored: Mapping[str, HeaderTensor], corners: Mapping[str, list[int]], data: int
-) -> Iterator[Finding]:
-    """Compare header and index, and check that the tensors fill the file without gap or overlap."""
-    for key in sorted(stored.keys() - file.entries.keys()):
-        yield file.finding("in the header of the file, not in the index of the rank", key)
-    for key, entry in file.entries.items():
-        if key not in stored:
-            yield file.finding("in the index of the rank, not in the header of the file", key)
-            continue
-        if stored[key] != entry.stored:
-            yield file.finding(f"{_place(stored[key])} in the header, {_place(entry.stored)} in the index", key)
-        corner = [*entry.box.start, 0] if entry.dtype == "C128" else list(entry.box.start)
-        if corners.get(key) != corner:
-            found = shown(corners.get(key))
-            yield file.finding(f"at {found} of the tensor in the header, at {corner} in the index", key)
-    position = data
-    for key, entry in sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
-        if entry.begin != position:
-            kind = "overlaps the data before it" if entry.begin < position else "follows a gap"
-            yield file.finding(f"begins at byte {entry.begin}, the data before it ends at {position}: it {kind}", key)
-        position = entry.begin + entry.nbytes
-    if position != file.info.nbytes:
-        yield file.finding(f"{file.info.nbytes} bytes, but its tensors end at byte {position}")
-
-
-def _place(stored: HeaderTensor) -> str:
-    return f"{stored.dtype} {json.dumps(stored.shape)} at byte {stored.begin}"
-
-
-def _check_data(
-    reader: Reader, file: ShardFile, key: str, entry: ShardEntry, advance: Callable[[int], Any]
-) -> Iterator[Finding]:
-    blocks, bad = BlockChecksums(entry), list[tuple[int, int]]()
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
-    while blocks.at < entry.nbytes:
-        piece = buffer[: entry.nbytes - blocks.at]
-        reader.read_into(file.info.name, entry.begin + blocks.at, piece)
-        bad += blocks.feed(piece)
-        advance(len(piece))
-    if bad:
-        more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
-        yield file.finding(f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key)
+def _check_data(reader: Reader, index: RankIndex, info: FileInfo, advance: Callable[[int], Any]) -> Iterator[Finding]:
+    """Yield the tensors in a file whose bytes differ from their checksums."""
+    for key, entry in _entries(index, info):
+        blocks, bad = BlockChecksums(entry), list[tuple[int, int]]()
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
+        try:
+            while blocks.at < entry.nbytes:
+                piece = buffer[: entry.nbytes - blocks.at]
+                reader.read_into(info.name, entry.begin + blocks.at, piece)
+                bad += blocks.feed(piece)
+                advance(len(piece))
+        except (OSError, EOFError, FormatError) as error:
+            yield Finding(info.name, f"cannot be read: {error}", key, index.rank)
+            return
+        if bad:
+            more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+            yield Finding(info.name, f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key, index.rank)
 
 
 # ── the mirror for transformers ───────────────────────────────────────────────────────────────────────────────────

@@ -166,12 +166,12 @@ def of_another_save(value: dict[str, Any]) -> None:
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
-    "overlap or gap": (shifted, ["should not have written", "no box [0, 4] to [7, 7]", "do not tile the tensor"]),
-    "gap": (without, ["no box [0, 4] to [7, 7]", "do not tile the tensor", "not in the index of the rank"]),
-    "dtype": (retyped, [f"I64 (13, 7), F64 (13, 7) in {ROOT_NAME}", "F64 [7, 3] at byte "]),
-    "shape": (reshaped, [f"F64 (14, 7), F64 (13, 7) in {ROOT_NAME}"]),
-    "position": (moved, ["in the header, F64 [7, 3] at byte ", "corrupted data", "overlaps"]),
-    "twice": (misplaced_twin, ["the box [0, 4] to [7, 7] twice", "overlap"]),
+    "overlap or gap": (shifted, ["has no box (0, 4)..(7, 7) of 'both.float64', F64 (13, 7)"]),
+    "gap": (without, ["has no box (0, 4)..(7, 7)", "in the header of the file, None in the index of rank 1"]),
+    "dtype": (retyped, ["has no box (0, 4)..(7, 7) of 'both.float64', F64 (13, 7)", "dtype='F64'"]),
+    "shape": (reshaped, ["has no box (0, 4)..(7, 7) of 'both.float64', F64 (13, 7)"]),
+    "position": (moved, ["in the header of the file, HeaderTensor(", "corrupted data"]),
+    "twice": (misplaced_twin, ["several boxes of one tensor"]),
     "rank": (of_another_rank, ["this is the index of rank 2 for 'model'"]),
     "save": (of_another_save, ["belongs to save 00000000"]),
 }
@@ -184,7 +184,7 @@ def test_an_edited_index_with_right_checksums_is_found(kind: str, copy: Path) ->
     lines = found(copy)
     for text in expected:
         assert any(text in line for line in lines), (text, lines)
-    assert kind in ("rank", "save") or all("both.float64" in line or "follows a gap" in line for line in lines), lines
+    assert kind in ("rank", "save", "twice") or all("both.float64" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EDITS if kind != "twice"])
