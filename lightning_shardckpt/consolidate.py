@@ -23,7 +23,6 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.options import Format, Options, Split
 from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.export.safetensors_export import (
-    ShardedCheckpoint,
     is_replaceable,
     plan_export,
     tensor_nbytes,
@@ -31,7 +30,7 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.assemble import StoredState
+from lightning_shardckpt.sources.assemble import StoredCheckpoint, StoredState
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
@@ -177,7 +176,7 @@ def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> 
                 raise
             raise CheckpointNotFoundError(_describe_problem(Path(given))) from None
         with checkpoint:
-            yield ShardedCheckpoint(checkpoint)
+            yield StoredCheckpoint(checkpoint)
         return
     from lightning_shardckpt.distributed.ranks import Ranks
     from lightning_shardckpt.sources.open_source import open_on_ranks  # imports torch

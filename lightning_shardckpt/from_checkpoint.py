@@ -29,7 +29,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import has_weights_only
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_values import Dropped, Pickled, lost_values
+from lightning_shardckpt.state.json_tree import Dropped, Pickled, lost_values
 from lightning_shardckpt.state.nested_dict import collect_objects
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text

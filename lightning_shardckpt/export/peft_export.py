@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.safetensors_export import Export, ShardedCheckpoint, tensor_nbytes, write_directory
+from lightning_shardckpt.export.safetensors_export import Export, tensor_nbytes, write_directory
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, plan_file
 from lightning_shardckpt.format.strict_json import parse_json
+from lightning_shardckpt.sources.assemble import StoredCheckpoint
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
@@ -63,7 +64,7 @@ def export_adapters(
     storage = StorageRouter(storage_options=storage_options)
     check_local(output)
     with Checkpoint(storage, folder) as checkpoint:
-        stored, export, paths = ShardedCheckpoint(checkpoint), Export([]), []
+        stored, export, paths = StoredCheckpoint(checkpoint), Export([]), []
         for selected in _select(checkpoint, adapter, prefix):
             subfolder = "" if selected.name == (adapter or _DEFAULT) else f"{selected.name}/"
             export.tensor_files.append(_plan_weights(subfolder + WEIGHTS, folder, selected, stored.components()))

@@ -21,11 +21,10 @@ from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.assemble import StoredCheckpoint, StoredState
+from lightning_shardckpt.sources.assemble import StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIGS
-from lightning_shardckpt.state.json_values import decode_with
 from lightning_shardckpt.storage.local.local_outputs import NewFile
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -38,19 +37,6 @@ _SUFFIXES = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = (".safetensors.index.json", "config.json")
 _METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
 _WRITER_ENTRY, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
-
-
-class ShardedCheckpoint(StoredCheckpoint):
-    """An open checkpoint of this package, as an export source."""
-
-    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return the trainer's state, with records of a file for ``torch.load`` in place of tensors."""
-        from lightning_shardckpt.export.torch_archive import (
-            archive_decoders,  # imports torch, which other exports don't need
-        )
-
-        state: dict[str, Any] = decode_with(archive_decoders(stored), self.document("trainer") or {})
-        return state
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ import sys
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,9 +26,8 @@ from lightning_shardckpt.compat.torch_tensors import rebuilding
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
-from lightning_shardckpt.state.json_tree import tensor_from_bytes
-from lightning_shardckpt.state.json_values import Dropped, Pickled, TorchDecoders
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
+from lightning_shardckpt.state.json_tree import Dropped, Pickled
+from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.transfer.file_filler import Region
 
 _ALIGNMENT = 64  # of the data of a record, as torch.save aligns it: torch.load(mmap=True) uses it in place
@@ -61,11 +59,6 @@ _TORCH_TYPES = (torch.Tensor, torch.dtype, torch.device)
 def archive_stored(dtype: str, shape: Shape, content: tuple[str, str]) -> ArchivedTensor:
     """Return the archived tensor for a stored one that is written with ``dtype``, a name of the format."""
     return ArchivedTensor(TORCH_NAMES.get(dtype, dtype), shape, bytes_in(shape, dtype), content)
-
-
-def archive_decoders(stored: Callable[[str], ArchivedTensor]) -> TorchDecoders:
-    """Return the decoder of values for a file; ``stored`` returns the archived tensor of a stored one."""
-    return TorchDecoders(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device)
 
 
 # ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────────

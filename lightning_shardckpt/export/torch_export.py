@@ -19,13 +19,12 @@ from lightning_shardckpt.export.torch_archive import (
     ArchivedTensor,
     Simplifier,
     TorchFileLayout,
-    archive_decoders,
     archive_stored,
 )
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import StoredState, assemble
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_values import decode_with, refuse_tensor
+from lightning_shardckpt.state.json_tree import decode, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -67,11 +66,11 @@ def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_B
         dtype = options.output_dtype(spec.dtype) if component == "model" else spec.dtype
         return archive_stored(dtype, spec.shape, (component, key))
 
-    def decode(value: Any) -> Any:
-        return decode_with(archive_decoders(refuse_tensor), value)
+    def decode_plain(value: Any) -> Any:
+        return decode(value, refuse_tensor, makes_configs=False)
 
     simplifier = Simplifier()
-    checkpoint = assemble(source, record, decode, optimizers=options.has_optimizer)
+    checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
     _rename(checkpoint, options.naming)
     for name, value in checkpoint.get("state_dict", {}).items():
         if isinstance(value, ArchivedTensor):

@@ -29,7 +29,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
 from lightning_shardckpt.sources.source_view import Place, SourceView, place_of, root_of
 from lightning_shardckpt.sources.state_dict_views import blank_trainer
-from lightning_shardckpt.state.json_values import refuse_tensor
+from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names

@@ -26,8 +26,7 @@ from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.json_tree import decode
-from lightning_shardckpt.state.json_values import Pickled, lost_values
+from lightning_shardckpt.state.json_tree import Pickled, decode, lost_values
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 from lightning_shardckpt.system.memory import allocate_pages

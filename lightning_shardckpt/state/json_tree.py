@@ -2,8 +2,7 @@
 
 ``decode`` is the inverse of ``encode``, except for types that carry code: an enum whose members equal numbers or
 strings becomes its value, a named tuple a tuple, a dataclass a dict, an instance of a subclass of a built-in type an
-instance of that type. Nothing is imported or called by name. The part of ``decode`` that needs no torch is in
-``json_values``.
+instance of that type. Nothing is imported or called by name.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import enum
 import json
 import math
 import pathlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -26,16 +26,8 @@ from typing import Any
 import torch
 
 from lightning_shardckpt.compat.torch_tensors import local_part
-from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.json_values import (
-    SEQUENCES,
-    TAG,
-    Dropped,
-    TorchDecoders,
-    decode_with,
-    refuse_tensor,
-    shape_filled_by,
-)
+from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
+from lightning_shardckpt.format.value_checks import bytes_in, check_shape, shown
 from lightning_shardckpt.state.pickled_objects import pickle_object, unpickle_object
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
@@ -44,6 +36,38 @@ INLINE_BYTES = 1024
 _MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of pairs
 _BIG_INT = 1 << 53
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
+TAG = "$"
+_FEW = 1000
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
+_INTEGER = re.compile(r"-?\d{1,4300}", re.ASCII)
+_DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?", re.ASCII)
+SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "map": dict,
+    "odict": collections.OrderedDict,
+    "counter": lambda pairs: collections.Counter(dict(pairs)),
+    "namespace": lambda pairs: _namespace(pairs),
+}
+
+
+class Dropped:
+    """A placeholder for a value that could not be stored: the type's name and the start of its repr."""
+
+    def __init__(self, type_name: str, text: str) -> None:
+        self.type_name, self.text = type_name, text
+
+    def __repr__(self) -> str:
+        return f"<not stored in the checkpoint: {self.type_name} {self.text}>"
+
+
+class Pickled(Dropped):
+    """A placeholder for a pickled value that was not unpickled, since the load did not allow it."""
+
+    def __init__(self, type_name: str) -> None:
+        super().__init__(type_name, "pickled, which weights_only=False alone reads")
+
+    def __repr__(self) -> str:
+        return f"<not read from the checkpoint: {self.type_name}, {self.text}>"
 
 
 class Encoder:
@@ -204,21 +228,77 @@ def encode_small(value: Any, path: str) -> Any:
     return encoded
 
 
-def decode(value: Any, stored: Callable[[str], torch.Tensor], *, unpickles: bool = False) -> Any:
+def decode(
+    value: Any, stored: Callable[[str], Any], *, unpickles: bool = False, makes_configs: bool = True
+) -> Any:
     """Return the value from the JSON of ``Encoder.encode``.
 
     Args:
         value: the JSON.
-        stored: returns the tensor stored beside the JSON under a path.
+        stored: returns the tensor stored beside the JSON under a path, or what takes its place.
         unpickles: whether to unpickle, which executes code of the pickle; else each is a ``Pickled`` placeholder.
+        makes_configs: whether to make containers of OmegaConf, where it is installed, rather than plain ones.
 
     Raises:
         FormatError: for an unknown tag, or a value that its tag does not allow.
     """
-    unpickle = unpickle_object if unpickles else None
-    return decode_with(
-        TorchDecoders(stored, tensor_from_bytes, TORCH_DTYPES.__getitem__, torch.device, unpickle, _make_config), value
-    )
+    return _Decoder(stored, unpickles, makes_configs).decode(value)
+
+
+class _Decoder:
+    def __init__(self, stored: Callable[[str], Any], unpickles: bool, makes_configs: bool) -> None:
+        self._stored, self._unpickles, self._makes_configs = stored, unpickles, makes_configs
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if TAG not in value:
+            return {k: self.decode(v) for k, v in value.items()}
+        tag = value[TAG]
+        try:
+            return self._tagged(tag, value)
+        except ShardCkptError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise FormatError(f"trainer state: a value tagged {shown(tag)} is malformed: {shown(error)}") from None
+
+    def _tagged(self, tag: str, value: dict[str, Any]) -> Any:
+        if tag not in TAGS:
+            raise KeyError(tag)
+        content = value["v"]
+        if tag == "stored":
+            return self._stored(content)
+        if tag == "tensor":
+            return tensor_from_bytes(_base64(content), value["dtype"], value["shape"])
+        if tag == "deque":
+            return collections.deque(self._items(content), value["maxlen"])
+        if tag in SEQUENCES:
+            items = self._items(content)
+            return SEQUENCES[tag](items if tag == "tuple" else _check_hashes(items))
+        if tag in _MAPPINGS:
+            pairs = [(k, v) for k, v in self._items(content)]
+            _check_hashes([k for k, _ in pairs])
+            return _MAPPINGS[tag](pairs)
+        if tag == "dropped":
+            return Dropped(str(value["type"]), str(content))
+        if tag == "pickle":
+            name = _text(value["type"])
+            return unpickle_object(_base64(content), name) if self._unpickles else Pickled(name)
+        if tag == "omegaconf":
+            container = self.decode(content)
+            if not isinstance(container, dict | list):  # OmegaConf would parse a string as YAML
+                raise TypeError(f"{shown(container)} is not a container")
+            return _make_config(container) if self._makes_configs else container
+        if tag == "numpy":
+            return _array(content, value["dtype"], value["shape"])
+        return _SCALARS[tag](self.decode(content))
+
+    def _items(self, content: Any) -> list[Any]:
+        if not isinstance(content, list):
+            raise TypeError(f"{shown(content)} is not a list")
+        return [self.decode(item) for item in content]
 
 
 def decode_small(value: Any) -> Any:
@@ -238,9 +318,25 @@ def decode_equal(value: Any, count: int) -> list[Any]:
 
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     """Return a CPU tensor with these bytes. Raises ValueError if they do not fill it."""
-    tensor = torch.empty(shape_filled_by(content, dtype, shape), dtype=TORCH_DTYPES[dtype])
+    if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(content):
+        raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
+    tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     bytes_of(tensor)[:] = content
     return tensor
+
+
+def _array(content: Any, dtype: str, shape: Any) -> Any:
+    import numpy  # only where the state held numpy values
+
+    if not _NUMPY_DTYPE.fullmatch(dtype):
+        raise ValueError(dtype)
+    array = numpy.frombuffer(_base64(content), dtype=numpy.dtype(dtype)).reshape(check_shape(shape))
+    return array.copy() if shape else array[()]
+
+
+def refuse_tensor(path: str) -> Any:
+    """Raise a FormatError: the ``stored`` of JSON that has no tensors beside it."""
+    raise FormatError(f"a tensor {path!r} is referred to where none can be stored")
 
 
 def _make_config(content: Any) -> Any:
@@ -248,3 +344,109 @@ def _make_config(content: Any) -> Any:
     if find_spec("omegaconf") is None:
         return content
     return import_module("omegaconf").OmegaConf.create(content)
+
+
+def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
+    """Return the placeholders in a decoded value, by path."""
+    if isinstance(value, Dropped):
+        return {place: value}
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        items = enumerate(value)
+    else:
+        return {}
+    inner = (lost_values(item, f"{place}/{key}" if place else str(key)) for key, item in items)
+    return {path: dropped for one in inner for path, dropped in one.items()}
+
+
+def merge_encoded(first: Any, second: Any) -> Any:
+    """Return the first of two encoded values, with further keys from the mappings of the second."""
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return [merge_encoded(a, b) for a, b in zip(first, second, strict=True)]
+    if not (isinstance(first, dict) and isinstance(second, dict)) or first.get(TAG) != second.get(TAG):
+        return first
+    tag = first.get(TAG)
+    if tag is None:
+        both = {k: merge_encoded(v, second[k]) if k in second else v for k, v in first.items()}
+        return both | {k: v for k, v in second.items() if k not in first}
+    if tag in _MAPPINGS:
+        mine, other = ({json.dumps(k): (k, v) for k, v in value["v"]} for value in (first, second))
+        pairs = [[k, merge_encoded(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
+        return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
+    return {**first, "v": merge_encoded(first["v"], second["v"])} if tag in ("tuple", "deque") else first
+
+
+def stored_keys(value: Any) -> Iterator[str]:
+    """Yield the keys of the tensors that are stored beside an encoded value."""
+    if isinstance(value, dict) and value.get(TAG) == "stored":
+        yield value["v"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
+
+
+def _check_hashes(keys: list[Any]) -> list[Any]:
+    """Return ``keys``; refuse keys chosen to have few hashes, of which a set takes quadratic time."""
+    if len(keys) > _FEW and len(set(map(hash, keys))) * 2 < len(keys):
+        raise ValueError(f"{len(keys)} keys with few different hashes")
+    return keys
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{shown(value)} is not a string")
+    return value
+
+
+def _base64(text: Any) -> bytes:
+    return base64.b64decode(_text(text), validate=True)
+
+
+def _integer(text: Any) -> int:
+    if not _INTEGER.fullmatch(_text(text)):
+        raise ValueError(f"{shown(text)} is not an integer")
+    return int(text)
+
+
+def _complex(value: Any) -> complex:
+    real, imaginary = value
+    if not all(type(x) in (int, float) for x in value):
+        raise TypeError(f"{shown(value)} is not a pair of numbers")
+    return complex(real, imaginary)
+
+
+def _device(text: Any) -> torch.device:
+    if not _DEVICE.fullmatch(_text(text)):
+        raise ValueError(f"{shown(text)} is not a device")
+    return torch.device(text)
+
+
+def _namespace(pairs: Any) -> argparse.Namespace:
+    namespace = argparse.Namespace()
+    vars(namespace).update({_text(key): value for key, value in pairs})
+    return namespace
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": _integer,
+    "float": {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__,
+    "complex": _complex,
+    "bytes": _base64,
+    "path": lambda v: pathlib.Path(_text(v)),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda v: datetime.timedelta(*v),
+    "range": lambda v: range(*v),
+    "slice": lambda v: slice(*v),
+    "enum": lambda v: v,
+    "dtype": TORCH_DTYPES.__getitem__,
+    "device": _device,
+}
+
+_OTHERS = ("deque", "tensor", "numpy", "stored", "dropped", "pickle", "omegaconf")
+TAGS = frozenset({*_SCALARS, *_MAPPINGS, *SEQUENCES, *_OTHERS})
+"""All tags of JSON: the table of FORMAT.md."""

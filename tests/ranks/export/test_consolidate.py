@@ -29,7 +29,7 @@ from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_archive import Simplifier
 from lightning_shardckpt.export.torch_export import plan_torch, write_torch
 from lightning_shardckpt.sources.open_source import open_on_ranks
-from lightning_shardckpt.state.json_values import Dropped
+from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.system.tuning import TUNING, Tuning

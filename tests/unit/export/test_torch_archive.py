@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.torch_archive import Simplifier, archive_decoders, archive_stored, pickle_value
+from lightning_shardckpt.export.torch_archive import Simplifier, archive_stored, pickle_value
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.dtype_names import TORCH_NAMES
-from lightning_shardckpt.state.json_values import decode_with, refuse_tensor
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 ARRAYS = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "g")
@@ -45,7 +45,7 @@ def test_records_are_described_as_torch_describes_tensors(dtype: str) -> None:
     tensors = {f"{shape}": torch.empty(shape, dtype=TORCH_DTYPES[dtype]) for shape in SHAPES}
     records = {name: archive_stored(dtype, tuple(one.shape), ("model", name)) for name, one in tensors.items()}
     first = f"{SHAPES[0]}"
-    ours = {"tensors": records, "dtype": archive_decoders(refuse_tensor).dtype(dtype), "tied": records[first]}
+    ours = {"tensors": records, "dtype": decode_small({"$": "dtype", "v": dtype}), "tied": records[first]}
     theirs = {"tensors": tensors, "dtype": TORCH_DTYPES[dtype], "tied": tensors[first]}
     assert by_us(ours) == by_torch(theirs)
     assert [one.nbytes for one in records.values()] == [one.nbytes for one in tensors.values()]
@@ -85,8 +85,7 @@ def test_an_array_becomes_what_torch_makes_of_it(kind: str) -> None:
 
 
 def test_a_device_of_a_checkpoint_is_one_that_torch_knows() -> None:
-    makers = archive_decoders(refuse_tensor)
-    assert decode_with(makers, {"$": "device", "v": "cuda:1"}) == torch.device("cuda:1")
+    assert decode_small({"$": "device", "v": "cuda:1"}) == torch.device("cuda:1")
 
 
 class Versioned(nn.Linear):

@@ -32,8 +32,7 @@ from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import parse_document
-from lightning_shardckpt.state.json_tree import decode
-from lightning_shardckpt.state.json_values import TAGS
+from lightning_shardckpt.state.json_tree import TAGS, decode
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds

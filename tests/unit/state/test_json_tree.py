@@ -21,9 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.export.torch_archive import archive_decoders
-from lightning_shardckpt.state.json_tree import INLINE_BYTES, Encoder, decode, decode_small, encode_small
-from lightning_shardckpt.state.json_values import Dropped, decode_with
+from lightning_shardckpt.state.json_tree import INLINE_BYTES, Dropped, Encoder, decode, decode_small, encode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from tests.support.pool import run_ranks
 
@@ -360,8 +358,6 @@ HOSTILE: list[Any] = [
 def test_a_value_that_no_encoder_writes_is_a_format_error(value: Any) -> None:
     with pytest.raises(FormatError):
         decode({"a": [value]}, dict[str, torch.Tensor]().__getitem__)
-    with pytest.raises(FormatError):
-        decode_with(archive_decoders({}.__getitem__), {"a": [value]})
 
 
 def test_nesting_without_end_is_a_format_error() -> None:
