@@ -86,10 +86,6 @@ class Bucket:
         """Have an object there."""
         self._client().put_object(Bucket=self.name, Key=key, Body=content)
 
-    def begin_upload(self, key: str) -> None:
-        """Begin an upload that nobody completes."""
-        self._client().create_multipart_upload(Bucket=self.name, Key=key)
-
     def make(self) -> None:
         """Make it."""
         self._client().create_bucket(Bucket=self.name)

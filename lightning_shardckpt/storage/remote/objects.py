@@ -273,12 +273,5 @@ class ObjectStore:
         with suppress(OSError, NotImplementedError):
             self.fs.rmdir(folder)
 
-    def unfinished_uploads(self, start: str) -> list[tuple[str, str]]:
-        """Return (key, id) of each unfinished upload to a key that begins with ``start``, if the store lists them."""
-        return []
-
-    def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        """Abort unfinished uploads."""
-
     def _retry(self, action: str, call: Callable[[], _T]) -> _T:
         return retry_call(action, call, self._retry_policy)

@@ -116,23 +116,21 @@ class RemoteDraft:
                 ) from None
         self._begun = False
         try:
-            self._delete_others(*others, replaced)
+            self._delete_others(others, replaced)
         except OSError as error:
             self.notes.append(f"could not remove the replaced checkpoint at {self._path!r}: {error}")
 
     def discard(self) -> None:
-        """Delete this save's objects and abort its uploads, as far as possible."""
+        """Delete this save's objects, as far as possible."""
         if not self._begun:
             return
-        with suppress(OSError):
-            self._objects.abort(self._objects.unfinished_uploads(self._key(self.prefix)))
         with suppress(OSError):
             ours = [name for name in self._objects.names(self._folder) if name.startswith(self.prefix)]
             self._objects.delete(map(self._key, ours))
             self._objects.drop_folder(self._folder)
 
-    def _others(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """Return other saves' objects below the path, with their sizes, and other saves' unfinished uploads."""
+    def _others(self) -> dict[str, int]:
+        """Return other saves' objects below the path, with their sizes."""
         sizes = self._objects.names(self._folder)
         missing = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in sizes)
         if missing and self._objects.conditional:
@@ -140,10 +138,7 @@ class RemoteDraft:
                 f"another process saved to {self._path!r} since this save began, and deleted {missing[0]} of this "
                 "save; let each job save to paths of its own"
             )
-        others = {n: size for n, size in sizes.items() if is_ours(n) and not n.startswith(self.prefix)}
-        uploads = self._objects.unfinished_uploads(self._key(""))
-        ours = [(key, upload) for key, upload in uploads if is_ours(key.removeprefix(self._key("")))]
-        return others, [(key, upload) for key, upload in ours if not key.startswith(self._key(self.prefix))]
+        return {n: size for n, size in sizes.items() if is_ours(n) and not n.startswith(self.prefix)}
 
     def _is_our_root(self, key: str) -> bool:
         try:
@@ -160,7 +155,7 @@ class RemoteDraft:
         except FileNotFoundError:
             return None
 
-    def _delete_others(self, others: dict[str, int], uploads: list[tuple[str, str]], replaced: str | None) -> None:
+    def _delete_others(self, others: dict[str, int], replaced: str | None) -> None:
         """Delete the replaced checkpoint, and files of saves that can't be committed any more after this commit.
 
         If the store has no conditional writes, such a save might still be committed; its files stay, with a note.
@@ -175,13 +170,12 @@ class RemoteDraft:
                 "tell whether another process is saving there"
             )
             others = {name: size for name, size in others.items() if name not in dead}
-            dead, uploads = {}, []
-        self._objects.abort(uploads)
+            dead = {}
         self._objects.delete(map(self._key, others))
-        if dead or uploads:
+        if dead:
             self.notes.append(
                 f"removed the leftover of an unfinished save at {self._path!r}: {count_text(len(dead), 'file')}, "
-                f"{size_text(sum(dead.values()))}, and {count_text(len(uploads), 'unfinished upload')}"
+                f"{size_text(sum(dead.values()))}"
             )
 
     def _key(self, name: str) -> str:

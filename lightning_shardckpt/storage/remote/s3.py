@@ -6,7 +6,6 @@ import errno
 import io
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from lightning_shardckpt.storage.protocol import Bytes
@@ -92,22 +91,6 @@ class S3Objects(ObjectStore):
             upload.abort(error)
             raise
 
-    def begin_upload(self, key: str) -> str:
-        """Begin a multipart upload and return its id. If an answer was lost, abort the upload that it began."""
-        bucket, name = self._split(key)
-        attempts = 0
-
-        def create() -> str:
-            nonlocal attempts
-            attempts += 1
-            return str(self.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)["UploadId"])
-
-        upload_id = self._retry(f"beginning {self.url(key)}", create)
-        if attempts > 1:
-            uploads = self.unfinished_uploads(key)
-            self.abort([(other, other_id) for other, other_id in uploads if other == key and other_id != upload_id])
-        return upload_id
-
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing ones are no error."""
         all_keys = list(keys)
@@ -124,23 +107,6 @@ class S3Objects(ObjectStore):
     def drop_folder(self, folder: str) -> None:
         """Do nothing: a store has no folders."""
 
-    def unfinished_uploads(self, start: str) -> list[tuple[str, str]]:
-        """Return (key, id) of each unfinished upload to a key that begins with ``start``."""
-        bucket, prefix = self._split(start)
-        uploads, marker = list[tuple[str, str]](), dict[str, str]()
-        while True:
-            page = self.call("listing uploads to", start, "list_multipart_uploads", Prefix=prefix, **marker)
-            uploads += [(f"{bucket}/{item['Key']}", item["UploadId"]) for item in page.get("Uploads") or ()]
-            if not page.get("IsTruncated"):
-                return [(key, upload_id) for key, upload_id in uploads if key.startswith(start)]
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-    def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        """Abort unfinished uploads."""
-        for key, upload_id in uploads:
-            with suppress(FileNotFoundError):
-                self.call("giving up", key, "abort_multipart_upload", UploadId=upload_id)
-
     def _split(self, key: str) -> tuple[str, str]:
         bucket, name, _ = self.fs.split_path(key)
         return bucket, name
@@ -148,7 +114,7 @@ class S3Objects(ObjectStore):
     def call(self, action: str, key: str, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of S3 on an object, with retries, and return the answer; errors begin with ``action``."""
         bucket, name = self._split(key)
-        if method not in ("delete_objects", "list_multipart_uploads"):
+        if method != "delete_objects":
             parameters["Key"] = name
 
         def call() -> dict[str, Any]:
@@ -215,13 +181,18 @@ class _Upload:
         while self._sending:
             self._sending.popleft().end(lambda interrupt: None)
         try:
-            self._objects.abort([] if self._id is None else [(self._key, self._id)])
+            if self._id is not None:
+                self._objects.call("giving up", self._key, "abort_multipart_upload", UploadId=self._id)
+        except FileNotFoundError:
+            return
         except OSError as error:
             cause.add_note(f"parts of the upload {self._id} may be left: {error}")
 
     def _send_rest(self) -> None:
         """Send the next part in a thread."""
-        upload_id = self._id = self._id or self._objects.begin_upload(self._key)
+        if self._id is None:
+            self._id = str(self._objects.call("beginning", self._key, "create_multipart_upload")["UploadId"])
+        upload_id = self._id
         while len(self._sending) >= self._tuning.upload_threads:
             self._wait_for_first()
         number, piece = self._number, bytes(self._rest)  # BytesIO shares bytes without a copy

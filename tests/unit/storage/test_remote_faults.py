@@ -88,7 +88,7 @@ def test_a_save_survives_what_passes(kind: str, storage: StorageRouter, proxy: P
     assert len(proxy.asked) <= 3 * (calm + 5)
     proxy.harm = lambda asked: None
     assert load(storage, url) == SECOND
-    assert s3.uploads() == []
+    assert kind == "answer lost" or s3.uploads() == []  # the answer with an upload's id may be lost, too
     assert len({key.split("/")[-1][:17] for key in s3.listed() if not key.endswith(ROOT_NAME)}) == 1  # of one save
 
 
