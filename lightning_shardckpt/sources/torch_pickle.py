@@ -30,46 +30,33 @@ from lightning_shardckpt.storage.protocol import Reader
 
 
 _LOCAL = struct.Struct("<4s22x2H")  # of a record: signature, lengths of name and extra field
-_TAIL_BYTES = 2 << 10  # more than the directory of an archive with one tensor
 _DIRECTORY_BYTES = 16 << 20
-_WINDOW_BYTES = 16 << 10  # of one read, which so covers a small archive and the beginning of the next
 
 
-class CoalescedReads:
-    """Reads of short pieces of files through a window; fastest in the order of the files.
+def size_of(reader: Reader, file: str) -> int:
+    """Return the length of a file. Raises CorruptionError if it is missing."""
+    try:
+        return reader.size(file)
+    except FileNotFoundError:
+        raise CorruptionError(f"file {file}: the file is missing") from None
 
-    Reads cannot be planned, since each depends on the content of earlier ones.
-    """
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._file, self._begin, self._window = "", 0, b""
+def check_range(reader: Reader, file: str, begin: int, nbytes: int) -> None:
+    """Raise CorruptionError if a file is missing, or does not have these bytes."""
+    size = size_of(reader, file)
+    if begin < 0 or begin + nbytes > size:
+        raise CorruptionError(f"file {file}: bytes {begin} to {begin + nbytes} are wanted, it has {size}")
 
-    def size(self, file: str) -> int:
-        """Return the length of a file."""
-        try:
-            return self._reader.size(file)
-        except FileNotFoundError:
-            raise CorruptionError(f"file {file}: the file is missing") from None
 
-    def read(self, file: str, begin: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` from ``begin`` on.
-
-        Raises:
-            CorruptionError: naming the file, if it is missing or too short.
-        """
-        at = begin - self._begin
-        if file != self._file or at < 0 or at + nbytes > len(self._window):
-            size = self.size(file)
-            if begin < 0 or begin + nbytes > size:
-                raise CorruptionError(f"file {file}: bytes {begin} to {begin + nbytes} are wanted, it has {size}")
-            window = bytearray(min(max(nbytes, _WINDOW_BYTES), size - begin))
-            try:
-                self._reader.read_into(file, begin, memoryview(window))
-            except EOFError as error:  # truncated meanwhile
-                raise CorruptionError(f"file {file}: {error}") from None
-            self._file, self._begin, self._window, at = file, begin, bytes(window), 0
-        return self._window[at : at + nbytes]
+def read_bytes(reader: Reader, file: str, begin: int, nbytes: int) -> bytes:
+    """Return ``nbytes`` of a file from ``begin`` on. Raises CorruptionError if it is missing or too short."""
+    check_range(reader, file, begin, nbytes)
+    content = bytearray(nbytes)
+    try:
+        reader.read_into(file, begin, memoryview(content))
+    except EOFError as error:  # truncated meanwhile
+        raise CorruptionError(f"file {file}: {error}") from None
+    return bytes(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +71,8 @@ class FilePart:
 class _PartAsFile:
     """A part of a file with the interface that zipfile needs."""
 
-    def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
-        self._windows, self._piece, self._at = windows, piece, 0
+    def __init__(self, reader: Reader, piece: FilePart) -> None:
+        self._reader, self._piece, self._at = reader, piece, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(offset + (0, self._at, self._piece.nbytes)[whence], 0)
@@ -99,7 +86,7 @@ class _PartAsFile:
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > _DIRECTORY_BYTES:
             raise ValueError(f"its directory has {nbytes} bytes")
-        content = self._windows.read(self._piece.file, self._piece.begin + self._at, nbytes) if nbytes else b""
+        content = read_bytes(self._reader, self._piece.file, self._piece.begin + self._at, nbytes) if nbytes else b""
         self._at += nbytes
         return content
 
@@ -115,11 +102,9 @@ class ZipArchive:
         CorruptionError: if the file is missing or too short.
     """
 
-    def __init__(self, windows: CoalescedReads, piece: FilePart) -> None:
-        self._windows, self._piece, self._file = windows, piece, _PartAsFile(windows, piece)
-        # put all of a small archive into the window
-        at = piece.nbytes - _TAIL_BYTES if piece.nbytes > _WINDOW_BYTES else 0
-        windows.read(piece.file, piece.begin + at, piece.nbytes - at)
+    def __init__(self, reader: Reader, piece: FilePart) -> None:
+        self._reader, self._piece, self._file = reader, piece, _PartAsFile(reader, piece)
+        check_range(reader, piece.file, piece.begin, piece.nbytes)
         try:
             with ZipFile(self._file) as archive:
                 self._directory_at, records = archive.start_dir, archive.infolist()
@@ -154,7 +139,7 @@ class ZipArchive:
         begin = self.begin(name)
         if self.sizes[name] > limit:
             raise self.malformed(f"record {name!r} has {self.sizes[name]} bytes, more than {limit}")
-        return self._windows.read(self._piece.file, begin, self.sizes[name])
+        return read_bytes(self._reader, self._piece.file, begin, self.sizes[name])
 
 
 _PICKLE, _SHORT_BYTES = "data.pkl", 8 << 10  # the limit of a tensor's pickle
@@ -216,9 +201,9 @@ def _unpickle_tensor(content: bytes) -> Any:
     return unpickle(content, _KNOWN, _PICKLE, stored=_storage)
 
 
-def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[PickledTensor, int]:
+def tensor_in(reader: Reader, piece: FilePart) -> tuple[PickledTensor, int]:
     """Return the only tensor of an archive, and the offset of its bytes in the file."""
-    archive = ZipArchive(windows, piece)
+    archive = ZipArchive(reader, piece)
     try:
         tensor = _unpickle_tensor(archive.content(_PICKLE, _SHORT_BYTES))
     except FormatError as error:
@@ -237,28 +222,12 @@ def tensor_in(windows: CoalescedReads, piece: FilePart) -> tuple[PickledTensor, 
     return tensor, archive.begin(tensor.record)
 
 
-def _unpickle_plain(content: bytes) -> tuple[bool, Any]:
-    """Return whether a pickle has only values of plain types, and the value."""
-    try:
-        return True, unpickle(content, {}, _PICKLE)
-    except FormatError:
-        return False, None
-
-
-_unpickle_plain_cached = lru_cache(maxsize=4096)(_unpickle_plain)  # equal hyper-parameters have equal pickles
-
-
-def value_in(windows: CoalescedReads, piece: FilePart) -> Any:
-    """Return the value in an archive, as ``torch.load(weights_only=True)`` does. It must not be changed."""
-    archive = ZipArchive(windows, piece)
-    content = archive.content(_PICKLE, _VALUE_BYTES)
-    if not any(name.startswith("data/") for name in archive.sizes):
-        is_plain, value = (_unpickle_plain_cached if len(content) <= _SHORT_BYTES else _unpickle_plain)(content)
-        if is_plain:
-            return value
+def value_in(reader: Reader, piece: FilePart) -> Any:
+    """Return the value in an archive, as ``torch.load(weights_only=True)`` does."""
+    archive = ZipArchive(reader, piece)
     if piece.nbytes > _VALUE_BYTES:
         raise archive.malformed(f"a value of {piece.nbytes} bytes, more than {_VALUE_BYTES}")
-    whole = windows.read(piece.file, piece.begin, piece.nbytes)
+    whole = read_bytes(reader, piece.file, piece.begin, piece.nbytes)
     return load_or_raise(lambda: torch.load(io.BytesIO(whole), "cpu", weights_only=True), archive.malformed)
 
 

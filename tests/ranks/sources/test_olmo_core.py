@@ -24,7 +24,7 @@ from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.sources import dcp_metadata
+from lightning_shardckpt.sources.dcp import parse_metadata
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
@@ -166,4 +166,4 @@ def test_a_trainers_run_begins_with_it_on_any_number_of_ranks(golden: Path, name
 def test_no_other_class_of_olmo_core_is_read(golden: Path) -> None:
     content = (golden / "step2" / "model_and_optim" / ".metadata").read_bytes()
     with pytest.raises(FormatError, match=r"olmo_core\.distributed\.checkpoint\.filesystem\._StorageEnfo"):
-        dcp_metadata.parse(content.replace(b"_StorageInfo", b"_StorageEnfo"), "it")
+        parse_metadata(content.replace(b"_StorageInfo", b"_StorageEnfo"), "it")

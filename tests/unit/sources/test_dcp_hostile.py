@@ -29,7 +29,7 @@ from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.sources.dcp import layout_of
 from lightning_shardckpt.sources.safe_unpickler import unpickle
-from lightning_shardckpt.sources.torch_pickle import CoalescedReads, FilePart, ZipArchive, tensor_in, value_in
+from lightning_shardckpt.sources.torch_pickle import FilePart, ZipArchive, tensor_in, value_in
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from tests.support import tiny
 from tests.support.pool import ROOT
@@ -147,11 +147,11 @@ def test_nothing_was_executed() -> None:
 # ── archives ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def archive_of(folder: Path, value: Any, before: int = 77) -> tuple[CoalescedReads, FilePart]:
+def archive_of(folder: Path, value: Any, before: int = 77) -> tuple[LocalReader, FilePart]:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     (folder / "x").write_bytes(bytes(before) + buffer.getvalue() + bytes(33))
-    return CoalescedReads(LocalReader(str(folder))), FilePart("x", before, len(buffer.getvalue()))
+    return LocalReader(str(folder)), FilePart("x", before, len(buffer.getvalue()))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64]
@@ -161,8 +161,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bytes_of_a_tensor_are_found_in_an_archive(tmp_path: Path, dtype: torch.dtype, large: bool) -> None:
     tensor = torch.arange(60_000 if large else 6).view(-1, 3).to(dtype)
-    windows, piece = archive_of(tmp_path, tensor)
-    found, begin = tensor_in(windows, piece)
+    reader, piece = archive_of(tmp_path, tensor)
+    found, begin = tensor_in(reader, piece)
     content = (tmp_path / "x").read_bytes()[begin : begin + tensor.nbytes]
     assert found.shape == tuple(tensor.shape)
     assert content == tensor.view(torch.uint8).numpy().tobytes()
@@ -183,7 +183,7 @@ def test_an_archive_beyond_the_32_bit_limits_is_read(tmp_path: Path) -> None:
     size = int.from_bytes(content[end + len(extra) + 12 :][:4], "little") + len(extra)
     content[end + len(extra) + 12 : end + len(extra) + 16] = size.to_bytes(4, "little")
     (tmp_path / "x").write_bytes(content)
-    found = ZipArchive(CoalescedReads(LocalReader(str(tmp_path))), FilePart("x", 0, len(content)))
+    found = ZipArchive(LocalReader(str(tmp_path)), FilePart("x", 0, len(content)))
     assert found.sizes == {"data/0": 3} and found.content("data/0", 3) == b"abc"
 
 
@@ -200,9 +200,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_tensor_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
     value, message = REFUSED[name]
-    windows, piece = archive_of(tmp_path, value)
+    reader, piece = archive_of(tmp_path, value)
     with pytest.raises(FormatError, match=rf"file x, bytes 77 to \d+: .*({message})"):
-        tensor_in(windows, piece)
+        tensor_in(reader, piece)
 
 
 def test_values_are_what_torch_load_makes_of_them_and_classes_are_refused(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_values_are_what_torch_load_makes_of_them_and_classes_are_refused(tmp_pa
 
 
 def test_compressed_records_are_refused(tmp_path: Path) -> None:
-    windows, _ = archive_of(tmp_path, [0] * 1000)
+    reader, _ = archive_of(tmp_path, [0] * 1000)
     with zipfile.ZipFile(io.BytesIO((tmp_path / "x").read_bytes()[77:-33])) as archive:
         content = archive.read("archive/data.pkl")
     with zipfile.ZipFile(tmp_path / "y", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", content)
     with pytest.raises(FormatError, match="compressed"):
-        value_in(windows, FilePart("y", 0, (tmp_path / "y").stat().st_size))
+        value_in(reader, FilePart("y", 0, (tmp_path / "y").stat().st_size))
 
 
 # ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────
