@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
+from lightning_shardckpt.checkpoint.save_series import FinishedSave
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_loops import train_loaders
 from lightning_shardckpt.compat.lightning_trainer import save_directory

@@ -28,12 +28,11 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
     check_max_pending,
 )
-from lightning_shardckpt.checkpoint.finished_saves import FinishedSave
 from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
 from lightning_shardckpt.checkpoint.nested_save import run_info
-from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
+from lightning_shardckpt.checkpoint.save_series import FinishedSave, SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN

@@ -17,8 +17,7 @@ from turns import MB, Facts, Row
 from lightning_shardckpt.format import layout as layout_module
 from lightning_shardckpt.format import plan as plan_module
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name
-from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index import Component, FileInfo, RootIndex, TensorSpec, document_name, rank_index_name
 from lightning_shardckpt.format.index_json import root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import choose_replicas, plan_load, plan_save, table_digest

@@ -14,7 +14,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import ExtraFormat
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo
+from lightning_shardckpt.format.index import FileInfo
 from lightning_shardckpt.format.plan import Overlap, Piece, byte_runs
 from lightning_shardckpt.format.safetensors_files import (
     OutputFile,

@@ -20,8 +20,7 @@ from lightning_shardckpt.checkpoint.plan_cache import SavePlan
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum, checksum_blocks, count_checksums, slice_checksums
-from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
-from lightning_shardckpt.format.index import RankIndex, ShardEntry
+from lightning_shardckpt.format.index import FileInfo, RankIndex, ShardEntry, shard_file_name
 from lightning_shardckpt.format.plan import Piece
 from lightning_shardckpt.format.safetensors_header import HeaderLengthError, read_header
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage

@@ -38,8 +38,7 @@ from lightning_shardckpt.checkpoint.staging import HostMemory, HostWindows, copy
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest

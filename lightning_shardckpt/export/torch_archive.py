@@ -24,8 +24,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import rebuilding
 from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
+from lightning_shardckpt.format.value_checks import LEGACY_STORAGES, TORCH_NAMES, bytes_in
 from lightning_shardckpt.state.json_tree import Dropped, Pickled
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.transfer.file_filler import Region

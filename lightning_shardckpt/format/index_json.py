@@ -15,15 +15,20 @@ from typing import Any
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import SEPARATOR, checksum, count_checksums
-from lightning_shardckpt.format.file_names import (
+from lightning_shardckpt.format.index import (
+    MAX_BLOCK_BYTES,
+    Component,
     FileInfo,
+    RankIndex,
+    RootIndex,
+    ShardEntry,
+    TensorSpec,
     document_name,
     documents_by_rank,
     parse_file_info,
     parse_linked_file_info,
     rank_index_name,
 )
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, RankIndex, RootIndex, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
 from lightning_shardckpt.format.strict_json import (
     FORMAT,

@@ -8,11 +8,9 @@ import zipfile
 from collections.abc import Callable
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.format.file_names import is_part
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.storage.other_programs import RANK_FILES, has_rank_files
 
 DCP_NAME = ".metadata"
 MODEL_AND_OPTIMIZER = "model_and_optim"
@@ -122,8 +120,6 @@ def detect_format(path: str) -> str | None:
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
     matching = [name for name, matches in MATCHES.items() if matches(path) and not (ours and name == HUB_DIRECTORY)]
     names = ["a checkpoint of lightning-shardckpt"] * ours + matching
-    if matching and has_rank_files(path):
-        names.append(RANK_FILES)
     if len(names) > 1:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"

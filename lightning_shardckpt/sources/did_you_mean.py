@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.file_names import is_part
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import backend_of, file_path, is_url
@@ -77,9 +76,7 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if (path / ROOT_NAME).exists() or not path.is_dir():
         return False
-    names = os.listdir(path)
-    is_of_colossalai = any(name.startswith("pytorch_model-meta-dist-") for name in names)  # its shards match `is_part`
-    return path.name.startswith(".tmp-") or (not is_of_colossalai and any(map(is_part, names)))
+    return path.name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))
 
 
 def _kind_of_file(path: Path) -> str:

@@ -19,9 +19,15 @@ import torch
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, check_shape, check_size, shown
+from lightning_shardckpt.format.value_checks import (
+    DTYPE_BYTES,
+    LEGACY_STORAGES,
+    TORCH_NAMES,
+    check_shape,
+    check_size,
+    shown,
+)
 from lightning_shardckpt.sources.safe_unpickler import Called, Known, make_ordered, unpickle
-from lightning_shardckpt.state.dtype_names import LEGACY_STORAGES, TORCH_NAMES
 from lightning_shardckpt.storage.protocol import Reader
 
 # ── records of an archive ─────────────────────────────────────────────────────────────────────────────────────────────

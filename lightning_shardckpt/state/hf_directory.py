@@ -16,8 +16,8 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
+from lightning_shardckpt.format.value_checks import TORCH_NAMES
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
-from lightning_shardckpt.state.dtype_names import TORCH_NAMES
 
 # ── patterns of names ─────────────────────────────────────────────────────────────────────────────────────────────────
 # One rule stands for the names of all layers, which differ only in numbers.

@@ -12,7 +12,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.dtype_names import TORCH_NAMES
+from lightning_shardckpt.format.value_checks import TORCH_NAMES
 from lightning_shardckpt.system.memory import prefer_huge_pages
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 
-from lightning_shardckpt.format.file_names import is_part
+from lightning_shardckpt.format.index import is_part
 from lightning_shardckpt.system.text import count_text
 
 _READ = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
 _STEP = re.compile(r"step-\d+")
 _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
-
-RANK_FILES = "a model that ColossalAI saved with gather_dtensor=False"
-_RANK_FILE = r"pytorch_model-meta-dist-\d{5,}(\.index)?\.json"
 
 # (pattern of a name in the folder, description of the folder, remedy); the first match counts.
 _PROGRAMS = (
@@ -36,11 +32,6 @@ _PROGRAMS = (
         "convert it to a Hugging Face model directory with Megatron's tools",
     ),
     (
-        _RANK_FILE,
-        f"{RANK_FILES}, a format that was never released",
-        "save the model there with Booster.save_model(shard=True), and load that",
-    ),
-    (
         r"(pytorch_optim\.bin|optimizer\.safetensors)\.index(\..+)?\.json",
         "an optimizer of ColossalAI's Booster",
         "Booster's weights are read: load the model's directory, and begin with a new optimizer",
@@ -51,11 +42,6 @@ _PROGRAMS = (
         "load an earlier checkpoint",
     ),
 )
-
-
-def has_rank_files(path: str) -> bool:
-    """Return True if a folder contains the rank files that `RANK_FILES` describes."""
-    return os.path.isdir(path) and any(re.fullmatch(_RANK_FILE, name) for name in os.listdir(path))
 
 
 def describe_other_program(names: Iterable[str]) -> str | None:

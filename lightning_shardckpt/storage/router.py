@@ -13,10 +13,9 @@ from typing import Any
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.remote.objects import ObjectStore, RetryPolicy
+from lightning_shardckpt.storage.remote.objects import ObjectStore, S3Objects, s3_options
 from lightning_shardckpt.storage.remote.remote_reader import CachedReader
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
-from lightning_shardckpt.storage.remote.s3 import S3Objects, s3_options
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LOCAL_PROTOCOLS = ("file://", "local://")
@@ -55,9 +54,8 @@ class StorageRouter:
         storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``.
         throttle_uploads: let only one process of each machine upload at a time.
         pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
-        retry_policy: number and duration of attempts of a request.
-        tuning: part sizes, thread counts and timeouts of transfers to and from object stores, and of the default
-            ``local``.
+        tuning: of transfers to and from object stores (part sizes, thread counts, attempts, timeouts), and of the
+            default ``local``.
     """
 
     def __init__(
@@ -67,13 +65,12 @@ class StorageRouter:
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
-        retry_policy: RetryPolicy | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
         self.local: Storage = local or LocalStorage(tuning=tuning)
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
-        self._retry_policy, self._tuning = retry_policy or RetryPolicy(), tuning
+        self._tuning = tuning
         self._turn = partial(machine_upload_lock, tuning.turn_wait_s) if throttle_uploads else nullcontext
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
@@ -109,7 +106,7 @@ class StorageRouter:
         except ImportError as error:
             extra = 'pip install "s3fs>=2026.1"' if is_s3 else "install the package that it names"
             raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
-        return (S3Objects if is_s3 else ObjectStore)(fs, retry_policy=self._retry_policy, tuning=self._tuning)
+        return (S3Objects if is_s3 else ObjectStore)(fs, self._tuning)
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""

@@ -45,6 +45,10 @@ class Tuning:
     download_threads: int = 8
 
     # ── ranks and other processes ──
+    retry_attempts: int = 6  # of a request to an object store
+    retry_pause_s: float = 0.2  # before the second one; later pauses double
+    retry_longest_pause_s: float = 10.0
+    retry_total_s: float = 120.0
     lock_wait_s: float = 5.0  # for a lock that is held only briefly
     turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
     leftover_quiet_s: float = 3600.0  # after which files of a save are leftovers, where locks don't reach its machine

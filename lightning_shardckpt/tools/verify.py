@@ -17,8 +17,7 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo, shard_file_name
-from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, ShardEntry, TensorSpec, shard_file_name
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.safetensors_files import OutputTensor

@@ -7,8 +7,7 @@ from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import ROOT_NAME, RankIndex, RootIndex, ShardEntry
+from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, RootIndex, ShardEntry
 from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import (

@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.checksum import SEPARATOR, checksum, checksum_blocks
-from lightning_shardckpt.format.file_names import FileInfo, rank_index_name, shard_file_name
-from lightning_shardckpt.format.index import RankIndex, ShardEntry
+from lightning_shardckpt.format.index import FileInfo, RankIndex, ShardEntry, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index_json import rank_index_to_json
 from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.safetensors_header import HeaderEntry, ShardHeader, plan_header

@@ -20,9 +20,9 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.remote.objects import RetryPolicy
+from lightning_shardckpt.system.tuning import Tuning
 
-IMPATIENT = RetryPolicy(attempts=4, first_pause_s=0.01, longest_pause_s=0.05, total_s=20.0)
+IMPATIENT = Tuning(retry_attempts=4, retry_pause_s=0.01, retry_longest_pause_s=0.05, retry_total_s=20.0)
 
 
 class Another(MemoryFileSystem):

@@ -12,8 +12,7 @@ import numpy
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import Piece, plan_load, plan_save

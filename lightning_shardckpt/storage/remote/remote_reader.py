@@ -11,8 +11,7 @@ import threading
 from contextlib import closing, nullcontext
 
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import is_part
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.storage.local import locks
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import make_directories, write_at

@@ -31,8 +31,7 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import Component, RankIndex, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index import Component, FileInfo, RankIndex, RootIndex, ShardEntry, TensorSpec
 from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout
 from lightning_shardckpt.format.strict_json import VERSION

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -114,10 +113,3 @@ def test_any_number_of_ranks_reads_its_slices(tmp_path: Path, safe: bool) -> Non
     booster.write_model(tmp_path, net.state_dict(), safe=safe, limit=SMALL)
     for model in run_ranks(3, load_sharded, str(tmp_path)):
         assert not differing(model, dict(net.state_dict()))
-
-
-def test_what_ranks_wrote_by_a_branch_that_was_never_released_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model-meta-dist-00000.index.json").write_text("{}")
-    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model-dist-00000-shard-00000.safetensors")
-    with pytest.raises(CheckpointNotFoundError, match=r"gather_dtensor=False.*Booster\.save_model\(shard=True\)"):
-        load(tmp_path)

@@ -16,8 +16,7 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, FileInfo
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.tools.verify import verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.finished_saves import FinishedSaves
+from lightning_shardckpt.checkpoint.save_series import FinishedSaves
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.torch_archive import Simplifier, archive_stored, pickle_value
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.dtype_names import TORCH_NAMES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, TORCH_NAMES
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 

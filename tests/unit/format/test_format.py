@@ -19,8 +19,7 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo, rank_index_name
-from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex, TensorSpec
+from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, rank_index_name
 from lightning_shardckpt.format.index_json import (
     from_packed_columns,
     root_from_json,

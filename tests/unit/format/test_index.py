@@ -12,13 +12,16 @@ import pytest
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.file_names import FileInfo, document_name, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index import (
     Component,
+    FileInfo,
     RankIndex,
     RootIndex,
     ShardEntry,
     TensorSpec,
+    document_name,
+    rank_index_name,
+    shard_file_name,
 )
 from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout

@@ -22,9 +22,9 @@ from lightning_shardckpt.sources.hf_conversion import (
     convert,
     stack,
 )
-from lightning_shardckpt.sources.huggingface import open_file
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
+from lightning_shardckpt.sources.open_source import open_file
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names

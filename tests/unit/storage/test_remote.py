@@ -46,7 +46,7 @@ OPTIMIZERS = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
 
 @pytest.fixture
 def storage(s3: Bucket) -> StorageRouter:
-    return StorageRouter(storage_options=s3.options, retry_policy=IMPATIENT)
+    return StorageRouter(storage_options=s3.options, tuning=IMPATIENT)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.system.tuning import Tuning
 from tests.support.stores import IMPATIENT, Asked, Bucket, Harm, Proxy
 
 FIRST, SECOND = 1.0, 2.0
@@ -35,8 +34,8 @@ def proxy(s3_port: int) -> Iterator[Proxy]:
 def storage(s3: Bucket, proxy: Proxy) -> StorageRouter:
     """The bucket behind the proxy; large objects go in parts, which are small here."""
     options = replace(s3, port=proxy.port).options | {"config_kwargs": {"read_timeout": 3, "connect_timeout": 3}}
-    tuning = Tuning(upload_part_bytes=5 << 20)  # S3's least
-    return StorageRouter(storage_options=options, retry_policy=IMPATIENT, tuning=tuning)
+    tuning = replace(IMPATIENT, upload_part_bytes=5 << 20)  # S3's least
+    return StorageRouter(storage_options=options, tuning=tuning)
 
 
 def save(storage: StorageRouter, url: str, value: float) -> list[str]:

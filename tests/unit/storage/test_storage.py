@@ -87,7 +87,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
         found: Storage = request.param()
         return found
     options = {"storage_options": request.getfixturevalue("s3").options} if request.param == "s3" else {}
-    return StorageRouter(retry_policy=IMPATIENT, **options)
+    return StorageRouter(tuning=IMPATIENT, **options)
 
 
 @pytest.fixture
