@@ -11,16 +11,15 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import shape_of, spec_of
+from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.distributed.liveness import local_rank_count
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import Component, ShardEntry
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
@@ -172,7 +171,7 @@ class ShardedSource:
     ) -> None:
         self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
         self._weights_only = weights_only
-        self._reads: dict[str, _ComponentReads] = {}
+        self._plans: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = {}
 
     @property
     def tensors(self) -> StoredTensors:
@@ -234,9 +233,7 @@ class ShardedSource:
             local, memory = target.local, held.get(target)
             is_here = memory is not None or is_host_memory(local)
             place = memory if memory is not None else bytes_of(local) if is_here else _NO_BYTES
-            if target.component not in self._reads:
-                self._reads[target.component] = _ComponentReads(self.checkpoint, target.component)
-            requests, indirect = self._reads[target.component].requests(target, place), _NOTHING if is_here else local
+            requests, indirect = self._requests(target, place), _NOTHING if is_here else local
             if target.fresh or memory is not None:
                 wanted.append((indirect, requests))
             else:
@@ -251,6 +248,25 @@ class ShardedSource:
 
         return fill
 
+    def _requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
+        """Return the requests of this rank for one tensor, whose local part is ``memory``."""
+        name, key, shape, checkpoint = target.component, target.key, tuple(target.local.shape), self.checkpoint
+        spec, replica = checkpoint.root.components[name].tensors[key], checkpoint.replicas(name)[key]
+        parts = target.parts(this_rank())
+        kind = id(spec), replica, parts, shape  # equal tensors share one spec object
+        if kind not in self._plans:
+            plan = []
+            for overlap in plan_load(spec, replica, parts):
+                checkpoint.entry(name, key, overlap)  # at once, since most boxes of a hostile layout do not exist
+                plan.append((overlap, single_run(overlap, shape, DTYPE_BYTES[spec.dtype])))
+            self._plans[kind] = plan
+        requests = []
+        for overlap, run in self._plans[kind]:
+            entry = checkpoint.entry(name, key, overlap)
+            checkpoint.check_file(name, overlap.writer, entry.file)
+            requests.append(Request(key, overlap, entry, shape, run, memory))
+        return requests
+
     def _held_memory(self, live: list[ReadTarget]) -> dict[ReadTarget, memoryview]:
         """Return memory for live targets that are read once."""
         limit = self._tuning.held_bytes
@@ -258,74 +274,6 @@ class ShardedSource:
             return _spare_memory(live, max(_free_share(), limit)) if live else {}
         small = [t for t in live if t.local.nbytes <= self._tuning.held_tensor_bytes and is_host_memory(t.local)]
         return _spare_memory(small, limit) if small and self._verify else {}
-
-
-class _Need(NamedTuple):
-    """The region of a stored box that equal tensors need.
-
-    Attributes:
-        overlap: see ``Request``.
-        run: see ``Request``.
-        stored: box, global shape and dtype of each tensor's entry in ``of_writer``.
-        of_writer: the writer's entries by key.
-        checked: the writer's files that were checked already.
-    """
-
-    overlap: Overlap
-    run: tuple[int, int, int] | None
-    stored: tuple[Box, Shape, str]
-    of_writer: Mapping[str, tuple[ShardEntry, ...]]
-    checked: set[str]
-
-
-class _ComponentReads:
-    """The reads that targets of one component need; computed once for equal tensors."""
-
-    def __init__(self, checkpoint: Checkpoint, component: str) -> None:
-        self._checkpoint, self._component, self._rank = checkpoint, component, this_rank()
-        self._specs, self._replicas = checkpoint.root.components[component].tensors, checkpoint.replicas(component)
-        self._kinds: dict[tuple[Any, ...], tuple[list[_Need], Shape, object]] = {}
-        self._checked: dict[int, set[str]] = {}  # files by writer
-
-    def requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
-        """Return the requests of this rank for one tensor, whose local part is ``memory``."""
-        key, tensor, size = target.key, target.tensor, target.local.shape
-        if isinstance(tensor, DTensor) and target.region is None and target.box is None:
-            sharding: object = spec_of(tensor)  # by identity, since comparing specs is slow
-        else:
-            sharding = target.parts(self._rank)
-        kind = id(self._specs[key]), self._replicas[key], id(sharding), size
-        known = self._kinds.get(kind)
-        if known is None:
-            parts, shape = target.parts(self._rank), tuple(size)
-            of_parts = *kind[:2], id(parts), size
-            needs = self._kinds[of_parts][0] if of_parts in self._kinds else self._needs(key, parts, shape)
-            self._kinds[of_parts] = needs, shape, parts  # kept alive, so that no other object gets their ids
-            known = self._kinds[kind] = needs, shape, sharding
-        needs, shape, _ = known
-        requests = []
-        for overlap, run, stored, of_writer, checked in needs:
-            entries = of_writer.get(key, ())
-            is_alike = len(entries) == 1 and entries[0][:3] == stored
-            entry = entries[0] if is_alike else self._checkpoint.entry(self._component, key, overlap)
-            if entry.file not in checked:
-                self._checkpoint.check_file(self._component, overlap.writer, entry.file)
-                checked.add(entry.file)
-            requests.append(Request(key, overlap, entry, shape, run, memory))
-        return requests
-
-    def _needs(self, key: str, parts: tuple[Part, ...], shape: Shape) -> list[_Need]:
-        """Return the regions of stored boxes that a tensor needs.
-
-        Each box is looked up at once, since most boxes of a hostile layout do not exist.
-        """
-        spec, needs = self._specs[key], list[_Need]()
-        for overlap in plan_load(spec, self._replicas[key], parts):
-            stored = self._checkpoint.entry(self._component, key, overlap)[:3]
-            run = single_run(overlap, shape, DTYPE_BYTES[spec.dtype])
-            of_writer = self._checkpoint.index(self._component, overlap.writer).shards
-            needs.append(_Need(overlap, run, stored, of_writer, self._checked.setdefault(overlap.writer, set())))
-        return needs
 
 
 def fetch_into(
