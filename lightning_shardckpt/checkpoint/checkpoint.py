@@ -148,7 +148,7 @@ def _write_and_commit(
 ) -> list[str]:
     with job:
         nbytes, linked_nbytes = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
-        job.writer.remember_files()
+        job.remember()
         on_complete(nbytes, linked_nbytes)
         return job.notes
 

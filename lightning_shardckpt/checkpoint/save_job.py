@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, plan_mirror, single_model
-from lightning_shardckpt.checkpoint.incremental import RankWriter, SaveHistory
+from lightning_shardckpt.checkpoint.incremental import RankFiles, SaveHistory, write_files
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
@@ -49,7 +49,7 @@ from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.transfer.writer import MB
+from lightning_shardckpt.transfer.writer import MB, StagePiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class SaveJob:
     ) -> None:
         self.path, self._ranks, self._run, self._storage = path, ranks, run, storage
         self._options, self._plans = options, plans
-        self.writer = RankWriter(path, ranks.rank, options, storage, history)
+        self._history = history
         self.replicas = Digests()
         self._snapshot: Snapshot
         self._tables: Tables  # of its tensors, as if every rank had the same
@@ -244,7 +244,7 @@ class SaveJob:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
-        written = self.writer.write(draft, plan, content.frozen, lambda p: windows.bytes_of(id(p)), save_id)
+        written = self._write_files(draft, content, lambda piece: windows.bytes_of(id(piece)))
         documents = []
         for name, text in content.documents.items():
             draft.write(name, [text])
@@ -261,6 +261,19 @@ class SaveJob:
             "linked_bytes": written.linked_nbytes,
             "notes": [] if draft is self._draft else draft.notes,
         }
+
+    def _write_files(self, draft: Draft, content: Content, stage: StagePiece) -> RankFiles:
+        rank, options = self._ranks.rank, self._options
+        write = partial(write_files, draft, content.plan, stage, content.save_id, rank)
+        if not options.incremental:
+            return write()
+        with self._history.open_base(self.path, draft, self._storage, rank) as base:
+            return write(base=base, divided=content.frozen, size_per_shard=options.size_per_shard)
+
+    def remember(self) -> None:
+        """Let later saves link the files of this one. Called once the save is complete on all ranks."""
+        if self._options.incremental:
+            self._history.add(self.path)
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, documents = self._ranks.rank, dict(self._snapshot.documents)

@@ -45,13 +45,11 @@ class Draft(Protocol):
     """A checkpoint that is being written. Every rank has one; only one calls ``begin``, ``publish`` and ``discard``.
 
     ``notes`` are sentences for the user about leftovers of killed saves and files that could not be deleted.
-    ``prefix`` precedes all stored names except that of the root index, which records it. ``can_link`` is False if
-    ``link`` always fails.
+    ``prefix`` precedes all stored names except that of the root index, which records it.
     """
 
     notes: list[str]
     prefix: str
-    can_link: bool
 
     def begin(self) -> None:
         """Create the place where all ranks write, and remove leftovers of killed saves next to it.

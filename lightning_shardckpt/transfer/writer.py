@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,9 @@ def write_component(
     files: list[FilePlan],
     stage: StagePiece,
     advance: Callable[[int], Any] = lambda nbytes: None,
-) -> FileInfo | None:
+    *,
+    linked: Sequence[WrittenFile] = (),
+) -> FileInfo:
     """Write a rank's shard files, then their index.
 
     Args:
@@ -92,17 +94,24 @@ def write_component(
         files: the plans of the files, from ``plan_files``.
         stage: returns the bytes of a piece.
         advance: called with the number of bytes after each part that is passed to the storage.
+        linked: files that are there already.
 
     Returns:
-        Name, size and checksum of the index; None if there are no files.
+        Name, size and checksum of the index.
 
     Raises:
         StateError: if the number of bytes of a piece differs from the plan.
     """
-    if not files:
-        return None
-    written = [write_file(draft, file, save_id, stage, advance) for file in files]
-    return write_index(draft, build_rank_index(component, rank, save_id, written))
+    infos: dict[str, FileInfo] = {}
+    shards: dict[str, tuple[ShardEntry, ...]] = {}
+    for file in (*linked, *(write_file(draft, plan, save_id, stage, advance) for plan in files)):
+        infos[file.info.name] = file.info
+        for key, entry in file.entries:
+            shards[key] = (*shards[key], entry) if key in shards else (entry,)
+    content = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
+    info = FileInfo(rank_index_name(component, rank), len(content), checksum(content))
+    draft.write(info.name, [content])
+    return info
 
 
 def write_file(
@@ -118,25 +127,6 @@ def write_file(
     draft.write(file.name, _content(header, file, stage, written, advance))
     info = FileInfo(file.name, file.nbytes, checksum(header))
     return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
-
-
-def build_rank_index(component: str, rank: int, save_id: str, written: Iterable[WrittenFile]) -> RankIndex:
-    """Return the index of a rank's shard files."""
-    infos: dict[str, FileInfo] = {}
-    shards: dict[str, tuple[ShardEntry, ...]] = {}
-    for file in written:
-        infos[file.info.name] = file.info
-        for key, entry in file.entries:
-            shards[key] = (*shards[key], entry) if key in shards else (entry,)
-    return RankIndex(save_id, component, rank, infos, shards)
-
-
-def write_index(draft: Draft, index: RankIndex) -> FileInfo:
-    """Write a rank's index. All files that it describes must already be written."""
-    content = rank_index_to_json(index)
-    info = FileInfo(rank_index_name(index.component, index.rank), len(content), checksum(content))
-    draft.write(info.name, [content])
-    return info
 
 
 def hash_step(block: int) -> int:

@@ -50,7 +50,7 @@ class MemoryReader:
 class MemoryDraft:
     """A dict that becomes visible under its path when published."""
 
-    prefix, can_link = "", True
+    prefix = ""
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
         self._storage, self._path, self._files = storage, path, dict[str, bytes]()

@@ -100,9 +100,8 @@ def save(
                 return content(local(piece.key, piece.spec, rank)[at(piece.part.local)])
 
             files = plan_files(name, rank, pieces, size_per_shard)
-            info = write_component(draft, name, rank, save_id, files, stage)
-            if info is not None:
-                indexes[rank] = info
+            if files:
+                indexes[rank] = write_component(draft, name, rank, save_id, files, stage)
         components[name] = Component(dict(tensors), {}, indexes)
     infos = {}
     for name, text in (documents or {}).items():

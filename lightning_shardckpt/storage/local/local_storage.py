@@ -161,7 +161,7 @@ def _why_incomplete(path: str) -> str:
 class LocalDraft:
     """A draft in a temporary directory next to the target."""
 
-    prefix, can_link = "", True
+    prefix = ""
 
     def __init__(
         self, target: str, save_id: str, storage: LocalStorage, *, file_system: FileSystem, tuning: Tuning

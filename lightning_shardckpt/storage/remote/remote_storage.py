@@ -49,7 +49,7 @@ class RemoteDraft:
         turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._objects, self._path, self._folder, self._turn = objects, path, folder, turn
-        self.prefix, self.can_link = prefix_of(save_id), False
+        self.prefix = prefix_of(save_id)
         self._before: ObjectStat | None = None
         self._begun = False
         self._root: bytes | None = None

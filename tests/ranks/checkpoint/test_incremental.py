@@ -189,7 +189,8 @@ def test_a_base_that_is_gone_or_damaged_is_not_linked(tmp_path: Path, harm: Call
     run, tensors = Run(tmp_path), {"a": drawn(2000)}
     harm(run.save(tensors))
     assert linked(run.save(tensors)) == set()
-    assert linked(run.save(tensors)) == {"a"} and run.notes == []
+    assert linked(run.save(tensors)) == {"a"}
+    assert [note.startswith("no file of ") for note in run.notes] in ([], [True])  # of damage, not where it is gone
 
 
 def test_damage_of_shared_bytes_is_found_in_each_checkpoint(tmp_path: Path) -> None:

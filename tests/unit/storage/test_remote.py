@@ -234,8 +234,8 @@ def test_what_another_program_wrote_is_refused_with_what_to_do(url: str, name: s
 
 def test_every_save_to_a_store_writes_all_and_a_note_says_so(url: str) -> None:
     options, history = SaveOptions(1, incremental=True), SaveHistory()
-    notes = [save(f"{url}-{n}", 1.0, options=options, history=history) for n in range(2)]
-    assert [len(note) for note in notes] == [1, 0] and "files can't be linked at" in notes[0][0]
+    notes = [save(f"{url}-{n}", 1.0, options=options, history=history) for n in range(3)]
+    assert [len(note) for note in notes] == [0, 1, 0] and "files can't be linked in" in notes[1][0]
     assert load(f"{url}-1") == 1.0
 
 
