@@ -19,7 +19,6 @@ from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.module_io import HookedState
 from lightning_shardckpt.state.optimizer_load import OptimizerLoad
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
@@ -92,22 +91,22 @@ class LoadJob:
         Returns:
             All differences of model and optimizers, and the stored param groups that each live group continues.
         """
-        differences = Differences()
+        differences = list[str]()
         if self._live.fit_source is not None:
             self.source, problems = self._live.fit_source(self.source)
-            differences.problems += problems
+            differences += problems
         self._components = self.source.components()
         model = self._model = ModelMatch(self.source, self._live, self._skips, self._elsewhere, strict=self._strict)
-        differences.problems += model.problems if model.is_loaded else []
+        differences += model.problems if model.is_loaded else []
         if self._live.optimizers is not None:
             reshaped = model.reshaped()
             for name in sorted(name for name in reshaped if not model.is_loaded and not self._skips(name)):
-                differences.add(name, "has another shape in the checkpoint, and so has its state in optimizers")
+                differences.append(f"{name}  has another shape in the checkpoint, and so has its state in optimizers")
             self._compare_optimizers(self._live.optimizers, model, reshaped, differences)
         sources = {group: numbers for load in self._optimizers for group, numbers in load.sources().items()}
         groups = {str(load.number): load.groups() for load in self._optimizers if load.is_joined}
         return {
-            "differences": differences.problems,
+            "differences": differences,
             "sources": sources,
             "kept": model.kept,
             "groups": groups,
@@ -121,13 +120,13 @@ class LoadJob:
         Raises:
             MismatchError: listing each difference once, if ``strict``; listing patterns of ``skip`` that match nothing.
         """
-        differences = Differences()
+        differences = list[str]()
         names = list(dict.fromkeys(name for report in reports for name in report["skipped"]["names"]))
         used = [pattern for report in reports for pattern in report["skipped"]["used"]]
         skipped = note_of_skipped(self._live.skip, used, names, self.source.path)
         joined = self._join_groups(reports, differences)
         lines = [line for report in reports for line in report["differences"]]
-        problems = list(dict.fromkeys(lines + differences.problems))
+        problems = list(dict.fromkeys(lines + differences))
         count = len(problems)
         listed, path = list_some(problems, _LISTED, "\n  "), repr(self.source.path)
         count_and_noun = count_text(count, "difference")
@@ -149,7 +148,7 @@ class LoadJob:
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
 
-    def _join_groups(self, reports: list[RankComparison], differences: Differences) -> dict[str, list[list[str]]]:
+    def _join_groups(self, reports: list[RankComparison], differences: list[str]) -> dict[str, list[list[str]]]:
         """Return the param groups of the whole model by optimizer, from those of the pipeline stages."""
         return {
             str(load.number): load.join_groups(
@@ -217,17 +216,17 @@ class LoadJob:
 
     def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
         """Map stored parameter numbers to parameters, on pipeline stages."""
-        differences = Differences()
+        differences = list[str]()
         for optimizer in self._optimizers:
             if optimizer.is_joined:
                 optimizer.take_numbers(joined[str(optimizer.number)], differences)
-        if differences.problems and self._strict:
-            listed = "\n  ".join(differences.problems[:_LISTED])
+        if differences and self._strict:
+            listed = "\n  ".join(differences[:_LISTED])
             raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
-        self.notes += differences.problems
+        self.notes += differences
 
     def _compare_optimizers(
-        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], differences: Differences
+        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], differences: list[str]
     ) -> None:
         document = self.source.document("optimizer")
         if document is None:
@@ -241,7 +240,7 @@ class LoadJob:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
         component, same = self._components.get("optimizer"), model.same_tensor()
         if len(document) != len(live):
-            differences.add("optimizers", f"{len(document)} in checkpoint, {len(live)} in model")
+            differences.append(f"optimizers  {len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             stored = StoredOptimizer(number, document[str(number)], component, decode_equal)
             load = OptimizerLoad(

@@ -7,7 +7,7 @@ names is stored once, under the first name, and the other names are its aliases.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -177,17 +177,6 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
         elif mark is not None:
             first[mark] = name
     return aliases
-
-
-@dataclass(slots=True)
-class Differences:
-    """Differences between a checkpoint and live objects, one line each: errors in a strict load, else warnings."""
-
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, name: str, problem: str) -> None:
-        """Add a difference of a tensor or a setting."""
-        self.problems.append(f"{name}  {problem}")
 
 
 def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:

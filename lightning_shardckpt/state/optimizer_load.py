@@ -20,7 +20,6 @@ from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, new_like
-from lightning_shardckpt.state.model import Differences
 from lightning_shardckpt.state.optimizer import NOT_HYPER, load_extra_entries
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
@@ -136,7 +135,7 @@ class OptimizerLoad:
             yield from ((name, key) for name, keys in of.items() for key in keys)
 
     def compare(
-        self, differences: Differences, elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
+        self, differences: list[str], elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
     ) -> None:
         """Add parameters that only one side has, and state whose shape does not fit its parameter, to ``differences``.
 
@@ -147,11 +146,11 @@ class OptimizerLoad:
         """
         where = f"optimizer {self.number}"
         if self._is_other:
-            differences.add(where, self._other_class())
+            differences.append(f"{where}  {self._other_class()}")
         if self._is_other or self.is_joined:
             return
         if not self._mapped:
-            differences.add(where, self._unmapped(in_part=bool(elsewhere)))
+            differences.append(f"{where}  {self._unmapped(in_part=bool(elsewhere))}")
             return
         rows = {row.stored: row for row in chain.from_iterable(self._rows)}
         tied = {name: row for row in rows.values() for name in row.tied}
@@ -161,12 +160,12 @@ class OptimizerLoad:
             if skipped or (row is not None and self._is_same_state(name, row, alike)):
                 continue
             tie = f"tied to {row.name} in the model, with other state in the checkpoint" if row is not None else None
-            differences.add(f"{where}: {name}", tie or "in checkpoint only")
+            differences.append(f"{where}: {name}  {tie or 'in checkpoint only'}")
         for row in rows.values():
             if row.keeps:
                 continue
             if row.stored not in self._group_of:
-                differences.add(f"{where}: {row.name}", "in model only")
+                differences.append(f"{where}: {row.name}  in model only")
                 continue
             self._compare_state(row, differences)
 
@@ -195,7 +194,7 @@ class OptimizerLoad:
             return False
         return all(alike([key, other_tensors[entry]], row.param) for entry, key in own_tensors.items())
 
-    def _compare_state(self, row: _Row, differences: Differences) -> None:
+    def _compare_state(self, row: _Row, differences: list[str]) -> None:
         shape = shape_of(row.param)
         for entry, key in self._stored.tensors.get(row.stored or "", {}).items():
             spec = self._stored.specs[key]
@@ -203,31 +202,32 @@ class OptimizerLoad:
                 continue
             if not acts_as_whole(row.param):
                 problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
-                differences.add(f"optimizer {self.number}: {key}", problem)
+                differences.append(f"optimizer {self.number}: {key}  {problem}")
 
     def groups(self) -> list[list[str]]:
         """Return the FQNs of this stage's param groups."""
         return [[row.name for row in rows] for rows in self._rows]
 
     def join_groups(
-        self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: Differences
+        self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: list[str]
     ) -> list[list[str]]:
         """Return the param groups of the whole model, in its order, from the results of ``groups`` of all stages."""
         order = {name: i for i, name in enumerate(whole)}
         where, expected = f"optimizer {self.number}", [len(group) for group in self._stored.groups]
         if any(sorted(group, key=order.__getitem__) != group for part in parts for group in part):
-            differences.add(where, "is in another order than the model's parameters, so numbers can't be told apart")
+            problem = "is in another order than the model's parameters, so numbers can't be told apart"
+            differences.append(f"{where}  {problem}")
             return []
         count = max(map(len, parts))
         names = [{name for part in parts if g < len(part) for name in part[g]} for g in range(count)]
         joined = [sorted(group, key=order.__getitem__) for group in names]
         if [len(group) for group in joined] != expected:
             sizes = [len(group) for group in joined]
-            differences.add(where, f"param groups of {expected} parameters in checkpoint, {sizes} in model")
+            differences.append(f"{where}  param groups of {expected} parameters in checkpoint, {sizes} in model")
             return []
         return joined
 
-    def take_numbers(self, joined: Sequence[list[str]], differences: Differences) -> None:
+    def take_numbers(self, joined: Sequence[list[str]], differences: list[str]) -> None:
         """Match parameters by number in the joined groups; add state whose shape does not fit to ``differences``."""
         pairs = zip(joined, self._stored.groups, strict=True) if joined else ()
         number_of = {name: number for a, b in pairs for name, number in zip(a, b, strict=True)}

@@ -1,51 +1,13 @@
-"""Lists of tensors by name, and the boxes of ranks, in memory and in files, that follow from the root index.
-
-Every rank of a shard *holds* its boxes, and one of them *wrote* each. No file is read.
-"""
+"""Lists of tensors by name, and tables that are cut where they are long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from math import prod
 from typing import TypeVar
 
-from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.format.layout import Part, parts_of_shard, replicas, shards_meeting
-from lightning_shardckpt.format.plan import plan_load
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.system.text import count_text, table
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedBox:
-    """A stored box, the rank that wrote it, and all ranks that hold it, ascending."""
-
-    box: Box
-    writer: int
-    holders: Sequence[int]
-
-
-def boxes_of(spec: TensorSpec, replica: int | None) -> Iterator[OwnedBox]:
-    """Yield the stored boxes of a tensor."""
-    for part, holders in held_parts(spec):
-        for overlap in plan_load(spec, replica, (Part(part.box, part.at),)):
-            yield OwnedBox(overlap.stored, overlap.writer, holders)
-
-
-def held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
-    """Yield the parts of every non-empty shard, each with its holders."""
-    if not prod(spec.shape):
-        return
-    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
-        holders = replicas(spec.layout, spec.holders, shard)
-        for part in parts_of_shard(spec.layout, spec.shape, shard):
-            yield part, holders
-
-
-# ── lists ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 _Item = TypeVar("_Item")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import chain, product
@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.index_json import COMPONENTS
-from lightning_shardckpt.format.layout import Layout, as_holders
+from lightning_shardckpt.format.layout import Layout, Part, as_holders, parts_of_shard, replicas, shards_meeting
+from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.tools.explain import explain, topology_text
-from lightning_shardckpt.tools.listing import aliases_by_key, boxes_of, held_parts
+from lightning_shardckpt.tools.listing import aliases_by_key
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _T = TypeVar("_T")
@@ -94,9 +95,11 @@ class _Tables:
         if (spec, replica) not in self.known:
             kind = _number(self.kinds, replace(spec, pinned=False))
             if kind == len(self.described):
-                held = self._add_drawing(spec.shape, ((part.box, ranks) for part, ranks in held_parts(spec)))
+                held = self._add_drawing(spec.shape, ((part.box, ranks) for part, ranks in _held_parts(spec)))
                 self.described.append({**_describe_kind(spec), "held": held})
-            written = self._add_drawing(spec.shape, ((one.box, [one.writer]) for one in boxes_of(spec, replica)))
+            whole = Box.whole(spec.shape)
+            stored = plan_load(spec, replica, (Part(whole, whole.start),))
+            written = self._add_drawing(spec.shape, ((one.stored, [one.writer]) for one in stored))
             self.known[spec, replica] = kind, written
         return self.known[spec, replica]
 
@@ -116,6 +119,16 @@ class _Tables:
         drawing = tuple(_number(self.lists, tuple(numbers)) for numbers in (*edges, cells.values()))
         self.elements[_number(self.drawings, drawing)] = elements
         return self.drawings[drawing]
+
+
+def _held_parts(spec: TensorSpec) -> Iterator[tuple[Part, Sequence[int]]]:
+    """Yield the parts of every non-empty shard, each with its holders."""
+    if not prod(spec.shape):
+        return
+    for shard in shards_meeting(spec.layout, spec.shape, Box.whole(spec.shape)):
+        holders = replicas(spec.layout, spec.holders, shard)
+        for part in parts_of_shard(spec.layout, spec.shape, shard):
+            yield part, holders
 
 
 def _number(table: dict[_T, int], value: _T) -> int:
