@@ -18,10 +18,11 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, plan_file
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.sources.assemble import StoredCheckpoint
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
-from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path
+from lightning_shardckpt.storage.router import check_local, file_path
 from lightning_shardckpt.system.text import progress
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -61,9 +62,8 @@ def export_adapters(
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
     folder, output = file_path(checkpoint_folder), file_path(output)
-    storage = StorageRouter(storage_options=storage_options)
     check_local(output)
-    with Checkpoint(storage, folder) as checkpoint:
+    with open_checkpoint(folder, storage_options=storage_options) as checkpoint:
         stored, export, paths = StoredCheckpoint(checkpoint), Export([]), []
         for selected in _select(checkpoint, adapter, prefix):
             subfolder = "" if selected.name == (adapter or _DEFAULT) else f"{selected.name}/"

@@ -8,7 +8,6 @@ this pattern are deleted, and never the target of a link.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -35,7 +34,7 @@ def check_replaceable(target: str) -> None:
         FileExistsError: for anything else.
         OSError: if the name is too long.
     """
-    entry = check_name(target)
+    entry = status_of(target)
     if entry is None:
         return
     if stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced, its target stays
@@ -53,22 +52,12 @@ def check_replaceable(target: str) -> None:
             )
 
 
-def check_name(path: str) -> os.stat_result | None:
-    """Return the ``lstat`` of a path, or None if nothing is there.
-
-    Raises:
-        OSError: if the name is too long for the file system; without this check, a save would fail only at its end.
-    """
+def status_of(path: str) -> os.stat_result | None:
+    """Return the status of a path, not following a link; None if nothing is there. Raises OSError if it is too long."""
     try:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):  # creating the parent will name the component that is a file
         return None
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        length = len(os.fsencode(os.path.basename(path)))
-        problem = f"a name of {length} bytes in a path of {len(os.fsencode(path))} is too long for this file system"
-        raise OSError(errno.ENAMETOOLONG, problem + "; shorten it", path) from None
 
 
 _PATTERN = re.compile(r"\.tmp-([0-9a-f]{16})-[0-9a-f]{32}")

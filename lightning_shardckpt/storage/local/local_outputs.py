@@ -15,7 +15,7 @@ from typing import TypeAlias
 from uuid import uuid4
 
 from lightning_shardckpt.storage.local import leftovers
-from lightning_shardckpt.storage.local.leftovers import check_name
+from lightning_shardckpt.storage.local.leftovers import status_of
 from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
     NO_REPLACE,
@@ -90,9 +90,9 @@ class LocalOutputs:
         ``publish`` returns the path to which it moved the older output, or None; that output is deleted.
         """
         output = os.path.abspath(output)
-        check_name(output)
+        status_of(output)
         make_directories(os.path.dirname(output))
-        check_name(output)  # again, since a name's length is only checked if its parent exists
+        status_of(output)  # again, since a name's length is only checked if its parent exists
         unfinished = leftovers.temporary_name(output, uuid4().hex)
         claim = leftovers.claim(output, unfinished, make, self._file_system)
         try:
@@ -131,7 +131,7 @@ def _make(path: str) -> int:
 
 
 def _replace_file(source: str, target: str) -> None:
-    entry = check_name(target)
+    entry = status_of(target)
     if entry is not None and not (stat.S_ISREG(entry.st_mode) or stat.S_ISLNK(entry.st_mode)):
         raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
     os.replace(source, target)

@@ -32,7 +32,6 @@ from lightning_shardckpt.storage.local.posix import (
     write_durably,
     write_parts,
 )
-from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Bytes, Reader
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
@@ -87,16 +86,15 @@ class LocalStorage:
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
 
     def _check(self, path: str) -> None:
+        if os.path.exists(os.path.join(path, ROOT_NAME)):
+            return
         if os.path.islink(path) and not os.path.exists(path):
             raise CheckpointNotFoundError(
                 f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
             )
         if not os.path.exists(path):
             raise CheckpointNotFoundError(f"no checkpoint at {path!r}: there is nothing at this path")
-        if not os.path.isdir(path):
-            raise CheckpointNotFoundError(f"{path!r} is a file, not a checkpoint directory of lightning-shardckpt")
-        if not os.path.exists(os.path.join(path, ROOT_NAME)):
-            raise CheckpointNotFoundError(_why_incomplete(path))
+        raise CheckpointNotFoundError(f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}")
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
@@ -147,15 +145,6 @@ def _absolute_path(path: str) -> str:
 def _path_or_aside(path: str) -> str:
     aside = leftovers.aside_name(path)
     return aside if not os.path.lexists(path) and os.path.exists(os.path.join(aside, ROOT_NAME)) else path
-
-
-def _why_incomplete(path: str) -> str:
-    names = sorted(os.listdir(path))
-    if (program := describe_other_program(names)) is not None:
-        return f"{path!r} {program}"
-    checkpoints = [name for name in names if os.path.exists(os.path.join(path, name, ROOT_NAME))]
-    hint = f"; did you mean {os.path.join(path, checkpoints[0])!r}?" if checkpoints else ""
-    return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}{hint}"
 
 
 class LocalDraft:

@@ -74,13 +74,11 @@ def test_one_place_has_many_paths(as_written: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "length"),
-    [("x" * 256, 256), ("ü" * 128, 256), ("d/" * 2100 + "x", 1)],
-    ids=["letters", "letters of two bytes", "the whole path"],
+    "name", ["x" * 256, "ü" * 128, "d/" * 2100 + "x"], ids=["letters", "letters of two bytes", "the whole path"]
 )
-def test_a_name_that_is_too_long_is_an_error_before_anything_is_written(name: str, length: int, tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_an_error_before_anything_is_written(name: str, tmp_path: Path) -> None:
     for act in (lambda path: LOCAL.draft(path, ID).begin(), lambda path: new_file(path).__enter__()):
-        with pytest.raises(OSError, match=f"a name of {length} bytes .* too long .*; shorten it") as caught:
+        with pytest.raises(OSError, match="File name too long") as caught:
             act(str(tmp_path / name))
         assert caught.value.errno == errno.ENAMETOOLONG
         assert not [p for p in tmp_path.rglob("*") if not p.is_dir() or p.name.startswith(".")]
