@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 
 from lightning_shardckpt.errors import FormatError
@@ -187,34 +186,13 @@ def table_digest(tables: Mapping[str, Component]) -> str:
 
 
 @lru_cache(maxsize=16384)
-def filled_shards(layout: Layout, shape: Shape) -> int:
-    """Return the number of shards of a tensor that have elements, without enumerating them."""
-    length_counts = [{n: 1} for n in shape]  # of each dim: length of a part -> number of such parts
+def fewest_shards(layout: Layout, shape: Shape) -> int:
+    """Return a lower bound of the number of shards of a tensor that have elements, without enumerating them."""
+    longest = list(shape)  # of each dim: no shard is longer
     for cut in layout.cuts:
-        counts: dict[int, int] = {}
-        for length, count in length_counts[cut.dim].items():
-            for piece, number in _piece_lengths(length, cut.blocks, layout.axes[cut.axis].size):
-                counts[piece] = counts.get(piece, 0) + count * number
-        length_counts[cut.dim] = counts
-    return prod(sum(count for length, count in counts.items() if length) for counts in length_counts)
-
-
-def _piece_lengths(length: int, blocks: int, parts: int) -> list[tuple[int, int]]:
-    """Return the lengths of the parts into which ``DimShard`` divides ``length``, as (length, number of such parts)."""
-    block = max(-(-length // blocks), 1)
-    block_counts = [(block, length // block), (length % block, 1)]  # (length of a block, number of such blocks)
-    sizes = [max(-(-n // parts), 1) for n, _ in block_counts]
-    edges = {0, *(n // size + i for (n, _), size in zip(block_counts, sizes, strict=True) for i in (0, 1)), parts}
-    return [
-        (
-            sum(
-                n_blocks * max(min(n - at * size, size), 0)
-                for (n, n_blocks), size in zip(block_counts, sizes, strict=True)
-            ),
-            end - at,
-        )
-        for at, end in pairwise(sorted(edge for edge in edges if edge <= parts))
-    ]
+        block = -(-longest[cut.dim] // cut.blocks)
+        longest[cut.dim] = min(cut.blocks * -(-block // layout.axes[cut.axis].size), longest[cut.dim])
+    return prod(-(-n // max(most, 1)) for n, most in zip(shape, longest, strict=True))
 
 
 def check_plausible(component: Component, where: str) -> None:
@@ -240,7 +218,7 @@ def check_plausible(component: Component, where: str) -> None:
                 f"{index_nbytes} bytes"
             )
         left -= nbytes
-        count = 0 if seen else filled_shards(spec.layout, spec.shape)
+        count = 0 if seen else fewest_shards(spec.layout, spec.shape)
         if count > len(component.indexes):
             raise FormatError(
                 f"{where}: the {count} shards of {shown(key)}, {spec.dtype} {spec.shape}, cannot have been written by "
