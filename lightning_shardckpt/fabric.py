@@ -35,7 +35,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     reduce_tensor,
     show_samplers_of,
 )
-from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_stored_metrics, sync_stored_metrics
+from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -404,14 +404,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return NestedLoad(states, objects, named_by=named_by, whole=whole, skip=skip, keep_parameters=True)
 
         nested = NestedLoad.prepare(self._ranks, make)
-        remainder, result = nested.run(
-            file_path(path),
-            self._ranks,
-            options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
-            storage=io.storage,
-        )
-        if self.meshes.data_parallel_rank > 0:
-            reset_stored_metrics(collect_objects(states).root)
+        is_first = self.meshes.data_parallel_rank == 0
+        with nullcontext() if is_first else reset_loaded_metrics(collect_objects(states).root):
+            remainder, result = nested.run(
+                file_path(path),
+                self._ranks,
+                options=replace(io.load_options, strict=strict, weights_only=weights_only is not False),
+                storage=io.storage,
+            )
         for note in result.notes:
             rank_zero_warn(note)
         for note in result.skipped:

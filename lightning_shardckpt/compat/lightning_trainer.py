@@ -382,11 +382,17 @@ def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
                 one.unsync()
 
 
-def reset_stored_metrics(module: nn.Module) -> None:
-    """Reset metrics whose states are in the state dict, unless they are averaged over ranks.
+@contextmanager
+def reset_loaded_metrics(module: nn.Module) -> Iterator[None]:
+    """Reset the states of metrics that are loaded inside, unless they are averaged over ranks.
 
-    A sum over data-parallel ranks has then what the first of them has loaded once. Relies on ``Metric._reductions``.
+    A sum over data-parallel ranks has then what the first of them has loaded once. States that the load leaves out
+    stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
     """
-    for one in stored_metrics(module):
-        if dim_zero_mean not in one._reductions.values():
-            one.reset()
+    before = [(one, {name: getattr(one, name) for name in one._defaults}) for one in stored_metrics(module)]
+    yield
+    for one, states in before:
+        for name, state in states.items():
+            if getattr(one, name) is not state and one._reductions[name] is not dim_zero_mean:
+                default = one._defaults[name]
+                setattr(one, name, [] if isinstance(default, list) else default.detach().clone().to(one.device))

@@ -17,6 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -37,7 +38,7 @@ from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_load
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     receive_sigterm,
-    reset_stored_metrics,
+    reset_loaded_metrics,
     restore_modules_and_callbacks,
     sigterm_handler_before,
     stored_metrics,
@@ -263,11 +264,10 @@ class RunCheckpoints:
             modules = {"": module}
             return load_remaining(modules, live, state_dict, copies, hooked, names, strict=strict, keep_parameters=fit)
 
-        with mark_half_filled(module, path):
+        is_first = self._current.share.data_rank == 0
+        with mark_half_filled(module, path), nullcontext() if is_first else reset_loaded_metrics(module):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
             notes: list[str] = self._current.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
-        if self._current.share.data_rank > 0:
-            reset_stored_metrics(module)
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))

@@ -68,14 +68,16 @@ class Averaged(Metric):
         return self.value
 
 
-def test_metrics_in_the_state_dict_are_reset_but_for_those_that_are_averaged() -> None:
+def test_states_of_metrics_that_are_loaded_are_reset_but_for_those_that_are_averaged() -> None:
     metrics = torch.nn.ModuleDict({"stored": SumMetric(), "left out": SumMetric(), "averaged": Averaged()})
-    metrics["stored"].persistent(True)  # type: ignore[operator]  # a method
     for metric in metrics.values():
+        metric.persistent(True)  # type: ignore[operator]  # a method
         metric.update(3.0)  # type: ignore[operator]
-    compat.reset_stored_metrics(metrics)
+    with compat.reset_loaded_metrics(metrics):
+        loaded = {"stored.sum_value": torch.tensor(4.0), "averaged.value": torch.tensor(4.0)}
+        metrics.load_state_dict(loaded, strict=False)
     values = {name: metric.metric_state for name, metric in metrics.items()}
-    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 3}}
+    assert values == {"stored": {"sum_value": 0}, "left out": {"sum_value": 3}, "averaged": {"value": 4}}
 
 
 @pytest.mark.parametrize("mode", [RunningStage.TRAINING, RunningStage.VALIDATING])
@@ -327,7 +329,8 @@ def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_ow
     assert stored["0.sum_value"] == 6 and [value.tolist() for value in stored["1.value"]] == [[3, 3]]
     assert total.sum_value == 3 and len(each.value) == 1
     assert list(map(id, compat.stored_metrics(module))) == [id(total), id(each)]
-    compat.reset_stored_metrics(module)
+    with compat.reset_loaded_metrics(module):
+        module.load_state_dict(stored)
     assert (total.sum_value, each.value, not_stored.sum_value) == (0, [], 3)
 
 
