@@ -484,6 +484,8 @@ class AssignsTwiceInStep(Natural):
 class AssignsOneElement(Natural):
     """One rank has no row of the bias."""
 
+    lr = 0.01  # with more, the weights grow without bound
+
     def build(self) -> None:
         super().build()
         self.net.head = nn.Linear(WIDTH, 1)

@@ -281,7 +281,10 @@ class LoadsByAssignment(Natural):
 
 @case()
 class Swaps(Natural):
-    """Exchanges the weights of two layers, and the modules themselves."""
+    """Exchanges the weights of two layers, and the modules themselves.
+
+    Resumed on one process by plain Lightning, it has the momentum of the other layer, which is stored by number.
+    """
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:

@@ -33,7 +33,7 @@ IN_MID_EPOCH = "done when an epoch begins or ends, which Lightning leaves out wh
 DIFFERS_ANYWAY = {
     **dict.fromkeys(("KeepsShadowInBuffers", "ConstrainsNorms", "ConstrainsRows", "LoadsWholeWeights"), AFTER_SAVE),
     **dict.fromkeys(("ClearsRows", "WritesThroughViews", "Attentive", "LogsWeights"), AFTER_SAVE),
-    **dict.fromkeys(("ReadsAsNumpy", "DecidesByValues"), AFTER_SAVE),
+    **dict.fromkeys(("ReadsAsNumpy", "DecidesByValues", "Swaps"), AFTER_SAVE),
     **dict.fromkeys(("FollowsByTorch", "CopiesItself", "Elastic", "SlowsDown", "ReadsInHook"), NOT_SAVED),
     **dict.fromkeys(("WatchesModules", "WatchesEveryModule", "GuardsAgainstNan", "LooksAhead"), NOT_SAVED),
     **dict.fromkeys(("PrunesGlobally", "IsSwappedForValidation"), NOT_SAVED),
