@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduce_tensor
+from lightning_shardckpt.compat.lightning_loops import batches_of_evaluation, is_stream_at_end
 from lightning_shardckpt.compat.lightning_trainer import (
     gather_metrics_over,
     keep_order_of_training,
@@ -45,7 +46,7 @@ from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, u
 from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
-from lightning_shardckpt.parallel.sharding.consistency import check_lengths
+from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -327,9 +328,31 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: StepContext, args: Any, kwargs: Any) -> Any:
+        self._check_end()
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_preemption()  # a validation may be longer than the time that is left
         return self._steps.evaluate(name, context, args, kwargs)
+
+    def _check_end(self) -> None:
+        """Compare whether loaders without a length end with this batch, on ranks that step together.
+
+        Collective: every rank of the world must call it.
+        """
+        is_last, group = is_stream_at_end(self._trainer), self._stepping_together
+        if is_last is not None and group is not None:
+            check_ends(is_last, group)
+
+    @property
+    def _stepping_together(self) -> dist.ProcessGroup | None:
+        """The ranks that must run as many steps of an evaluation; None if each may run its own number.
+
+        Those of one shard gather parameters together; in a validation during fit all ranks agree whether to stop.
+        """
+        if self._is_alone:
+            return None
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            return self.meshes.data_parallel_group
+        return self.meshes.root.get_group("shard") if self.topology.shard > 1 else None
 
     def reshard(self) -> None:
         """Free parameters that FSDP2 has gathered, if the module applied it by itself. No communication."""
@@ -481,14 +504,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         check_filled(self._module)
         self._steps.begin_evaluation()
         self._checkpoints.start_validation()
+        if (group := self._stepping_together) is not None:
+            check_lengths(batches_of_evaluation(self._trainer), group)
+            self._check_end()  # there may be no batch
 
-    on_test_start = on_validation_start
-
-    @override
-    def on_predict_start(self) -> None:
-        self.on_validation_start()
-        if self.topology.shard > 1 and not self._is_alone:
-            check_lengths(self._trainer.predict_loop.max_batches, self.meshes.root.get_group("shard"))
+    on_test_start = on_predict_start = on_validation_start
 
     @override
     def on_train_start(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.loop import _Loop
 
 EndBatch = Callable[[], None]
@@ -67,6 +68,28 @@ def batches_drawn(trainer: pl.Trainer) -> tuple[int, int]:
     fetched, before = 0 if fetcher is None else fetcher.fetched, loop.epoch_loop.batch_progress.current.ready
     epoch = max(loop.epoch_progress.current.started, 1)  # type: ignore[attr-defined]  # its subclass
     return epoch, fetched if fetched >= before else fetched + before
+
+
+def batches_of_evaluation(trainer: pl.Trainer) -> list[float]:
+    """Return the number of batches of each loader of the current validation, test or predict; infinity if unknown."""
+    return list(_evaluation_loop(trainer).max_batches)
+
+
+def is_stream_at_end(trainer: pl.Trainer) -> bool | None:
+    """Return whether the current batch of an evaluation is its last one, or there is none; None if lengths are known.
+
+    Relies on ``_EvaluationLoop._combined_loader``, and on ``_data_fetcher``, which draws one batch ahead where a loader
+    has no length.
+    """
+    loop = _evaluation_loop(trainer)
+    assert loop._combined_loader is not None and loop._data_fetcher is not None
+    if all(sized_len(loader) is not None for loader in loop._combined_loader.flattened):
+        return None
+    return bool(loop._data_fetcher.done)
+
+
+def _evaluation_loop(trainer: pl.Trainer) -> Any:
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
 
 # ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────

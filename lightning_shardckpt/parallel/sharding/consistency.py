@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.dtensor import local_tensor
-from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers
+from lightning_shardckpt.distributed.host_numbers import HostCopy, any_rank, gather_numbers, max_over_ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
@@ -100,7 +100,7 @@ def check_draws(draws: int, group: dist.ProcessGroup) -> None:
 
 
 def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
-    """Compare over ``group``, whose ranks shard the same parameters, how many batches each loader of an evaluation has.
+    """Compare over ``group``, whose ranks step together, how many batches each loader of an evaluation has.
 
     Collective: every rank of the world must call it.
 
@@ -111,9 +111,29 @@ def check_lengths(batches: Sequence[float], group: dist.ProcessGroup) -> None:
     if any_rank(bool((every != every[0]).any())):
         raise UnsupportedCodeError(
             f"data-parallel ranks have different numbers of batches, here {every.tolist()}: all ranks that share "
-            "parameters must run as many steps. The sampler that Lightning adds for predict repeats no sample, so some "
-            "ranks may have one sample less than others: choose another batch_size, or give the loader a "
+            "parameters must run as many steps, and all ranks in a validation during fit. The sampler that Lightning "
+            "adds for predict repeats no sample, so some ranks may have one sample less than others: choose another "
+            "batch_size, or give the loader a "
             "DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs), which repeats some."
+        )
+
+
+def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
+    """Compare over ``group``, whose ranks step together, whether the batch of an evaluation is the last one.
+
+    Collective: every rank of `group` must call it.
+
+    Raises:
+        UnsupportedCodeError: on every rank of the group, if they differ.
+    """
+    ends, goes_on = max_over_ranks(torch.tensor([is_last, not is_last]).int(), group).tolist()
+    if ends and goes_on:
+        here, there = ("ends", "does not end") if is_last else ("does not end", "ends")
+        raise UnsupportedCodeError(
+            f"the loader of an evaluation, which has no length, {here} with this batch, but {there} on other "
+            "data-parallel ranks: all ranks that share parameters must run as many steps, and all ranks in a "
+            "validation during fit. Give every rank as many batches, or limit them (limit_val_batches, "
+            "limit_test_batches, limit_predict_batches) to what each has."
         )
 
 

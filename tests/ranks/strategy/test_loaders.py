@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -147,6 +148,48 @@ def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters
     for error, batches in run_ranks(2, predict_odd):
         assert "different numbers of batches, here [[8.0], [7.0]]" in error
         assert batches == 2
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(self.rows, 4))
+
+
+class Evaluates(Predicts):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.linear(batch)
+
+    test_step = validation_step
+
+
+def evaluate_uneven(stage: str, strategy: dict[str, int]) -> str:
+    run, module = tiny.trainer(strategy, max_epochs=1), Evaluates(own=False)
+    loader = DataLoader(Stream(8 * run.global_rank), batch_size=2)
+    try:
+        if stage == "fit":
+            run.fit(module, val_dataloaders=loader)
+        else:
+            getattr(run, stage)(module, loader)
+    except UnsupportedCodeError as error:
+        return str(error)
+    return ""
+
+
+REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy"), [("fit", {}), ("fit", REPLICAS), ("test", {}), ("predict", {}), ("test", REPLICAS)]
+)
+def test_streams_of_unequal_length_are_refused_where_ranks_step_together(stage: str, strategy: dict[str, int]) -> None:
+    errors = run_ranks(2, evaluate_uneven, stage, strategy)
+    if strategy and stage != "fit":
+        assert errors == ["", ""]
+    else:
+        assert all("which has no length" in error for error in errors)
 
 
 class Shuffles(Net):
