@@ -47,6 +47,7 @@ from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
+from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -110,6 +111,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _prepare(self) -> None:
         self.num_nodes = 1  # the Trainer's connector overwrites it
         self._own_steps: TrainerSteps | None = None
+        self._failed = False  # in any run
         self._build = ModuleBuild()
         self._unmark_user_code: Callable[[], None] = lambda: None
         self._ungather_metrics: Callable[[], None] = lambda: None
@@ -410,6 +412,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        forget_meshes()
         if self._own_steps is not None:
             self._own_steps.reset()
         self._checkpoints.leave()
@@ -433,6 +437,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.end()
         self._preemption.unwatch()
         self._unmark_user_code()
+        if self._meshes is not None and not self._failed and dist.is_initialized():
+            keep_meshes(self._meshes)
 
     # --- checkpoints ---
 

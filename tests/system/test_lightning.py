@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torchmetrics import MeanMetric, SumMetric
@@ -212,6 +213,27 @@ def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> 
     run_ranks(1, count_samples, path, 2, False)
     ((samples, mean),) = run_ranks(1, count_samples, path, 3, True)
     assert samples == 24 and run_ranks(2, count_samples, path, 3, True) == [(24, pytest.approx(mean))] * 2
+
+
+class Fails(tiny.TinyLM):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        raise KeyError("a batch")
+
+
+def fit_often(strategy: dict[str, Any]) -> list[int]:
+    counts = []
+    for module in (tiny.TinyLM(), tiny.TinyLM(), Fails(), tiny.TinyLM()):
+        run = tiny.trainer(strategy, max_steps=1, limit_val_batches=0)
+        with pytest.raises(KeyError, match="a batch") if isinstance(module, Fails) else nullcontext():
+            run.fit(module, tiny.loader())
+        counts.append(dist.get_pg_count())
+    return counts
+
+
+@pytest.mark.parametrize("strategy", [{}, {"data_parallel_shard_size": 1, "pipeline_parallel_size": 2}])
+def test_a_run_takes_the_process_groups_of_the_one_before_unless_that_failed(strategy: dict[str, Any]) -> None:
+    for first, second, failed, last in run_ranks(2, fit_often, strategy):
+        assert first == second == failed < last
 
 
 class WithHyper(tiny.TinyLM):

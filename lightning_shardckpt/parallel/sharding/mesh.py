@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.peers import READ_TIMEOUT_S, build_peers
 
@@ -114,14 +116,37 @@ class Meshes:
         return self.root.get_group("tensor")
 
 
+_Kept: TypeAlias = dict[tuple[Topology, str, float], Meshes]
+_kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
+
+
+def keep_meshes(meshes: Meshes) -> None:
+    """Let a later `build_meshes` take the process groups of a run that ended without an error."""
+    assert dist.group.WORLD is not None
+    key = meshes.topology, meshes.root.device_type, meshes.timeout_s
+    _kept.setdefault(dist.group.WORLD, {})[key] = replace(meshes)  # without the groups looked up, to keep none alive
+
+
+def forget_meshes() -> None:
+    """Let no later run take process groups: after an error, collectives may still be under way in them."""
+    _kept.clear()
+
+
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
-    """Return the meshes of ``topology``. Collective: every rank of the world must call it.
+    """Return the meshes of ``topology``, on all ranks those of an earlier run, or new ones.
+
+    Collective: every rank of the world must call it.
 
     Args:
         topology: the sizes of the axes.
         device_type: the device type of the meshes.
         timeout_s: the timeout of the collectives of training; reads of sharded tensors wait at most 300 s.
     """
+    assert dist.group.WORLD is not None
+    kept = _kept.get(dist.group.WORLD, {}).pop((topology, device_type, timeout_s), None)
+    if not any_rank(kept is None):  # a rank may have ended with an error alone
+        assert kept is not None
+        return kept
     root = init_device_mesh(device_type, topology.shape, mesh_dim_names=AXES)
     build_peers(root, min(timeout_s, READ_TIMEOUT_S))
     plain = (topology.pipeline, topology.data_parallel, topology.tensor)
