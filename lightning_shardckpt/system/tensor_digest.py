@@ -6,7 +6,7 @@ comparable only within one run and between tensors on the same device type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,7 +17,6 @@ _STEP = 0x1E3779B97F4A7C15  # odd: the sum of a later chunk can't cancel that of
 _CHUNK = 1 << 20  # words; a chunk with its keys and products fits into the cache of a GPU
 
 
-@torch.no_grad()
 def bit_digest(tensor: Tensor) -> Tensor:
     """Return a digest of the values of a dense tensor in row-major order, of any shape, dtype and strides.
 
@@ -26,11 +25,18 @@ def bit_digest(tensor: Tensor) -> Tensor:
     Returns:
         Int64, 0-dim, on the tensor's device: xxh3-64 of the bytes in host memory, ``keyed_sum`` on other devices.
     """
-    content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if not content.is_cpu:
-        return keyed_sum(content)
-    digest = xxhash.xxh3_64_intdigest(content.numpy().data)
-    return torch.tensor(digest - (digest >> 63 << 64))  # as a signed number
+    return bit_digests([tensor])[0]
+
+
+def bit_digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the `bit_digest` of each tensor, as one tensor on their device; at least one, all on the same device."""
+    contents = [
+        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in tensors
+    ]
+    if not contents[0].is_cpu:
+        return torch.stack([keyed_sum(content) for content in contents])
+    digests = [xxhash.xxh3_64_intdigest(content.numpy().data) for content in contents]
+    return torch.tensor([digest - (digest >> 63 << 64) for digest in digests])  # as signed numbers
 
 
 def keyed_sum(content: Tensor) -> Tensor:

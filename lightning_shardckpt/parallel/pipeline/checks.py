@@ -40,7 +40,7 @@ from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
 from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws_error
 from lightning_shardckpt.parallel.sharding.user_hooks import module_of
-from lightning_shardckpt.system.tensor_digest import bit_digest
+from lightning_shardckpt.system.tensor_digest import bit_digests
 
 _UNUSED = "appears to not have been used in the graph"  # torch's message
 _grad: Any = Tensor.grad  # the attribute of a sharded parameter would reduce accumulated gradients
@@ -53,8 +53,9 @@ class StepChecks:
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
-        self._root, self._marks = root, list[Tensor]()
-        self._changed: list[tuple[list[int], HostCopy]] = []  # indices of this rank's parameters, by device
+        self._root = root
+        self._marks: list[tuple[list[int], Tensor]] = []  # by device, with indices of this rank's parameters
+        self._changed: list[tuple[list[int], HostCopy]] = []
         self._own: list[tuple[str, nn.Parameter]] = []
         units = plan.units()
         whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
@@ -189,18 +190,17 @@ class StepChecks:
 
     def mark_parameters(self) -> None:
         """Compute marks of this rank's parameters. A mark changes with the values, however they are written."""
-        self._marks = self._parameter_marks()
+        by_device: dict[torch.device, list[int]] = {}
+        for index, (_, parameter) in enumerate(self._own):
+            by_device.setdefault(local_tensor(parameter).device, []).append(index)
+        self._marks = [(indices, self._compute_marks(indices)) for indices in by_device.values()]
 
     def compare_parameters(self) -> None:
         """Compare the parameters with the marks, without a wait for the device. Call it after the passes."""
-        by_device: dict[torch.device, list[int]] = {}
-        for index, mark in enumerate(self._marks):
-            by_device.setdefault(mark.device, []).append(index)
-        marks = self._parameter_marks()
-        self._changed = [
-            (ks, HostCopy(torch.stack([self._marks[k] for k in ks]) != torch.stack([marks[k] for k in ks])))
-            for ks in by_device.values()
-        ]
+        self._changed = [(indices, HostCopy(before != self._compute_marks(indices))) for indices, before in self._marks]
+
+    def _compute_marks(self, indices: Sequence[int]) -> Tensor:
+        return bit_digests([local_tensor(self._own[index][1]) for index in indices])
 
     def check_parameters(self, state: StepState) -> None:
         """Check the result of `compare_parameters`.
@@ -217,9 +217,6 @@ class StepChecks:
         pairs = [pair for indices, flags in self._changed for pair in zip(indices, flags.read().tolist(), strict=True)]
         index = min((index for index, is_changed in pairs if is_changed), default=None)
         return None if index is None else self._own[index][0]
-
-    def _parameter_marks(self) -> list[Tensor]:
-        return [bit_digest(local_tensor(parameter)) for _, parameter in self._own]
 
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:

@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import nn
 
+from lightning_shardckpt.compat.torch_modules import child_slots, parameter_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import (
     base_fqn,
@@ -45,7 +46,19 @@ def are_layers(modules: Sequence[nn.Module]) -> bool:
 
 def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of this rank's pipeline stages, with their names as registered."""
-    return ((name, parameter) for name, parameter in root.named_parameters() if not isinstance(parameter, Placeholder))
+    seen, pending = set[int](), [("", root)]  # a loop, as `named_parameters` resumes a generator for each level
+    while pending:
+        prefix, module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, parameter in parameter_slots(module).items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                if not isinstance(parameter, Placeholder):
+                    yield prefix + name, parameter
+        children = reversed(child_slots(module).items())
+        pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 
 
 def parameter_names(root: nn.Module) -> list[list[str]]:
