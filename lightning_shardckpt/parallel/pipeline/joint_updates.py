@@ -26,7 +26,7 @@ from lightning_shardckpt.system.random_generators import preserve_rng
 _SAMPLED = 8  # the number of parameters, the smallest ones
 _CHECKED_STEPS = {1, 2, 4, 8, 16}  # some optimizers use statistics of the first steps later
 _SCALES = (1.0, 1e3)  # of gradients, to exceed limits of their norm or of a step size
-_REPLACED = ("step", "add_param_group")  # methods that schedulers and this package replace on an optimizer
+_REPLACED = ("step", "add_param_group", "zero_grad")  # methods that schedulers and this package replace on an optimizer
 
 
 class JointUpdates:

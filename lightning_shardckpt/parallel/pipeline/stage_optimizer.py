@@ -137,9 +137,17 @@ class StageState(defaultdict[Tensor, Any]):
 def show_all_stages(optimizer: Optimizer) -> None:
     """Make an optimizer of the whole module's parameters step with this stage's, and show user code all.
 
-    Also replaces ``add_param_group``, and guards the optimizer's state.
+    Also replaces ``add_param_group`` and torch's ``zero_grad``, and guards the optimizer's state.
     """
     add = type(optimizer).add_param_group
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        with user_code(False):
+            Optimizer.zero_grad(optimizer, set_to_none)
+        for group in optimizer.param_groups if set_to_none else ():
+            for tensor in group["params"]:
+                if isinstance(tensor, Placeholder):
+                    tensor.set_gradient(False)
 
     def add_param_group(group: dict[str, Any]) -> None:
         params = group["params"]
@@ -151,6 +159,8 @@ def show_all_stages(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["params"] = GroupParameters(group["params"])
     optimizer.__dict__["add_param_group"] = add_param_group
+    if type(optimizer).zero_grad is Optimizer.zero_grad:
+        optimizer.__dict__["zero_grad"] = zero_grad
     guard_state(optimizer)
 
 

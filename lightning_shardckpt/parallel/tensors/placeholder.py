@@ -119,11 +119,15 @@ class Placeholder(Tensor):
             self.data = value
         return _enter(self) if requires_grad else None
 
+    def set_gradient(self, is_there: bool) -> None:
+        """Set ``has_gradient``; if True, ``grad`` is another object from now on."""
+        self.has_gradient = is_there
+        self.__dict__.pop("_placeholder_gradient", None)
+
     def _access_grad(self, access: str, value: Tensor | None = None) -> Tensor | None:
         """Get, set or delete ``grad``; ``access`` is the name of the property's accessor."""
         if access != "__get__":
-            self.has_gradient = value is not None
-            self.__dict__.pop("_placeholder_gradient", None)
+            self.set_gradient(value is not None)
             return None
         if not self.has_gradient:
             return None
