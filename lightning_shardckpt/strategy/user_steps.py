@@ -80,8 +80,8 @@ class _SideEffects:
             with snapshot.iterators.refuse():
                 yield
         finally:
-            self.drew = self.drew or snapshot.drew
             self._latest = snapshot if snapshot.restore() else None
+            self.drew = self.drew or snapshot.drew
             self._check_buffers(snapshot.written)
 
     def _check_buffers(self, written: Mapping[tuple[str, str], Tensor]) -> None:

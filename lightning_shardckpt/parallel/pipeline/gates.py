@@ -36,9 +36,11 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     leak_error,
     placeholder_positions,
 )
-from lightning_shardckpt.system.random_generators import advance_rng, checksum_after, derive_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import advance_rng, derive_rng, rng_checksum
 
 Forward = Callable[..., Any]
+_Flat = tuple[list[Any], Any]
+"""The result of `flatten_call`."""
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -60,7 +62,7 @@ class StageRun:
             arguments of layer ``start``. It is called there, after user code before the layers has run.
         fill_in: for "finish", sets the unknown inputs of the last layer, by position, and returns its outputs, given
             the placeholders for them.
-        seed: for "finish", the initial seed.
+        has_drawn: for "finish", tells if more random numbers were drawn than by so many gates.
         draws: True if the step draws random numbers before its layers, so that stages compare their generators.
         checks: a checksum of the random generators at the end of this run, if ``draws``.
         entries: the entries of received tensors into the autograd graph, by position; None for one without gradient.
@@ -81,7 +83,7 @@ class StageRun:
     positions: tuple[int, ...] = ()
     receive: Callable[[], Message] = lambda: Message({})
     fill_in: Callable[[dict[int, Placeholder], Any], Any] | None = None
-    seed: int = 0
+    has_drawn: Callable[[int], bool] = lambda advances: False
     draws: bool = False
     checks: tuple[int, ...] = ()
     entries: dict[int, GraphEntry | None] = field(default_factory=dict)
@@ -138,12 +140,14 @@ class Stub:
         self._copy, self._fqn = copy, fqn
         self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, like: nn.Module | None = None) -> Any:
+    def __call__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: _Flat, *, like: nn.Module | None = None
+    ) -> Any:
         """Return the outputs of a call, with placeholders for tensors. The copy gets the training mode of ``like``."""
         if like is not None and like.training != self._copy.training:
             for part, real in zip(self._copy.modules(), like.modules(), strict=True):
                 part.training = real.training
-        leaves, spec = flatten_call(args, kwargs)
+        leaves, spec = flat
         key: Any = (spec, self._copy.training, *(_cache_key(leaf) for leaf in leaves))
         try:
             cached = self._cache.get(key)
@@ -223,7 +227,7 @@ class Gate:
             run.timely.add(self._fqn)  # a later call belongs to a second pass, which the gates of layers refuse
         elif self._place == "first" and run.next == len(self._gates.layers) and self._fqn not in run.timely:
             raise _misplaced_error([self._fqn], "first", "after", "last")
-        return self._infer(run, module, args, kwargs)
+        return self._infer(run, module, args, kwargs, flatten_call(args, kwargs))
 
     def _call_layer(
         self,
@@ -237,22 +241,23 @@ class Gate:
         self._check_order(run, index)
         run.next += 1
         last = len(self._gates.layers) - 1
-        leaves = flatten_call(args, kwargs)[0]
+        flat = flatten_call(args, kwargs)
+        leaves = flat[0]
         if run.kind == "probe":
             if index == min(run.stop, last):
                 run.positions = tuple(placeholder_positions(leaves))
                 raise StageExit
-            return self._infer(run, module, args, kwargs)
+            return self._infer(run, module, args, kwargs, flat)
         if run.kind == "finish":
             if index < last:
-                return self._infer(run, module, args, kwargs)
-            run.drew = rng_checksum() != checksum_after(run.seed, run.advances)
-            out = self._infer(run, module, args, kwargs)
+                return self._infer(run, module, args, kwargs, flat)
+            run.drew = run.has_drawn(run.advances)
+            out = self._infer(run, module, args, kwargs, flat)
             assert run.fill_in is not None
             return run.fill_in({position: leaves[position] for position in placeholder_positions(leaves)}, out)
         refuse_reentrant_checkpoint(self._fqn)
         if index < run.start:
-            return self._infer(run, module, args, kwargs)
+            return self._infer(run, module, args, kwargs, flat)
         if index == run.start:
             self._receive(run, leaves)
         ends_after = index == last < run.stop and not run.whole
@@ -347,10 +352,12 @@ class Gate:
         if run is not None:
             run.advances += 1
 
-    def _infer(self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _infer(
+        self, run: StageRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: _Flat
+    ) -> Any:
         if module.training and run.kind != "probe":
             self._advance(run)  # as in `_compute`, so that all stages draw the same numbers later
-        return self._stub(args, kwargs, like=module if self._owned else None)
+        return self._stub(args, kwargs, flat, like=module if self._owned else None)
 
 
 def _is_plain_tensor(leaf: Any) -> bool:

@@ -42,7 +42,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGather
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, split_running_samples
-from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, rng_checksum, seed_rng
+from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, seed_and_watch
 
 LossOf = Literal["batch", "microbatch"]
 
@@ -299,11 +299,10 @@ class Pipeline:
             if stage == self._last and not (state.whole_steps and state.samples[0] is not None):
                 continue
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
-            seed_rng(state.seed)
+            has_drawn = seed_and_watch(state.seed)
             with torch.no_grad(), for_samples(state.samples[0], counted=False):
-                before = rng_checksum()
                 self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
-                state.draws = state.draws or rng_checksum() != before or state.step.drew
+                state.draws = state.draws or has_drawn(0) or state.step.drew
             state.positions[stage] = run.positions
         self._checks.check_draws(state)
 
@@ -314,9 +313,8 @@ class Pipeline:
         count = len(state.batches)
         forwards = [state.forwards[self._last, microbatch] for microbatch in range(count)]
         state.results = Results([f.outputs for f in forwards], [f.positions for f in forwards], self._plan.layers[-1])
-        seed = state.seed + (count if count > 1 else 0)
-        run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in, seed=seed)
-        seed_rng(seed)
+        has_drawn = seed_and_watch(state.seed + (count if count > 1 else 0))
+        run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in, has_drawn=has_drawn)
         self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
         self._checks.check_draws(state)

@@ -226,25 +226,23 @@ class ModuleSnapshot:
 
     Attributes:
         written: the values that `restore` has replaced in buffers, by module class and name.
+        drew: True if `restore` found that a random generator in an attribute was used.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self.written: dict[tuple[str, str], Tensor] = {}
+        self.drew = False
         objects = dict(find_owners(modules))
         self._paths: list[Path] = [*((name,) for name in modules), *objects]
         owners = [*modules.values(), *objects.values()]
         self._snapshots = [_OwnerSnapshot(owner) for owner in owners]
         self.iterators = Iterators(owners)
 
-    @property
-    def drew(self) -> bool:
-        """True if a random generator in an attribute was used since the snapshot."""
-        return any(snapshot.drew for snapshot in self._snapshots)
-
     def restore(self) -> bool:
         """Restore the modules, and return True if nothing had changed."""
         changed = [snapshot for snapshot in self._snapshots if not snapshot.is_unchanged]
+        self.drew = any(snapshot.drew for snapshot in changed)
         for snapshot in changed:
             kind = type(snapshot.owner).__name__
             self.written |= {(kind, name): value.detach().clone() for name, value in snapshot.changed_buffers()}

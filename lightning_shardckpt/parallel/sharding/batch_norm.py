@@ -20,9 +20,11 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
 
     Collective: every rank of ``group`` must call it.
     """
+    if group.size() == 1:
+        return
     norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-    if group.size() == 1 or not statistics:
+    if not statistics:
         return
     flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
     dist.broadcast(flat, group=group, group_src=0)
