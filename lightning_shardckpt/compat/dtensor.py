@@ -35,6 +35,9 @@ spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 Not a ``def``, since optimizers call it thousands of times in a step.
 """
 
+rows_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""A DTensor's local tensor itself. Not a ``def``, as `spec_of`."""
+
 
 def shape_of(tensor: Tensor) -> Size:
     """Return a tensor's shape, faster than ``DTensor.shape``, which builds another Size."""

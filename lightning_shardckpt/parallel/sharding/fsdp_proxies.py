@@ -507,9 +507,10 @@ class FSDPProxy:
 
     def _free_before(self, inputs: Any) -> None:
         """Free frozen parameters when a backward has the gradients of the inputs; torch would at its end."""
+        if all(whole.requires_grad for whole in self._wholes):
+            return
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
-        frozen = any(not whole.requires_grad for whole in self._wholes)
-        if frozen and tensors and not any(tensor.is_leaf for tensor in tensors):
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
             register_multi_grad_hook(tensors, lambda _: self.free())
 
     # --- backward ---

@@ -57,7 +57,9 @@ class GatherItem:
         spec = spec_of(shard)
         sharding = resolve_sharding(spec.mesh, tuple(spec.placements))
         local, whole = local_tensor(shard), None
-        if sharding.model_mesh is not None:
+        if sharding.model_mesh is spec.mesh:
+            whole = spec
+        elif sharding.model_mesh is not None:
             whole = DTensorSpec(sharding.model_mesh, sharding.model, tensor_meta=spec.tensor_meta)
         assert spec.tensor_meta is not None
         shape, partial = model_shape(spec.tensor_meta.shape, sharding), shard.__dict__.get(PARTIAL)

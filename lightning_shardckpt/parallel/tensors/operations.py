@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.dtensor import local_tensor, shape_of, spec_of
+from lightning_shardckpt.compat.dtensor import local_tensor, rows_of, shape_of, spec_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
@@ -133,23 +133,28 @@ def _run_on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not args or type(args[0]) is not ShardedTensor or (name := name_of(func)) in _MOVES:
         return None
     target: ShardedTensor = args[0]
-    spec, rows = spec_of(target), list[Any]()
+    spec, rows, numbers = spec_of(target), list[Any](), list[float]()
     for value in args:
-        if type(value) is ShardedTensor and (spec_of(value) is spec or is_alike(value, target)):
-            rows.append(local_tensor(value))
-        elif type(value) in _NUMBERS:
+        kind = type(value)
+        if kind is ShardedTensor and (spec_of(value) is spec or is_alike(value, target)):
+            rows.append(rows_of(value))
+        elif kind in _NUMBERS:
             rows.append(value)
+            numbers.append(value)
         else:
             return None
     for value in kwargs.values():
         if type(value) not in _NUMBERS:
             return None
-    if not writes_first(func):
-        return _wrap_like(func(*rows, **kwargs), args, target)
-    record_numbers(name, shape_of(target), args, kwargs)
-    func(*rows, **kwargs)
-    increment_version(target)
-    return target
+        numbers.append(value)
+    if writes_first(func):
+        record_numbers(name, shape_of(target), numbers)
+        func(*rows, **kwargs)
+        increment_version(target)
+        return target
+    result = func(*rows, **kwargs)
+    is_new = type(result) is Tensor and id(result) not in map(id, rows)
+    return new_like(target, result) if is_new else _wrap_like(result, args, target)
 
 
 def _run_as_dtensor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,7 +199,7 @@ def _write(
     if not isinstance(target, DTensor) or not is_sharded(target):
         return run_gathered(func, args, kwargs)
     check_not_leaf(target, func)
-    record_numbers(name, target.shape, args, kwargs)
+    record_numbers(name, target.shape, (*args, *kwargs.values()))
     if records and "out" not in kwargs and all(is_alike(t, target) for t in tensors):
         return _run_as_dtensor(func, args, kwargs)
     if records or any(
@@ -231,7 +236,8 @@ def _run_on_lists(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         targets = [next((t for t in row if is_sharded(t)), None) for row in zip(*lists, strict=False)]
         if writes_first(func):
             targets = [row[0] if is_sharded(row[0]) else None for row in zip(*lists, strict=False)]
-            record_numbers(name, targets[0].shape if targets and targets[0] is not None else (), args, kwargs)
+            shape = targets[0].shape if targets and targets[0] is not None else ()
+            record_numbers(name, shape, (*args, *kwargs.values()))
         results = func(*(_take_rows(a, targets, name) for a in args), **map_nested(kwargs, local_of))
         if name.startswith(("_fused_", "_amp_")) or results is None or writes_first(func):
             return args[0] if results is not None else None

@@ -20,11 +20,9 @@ class _Numbers:
     last: tuple[str, Sequence[float], Sequence[int]] = ("", (), ())
 
 
-def record_numbers(name: str, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the numbers that the function ``name`` is about to write into a sharded tensor of ``shape``."""
-    numbers = [a for a in args if type(a) in (float, int)]
-    if kwargs:
-        numbers += [a for a in kwargs.values() if type(a) in (float, int)]
+def record_numbers(name: str, shape: Sequence[int], values: Sequence[Any]) -> None:
+    """Record the numbers among the values that the function ``name`` is about to write into a tensor of ``shape``."""
+    numbers = [value for value in values if type(value) in (float, int)]
     if numbers:
         _Numbers.last = name, numbers, shape
         _Numbers.mark = hash((_Numbers.mark, *numbers)) & _BITS
