@@ -102,7 +102,10 @@ class derive_rng:  # a class, since a step of a pipeline enters it for each modu
 
     def __enter__(self) -> None:
         self._cpu, self._cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None
-        _seed_torch(zlib.crc32(self._key.encode(), _checksum(self._cpu)))
+        seed = zlib.crc32(self._key.encode(), _checksum(self._cpu))
+        torch.default_generator.manual_seed(seed)
+        if self._cuda is not None:
+            torch.cuda.manual_seed_all(seed)
 
     def __exit__(self, *error: object) -> None:
         torch.set_rng_state(self._cpu)

@@ -74,10 +74,14 @@ class Transport:
     header_group: dist.ProcessGroup
     rank: int
     device: torch.device
+    _ranks: Sequence[int] = field(init=False)  # by stage
     _pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     _local: dict[Receive, Message | None] = field(default_factory=dict)
     _headers: dict[Receive, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _incoming: dict[Receive, _Incoming] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ranks = [self.schedule.rank_of(stage) for stage in range(self.schedule.stages)]
 
     def warm_up(self) -> None:
         """Exchange a byte between neighbours, in one order on all ranks: NCCL may create a communicator for each pair.
@@ -86,8 +90,7 @@ class Transport:
         """
         if self._has_tags:
             return
-        ranks = [self.schedule.rank_of(stage) for stage in range(self.schedule.stages)]
-        for pair in sorted({tuple(sorted(two)) for two in pairwise(ranks) if two[0] != two[1]}):
+        for pair in sorted({tuple(sorted(two)) for two in pairwise(self._ranks) if two[0] != two[1]}):
             for source, to in (pair, pair[::-1]):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
                 if self.rank == source:
@@ -97,7 +100,7 @@ class Transport:
 
     def send(self, place: Receive, message: Message | None) -> None:
         """Send a message, without a wait. ``None`` tells the receiver that this stage failed."""
-        peer = self.schedule.rank_of(place.boundary + (place.direction == "forward"))
+        peer = self._ranks[place.boundary + (place.direction == "forward")]
         if peer == self.rank:
             self._local[place] = message
             return
@@ -106,7 +109,7 @@ class Transport:
         tensors = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in values]
         header = torch.zeros(self._header_size, dtype=torch.int64)
         numbers = _encode_header(message, tensors)
-        header[: len(numbers)] = torch.tensor(numbers)
+        header.numpy()[: len(numbers)] = numbers
         ranges = self._inline_ranges([tensor.nbytes for tensor in tensors])
         if ranges is not None:
             for tensor, (start, stop) in zip(tensors, ranges, strict=True):
@@ -193,7 +196,7 @@ class Transport:
 
     def _read_header(self, header: Tensor, source: int, tag: int) -> _Incoming:
         """Read a header, and post the receives of the tensors that are not inside it."""
-        numbers = header[:_HEADER].tolist()
+        numbers = header.numpy()[:_HEADER].tolist()
         if numbers[0] == _FAILED:
             return _Incoming(None)
         checks, parts = _decode_header(numbers)
@@ -212,7 +215,7 @@ class Transport:
 
     def _source(self, place: Receive) -> int | None:
         """Return the rank that sends a message; None if it is this one."""
-        peer = self.schedule.rank_of(place.boundary + (place.direction == "backward"))
+        peer = self._ranks[place.boundary + (place.direction == "backward")]
         return None if peer == self.rank else peer
 
     def _inline_ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:

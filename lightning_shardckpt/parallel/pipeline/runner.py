@@ -38,6 +38,7 @@ from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
+from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
@@ -88,15 +89,7 @@ class Pipeline:
     @property
     def common(self) -> dict[str, nn.Module]:
         """The modules that every stage has, by name; also those registered since, which others may lack."""
-        found, seen, pending = dict[str, nn.Module](), {*self._staged}, [("", self._root)]
-        while pending:
-            name, module = pending.pop()
-            if id(module) not in seen:
-                seen.add(id(module))
-                found[name] = module
-                children = [(f"{name}.{child}" if name else child, of) for child, of in module.named_children()]
-                pending += reversed(children)
-        return found
+        return dict(walk_modules(self._root, self._staged))
 
     @property
     def has_last_stage(self) -> bool:

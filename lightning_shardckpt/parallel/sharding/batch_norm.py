@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_shardckpt.compat.torch_modules import BatchNorm, NormWithStatistics
 from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
     """
     if group.size() == 1:
         return
-    norms = [module for module in root.modules() if isinstance(module, NormWithStatistics) and module.training]
+    norms = [m for _, m in walk_modules(root) if isinstance(m, NormWithStatistics) and m.training]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
     if not statistics:
         return

@@ -44,21 +44,32 @@ def are_layers(modules: Sequence[nn.Module]) -> bool:
     return len(modules) > 1 and 2 * len({type(module) for module in modules}) <= len(modules)
 
 
-def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of this rank's pipeline stages, with their names as registered."""
-    seen, pending = set[int](), [("", root)]  # a loop, as `named_parameters` resumes a generator for each level
+def walk_modules(root: nn.Module, skip: Iterable[int] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules as ``named_modules`` does, without those of the ids to ``skip`` and what is only inside of these.
+
+    A loop, since steps call it: ``named_modules`` resumes a generator for each level of the tree.
+    """
+    seen, pending = set(skip), [("", root)]
     while pending:
-        prefix, module = pending.pop()
+        name, module = pending.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
+        yield name, module
+        if children := child_slots(module):
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + slot, child) for slot, child in reversed(children.items()) if child is not None]
+
+
+def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of this rank's pipeline stages, with their names as registered."""
+    seen = set[int]()
+    for prefix, module in walk_modules(root):
         for name, parameter in parameter_slots(module).items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 if not isinstance(parameter, Placeholder):
-                    yield prefix + name, parameter
-        children = reversed(child_slots(module).items())
-        pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+                    yield f"{prefix}.{name}" if prefix else name, parameter
 
 
 def parameter_names(root: nn.Module) -> list[list[str]]:
