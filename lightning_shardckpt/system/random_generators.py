@@ -122,7 +122,8 @@ def seed_and_watch(seed: int) -> Callable[[int], bool]:
     """Seed all global generators, and return a function that tells if numbers were drawn from them since.
 
     The function takes the number of calls of ``advance_rng``, which are allowed. It compares the next numbers of NumPy
-    and Python, as reading a state of NumPy takes 0.1 ms; it leaves the generators as they were if nothing was drawn.
+    and Python, as reading a state of NumPy takes 0.1 ms. It leaves the generators as they were if nothing was drawn;
+    else they have drawn one more number.
     """
     seed_rng(seed)
     first = np.random.random_sample(), random.random()

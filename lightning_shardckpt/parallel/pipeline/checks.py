@@ -112,20 +112,25 @@ class StepChecks:
                 "norm, or pipeline_microbatches=1."
             )
 
+    def refuses_draws(self, state: StepState) -> bool:
+        """Return True if the step must not draw random numbers before its layers."""
+        return _forbids_others(state) or (not state.whole_steps and len(state.batches) > 1)
+
     def check_draws(self, state: StepState) -> None:
         """Check random numbers that the step draws before its layers.
 
         Raises:
             UnsupportedCodeError: if passes would draw different numbers.
         """
-        if state.draws and state.samples[0] is not None and state.samples[0].alone:
+        if not state.draws or not self.refuses_draws(state):
+            return
+        if _forbids_others(state):
             raise other_draws_error(state.step.name)
-        if state.draws and not state.whole_steps and len(state.batches) > 1:
-            raise UnsupportedCodeError(
-                f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
-                "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
-                'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
-            )
+        raise UnsupportedCodeError(
+            f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
+            "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
+            'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
+        )
 
     def layer_attributes(self, sizes: Sequence[int]) -> LayerAttributes:
         """Return the attributes of modules that see microbatches, for microbatches of these sizes."""
@@ -217,6 +222,11 @@ class StepChecks:
         pairs = [pair for indices, flags in self._changed for pair in zip(indices, flags.read().tolist(), strict=True)]
         index = min((index for index, is_changed in pairs if is_changed), default=None)
         return None if index is None else self._own[index][0]
+
+
+def _forbids_others(state: StepState) -> bool:
+    samples = state.samples[0]
+    return samples is not None and samples.alone
 
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:

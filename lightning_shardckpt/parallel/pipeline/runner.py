@@ -307,7 +307,9 @@ class Pipeline:
         forwards = [state.forwards[self._last, microbatch] for microbatch in range(count)]
         state.results = Results([f.outputs for f in forwards], [f.positions for f in forwards], self._plan.layers[-1])
         has_drawn = seed_and_watch(state.seed + (count if count > 1 else 0))
-        run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in, has_drawn=has_drawn)
+        run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in)
+        if self._checks.refuses_draws(state):  # else a step that has drawn goes on, and a check would draw, too
+            run.has_drawn = has_drawn
         self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
         self._checks.check_draws(state)

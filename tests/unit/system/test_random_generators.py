@@ -14,6 +14,8 @@ from lightning_shardckpt.system.random_generators import (
     generator_state,
     preserve_rng,
     rng_checksum,
+    seed_and_watch,
+    seed_rng,
     set_generator_state,
 )
 
@@ -44,6 +46,18 @@ def test_every_draw_changes_the_checksum(name: str) -> None:
             assert rng_checksum() == before
             DRAWS[name]()
             assert rng_checksum() != before
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_draw_after_a_seed_is_noticed_and_none_leaves_the_generators_as_seeded(name: str) -> None:
+    with preserve_rng():
+        seed_rng(3)
+        seeded = rng_checksum()
+        assert not seed_and_watch(3)(0)
+        assert rng_checksum() == seeded
+        has_drawn = seed_and_watch(3)
+        DRAWS[name]()
+        assert has_drawn(0)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
