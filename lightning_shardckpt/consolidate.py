@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,15 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.assemble import StoredCheckpoint, StoredState
-from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.assemble import StoredState, open_stored
 from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
-from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
+from lightning_shardckpt.storage.router import check_local, file_path, is_url
 from lightning_shardckpt.system.text import list_some, progress
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
-from lightning_shardckpt.transfer.reader import Checkpoint
 
 _log = logging.getLogger(__name__)
 _LOCATION_OPTIONS = ("checkpoint_folder", "output_file", "storage_options")
@@ -135,7 +133,6 @@ def _write(
     storage_options: Mapping[str, Any] | None,
     tuning: Tuning,
 ) -> Path:
-    storage = StorageRouter(storage_options=storage_options)
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
@@ -154,35 +151,19 @@ def _write(
         export_adapters(where, output, storage_options=storage_options)
         return Path(output)
     with ExitStack() as stack:
-        stored = stack.enter_context(_open(storage, where, checkpoint_folder))
+        try:
+            if not is_url(where) and not folder.is_dir():
+                raise CheckpointNotFoundError(where)
+            stored = stack.enter_context(open_stored(where, storage_options))
+        except CheckpointNotFoundError:
+            if is_url(where):
+                raise
+            raise CheckpointNotFoundError(_describe_problem(Path(checkpoint_folder))) from None
         _check_output(output, source, options)
         write = _write_torch if options.format == "torch" else _export
         write(stored, output, options, tuning)
         _warn_of_frozen(where, stored)
     return Path(output)
-
-
-# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def _open(storage: StorageRouter, where: str, given: str | os.PathLike[str]) -> Iterator[StoredState]:
-    """Open the checkpoint in a folder or at a URL; a checkpoint of this package without importing torch."""
-    if is_url(where) or not os.path.isdir(where) or detect_format(where) is None:
-        try:
-            checkpoint = Checkpoint(storage, where)
-        except CheckpointNotFoundError:
-            if is_url(where):
-                raise
-            raise CheckpointNotFoundError(_describe_problem(Path(given))) from None
-        with checkpoint:
-            yield StoredCheckpoint(checkpoint)
-        return
-    from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.sources.open_source import open_on_ranks  # imports torch
-
-    with open_on_ranks(where, ranks=Ranks.alone(), storage=storage) as source:
-        yield source
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
 from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.detect import detect_format
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
 from lightning_shardckpt.state.module_versions import add_versions
+from lightning_shardckpt.storage.router import StorageRouter, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
@@ -51,6 +55,28 @@ class StoredCheckpoint:
 
         state: dict[str, Any] = decode(self.document("trainer") or {}, stored, makes_configs=False)
         return state
+
+
+@contextmanager
+def open_stored(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredState]:
+    """Open a checkpoint of any format in this process alone; one of this package without importing torch.
+
+    Args:
+        path: of the checkpoint, or a URL.
+        storage_options: for URLs, see ``ShardCkptIO``.
+
+    Raises:
+        CheckpointNotFoundError: describing the content of the path, and suggesting others.
+    """
+    if is_url(path) or detect_format(path) is None:
+        with open_checkpoint(path, storage_options=storage_options) as checkpoint:
+            yield StoredCheckpoint(checkpoint)
+        return
+    from lightning_shardckpt.sources.open_source import open_source  # imports torch
+
+    source, _ = open_source(path, StorageRouter())
+    with closing(source):
+        yield source
 
 
 def assemble(

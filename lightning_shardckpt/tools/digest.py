@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import xxhash
 
@@ -21,18 +20,13 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.assemble import StoredCheckpoint
-from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.assemble import StoredState, open_stored
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_part, read_windows
-
-if TYPE_CHECKING:
-    from lightning_shardckpt.sources.source import Source  # torch
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -103,7 +97,7 @@ def digest(
     """
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
-    with _open(file_path(path), storage_options) as stored:
+    with open_stored(file_path(path), storage_options) as stored:
         tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
         read = _Reading(stored.tensors, advance)
         rows_of: dict[str, list[NamedDigest]] = {}
@@ -131,21 +125,6 @@ def digest(
             "optimizer_values": every.get("optimizer_values"),
             "whole": whole_digest(every),
         }
-
-
-# ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def _open(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredCheckpoint | Source]:
-    with ExitStack() as stack:
-        if is_url(path) or detect_format(path) is None:
-            yield StoredCheckpoint(stack.enter_context(open_checkpoint(path, storage_options=storage_options)))
-            return
-        from lightning_shardckpt.distributed.ranks import Ranks
-        from lightning_shardckpt.sources.open_source import open_on_ranks  # imports torch
-
-        yield stack.enter_context(open_on_ranks(path, ranks=Ranks.alone(), storage=StorageRouter()))
 
 
 # ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,7 +167,7 @@ class _Reading:
         return hasher.hexdigest()
 
 
-def _hugging_face_parts(stored: StoredCheckpoint | Source, component: Component) -> list[OutputTensor]:
+def _hugging_face_parts(stored: StoredState, component: Component) -> list[OutputTensor]:
     """Return the tensors that an export makes of those of the model."""
     model = hf_directory.pick_model(stored.document("huggingface"), "")
     if model is None:

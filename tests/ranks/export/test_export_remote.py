@@ -49,7 +49,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails for good fails soon."""
-    monkeypatch.setattr("lightning_shardckpt.consolidate.StorageRouter", partial(StorageRouter, tuning=IMPATIENT))
+    monkeypatch.setattr("lightning_shardckpt.storage.router.StorageRouter", partial(StorageRouter, tuning=IMPATIENT))
 
 
 @pytest.fixture
