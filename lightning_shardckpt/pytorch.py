@@ -31,6 +31,7 @@ from lightning_shardckpt.compat.lightning_loops import batches_of_evaluation, is
 from lightning_shardckpt.compat.lightning_trainer import (
     gather_metrics_over,
     keep_order_of_training,
+    refuse_averaging_of_modules,
     set_device,
     set_device_mesh,
     sync_stored_metrics,
@@ -200,6 +201,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         keep_order_of_training(trainer)
+        if fitting and self.topology.pipeline > 1:
+            refuse_averaging_of_modules(trainer)
         self._checkpoints.begin_setup()
         written_numbers.reset_numbers()
         if self.topology.world_size > 1:

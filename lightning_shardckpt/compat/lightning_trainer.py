@@ -18,7 +18,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
@@ -64,7 +70,15 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
 
     def prepare_in_order(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode == RunningStage.PREDICTING:
-            return prepare(connector, dataloader, shuffle, mode)
+            try:
+                return prepare(connector, dataloader, shuffle, mode)
+            except AssertionError as error:  # without a message
+                ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas")
+                raise UnsupportedCodeError(
+                    f"a loader of predict has fewer samples than the {ranks} data-parallel ranks, and Lightning's "
+                    "sampler repeats none, so that this rank has no batch. Use fewer devices, or give the loader a "
+                    "DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs)."
+                ) from error
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
             return dataloader
@@ -307,6 +321,22 @@ def is_tuning(trainer: pl.Trainer) -> bool:
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
     return any(c._early_exit for c in callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder))
+
+
+def refuse_averaging_of_modules(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that copy the whole module to average its weights, of which a pipeline stage has a part.
+
+    Raises:
+        UnsupportedCodeError: naming the callback.
+    """
+    kinds = (StochasticWeightAveraging, getattr(pl.callbacks, "WeightAveraging", StochasticWeightAveraging))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
+        if isinstance(callback, kinds):
+            raise UnsupportedCodeError(
+                f"{type(callback).__name__} averages the weights in a copy of the whole module, of which a pipeline "
+                "stage has a part. Use pipeline_parallel_size=1, or average in a callback of your own: it begins with "
+                "[p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
+            )
 
 
 # ── torchmetrics ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from lightning_shardckpt.parallel.deferred_init.first_values import (
     meta_slots,
     retie,
 )
-from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, split_into_stages
+from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, refuse_stages, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.sharding.fqn import (
     module_names,
@@ -176,6 +176,7 @@ def shard(
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined, saying what to change.
     """
     _refuse_lazy(root)
+    refuse_stages(root)
     if meshes.topology.world_size > 1 or is_parallel(root):
         refuse_node_hooks(root)
         replace_functions()

@@ -779,6 +779,19 @@ Trained = tuple[list[float], dict[str, Tensor]]
 """Losses and weights."""
 
 
+class Reuses(Good):
+    """Has layers that were trained in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before = Good()
+        run_of({}, limit_val_batches=0).fit(before)
+        self.layers = before.layers
+
+
+CASES["trained in another pipeline"] = Case(Reuses, ("of Reuses was split into pipeline stages before",))
+
+
 @dataclass(frozen=True)
 class Refused:
     """What one rank saw of a case."""

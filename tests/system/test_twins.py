@@ -72,7 +72,7 @@ REFUSED_IN_PIPELINES = {
     "WatchesEveryModule": "every module (torch.nn.modules.module.register_module_forward_hook, …) got a forward or",
     "StepsInBackwardByTorch": "is registered on a node of autograd's graph",
     "KeepsShadowInBuffers": "writes net.",
-    "Averages": "copy_ writes net.",
+    "Averages": "WeightAveraging averages the weights in a copy of the whole module",
     "Diffusion": "_foreach_copy_ writes net.",
     "Finetunes": "equal needs the value of net.",
     "TakesFromAnIterator": "weights of TakesFromAnIterator, an iterator or a file, is used before the last layer",

@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shardckpt.compat.torch_modules import child_slots, compiled_call, forward_hooks, other_hooks
+from lightning_shardckpt.compat.torch_modules import (
+    child_slots,
+    compiled_call,
+    forward_hooks,
+    other_hooks,
+    parameter_slots,
+)
 from lightning_shardckpt.distributed.host_numbers import host_group
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -112,6 +119,7 @@ class StagedModule:
         for name in absent:
             parts = zip(self.modules[name].modules(), self.copies[name].modules(), strict=True)
             replacements |= {part: copy for part, copy in parts if part not in present}
+        _split.update(module for module in (*root.modules(), *replacements.values()) if parameter_slots(module))
         for parent in list(root.modules()):
             children = child_slots(parent)
             for name, child in children.items():
@@ -179,6 +187,25 @@ class StagedModule:
             loss_of=self.recipe.loss,
             staged=staged,
         )
+
+
+_split: WeakSet[nn.Module] = WeakSet()
+"""Modules of pipelines, with parameters of their own."""
+
+
+def refuse_stages(root: nn.Module) -> None:
+    """Refuse a module around one that was split into pipeline stages.
+
+    Raises:
+        UnsupportedCodeError: naming the module inside.
+    """
+    for name, module in root.named_modules():
+        if module is not root and module in _split:
+            raise UnsupportedCodeError(
+                f"{clean_fqn(name)} of {type(root).__name__} was split into pipeline stages before, as a part of "
+                "another module, so that this process has only some of its layers. Build it anew, and load a "
+                "checkpoint of the other module (pretrained=)."
+            )
 
 
 def split_into_stages(

@@ -181,8 +181,9 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], name: str) -> JoinedTens
     if dim is None:
         raise UnsupportedCodeError(
             f"{name} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
-            f"{tuple(shape)}. The samples must keep a dim of their own through the layers, and other dims must not "
-            'depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
+            f"{tuple(shape)}. Each tensor of a batch is split along its first dim, so a list of samples has to be "
+            "stacked (by the collate_fn of the loader). The samples must keep a dim of their own through the layers, "
+            'and other dims must not depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
         )
     return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import RankFailure, run_ranks
 
 
 class Rows(Dataset[Any]):
@@ -135,6 +135,15 @@ def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_o
 class Predicts(Net):
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
         return self.linear(batch)  # type: ignore[no-any-return]
+
+
+def predict_one() -> None:
+    tiny.trainer({}).predict(Predicts(own=False), DataLoader(Subset(Rows(), range(1))))
+
+
+def test_predict_refuses_fewer_samples_than_ranks() -> None:
+    with pytest.raises(RankFailure, match="UnsupportedCodeError: a loader of predict has fewer samples than the 2"):
+        run_ranks(2, predict_one)
 
 
 def predict_odd() -> tuple[str, int]:
