@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelPruning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torchmetrics import MeanMetric, SumMetric
 
 import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, load_from_checkpoint
-from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.errors import MismatchError, StateError, UnsupportedCodeError
 from tests.support import tiny
 from tests.support.pool import run_ranks
 from tests.support.stores import Bucket
@@ -234,6 +234,22 @@ def fit_often(strategy: dict[str, Any]) -> list[int]:
 def test_a_run_takes_the_process_groups_of_the_one_before_unless_that_failed(strategy: dict[str, Any]) -> None:
     for first, second, failed, last in run_ranks(2, fit_often, strategy):
         assert first == second == failed < last
+
+
+def prune_embedding() -> str:
+    module = tiny.TinyLM()
+    prunes = ModelPruning("l1_unstructured", parameters_to_prune=[(module.embed, "weight")], amount=0.5)
+    plan = {"tensor_parallel_size": 2, "data_parallel_shard_size": 1, "tensor_parallel_plan": tiny.TP_PLAN}
+    with pytest.raises(UnsupportedCodeError) as refused:
+        tiny.trainer(plan, max_epochs=2, limit_train_batches=1, limit_val_batches=0, callbacks=[prunes]).fit(
+            module, tiny.loader()
+        )
+    return str(refused.value)
+
+
+def test_pruning_of_an_embedding_that_the_plan_shards_is_refused() -> None:
+    for error in run_ranks(2, prune_embedding):
+        assert error.startswith("embed computes with a plain tensor beside a DTensor: tensor_parallel_plan shards")
 
 
 class WithHyper(tiny.TinyLM):

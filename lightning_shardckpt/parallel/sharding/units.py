@@ -118,6 +118,9 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(forward, UnitForward) and not forward.unit.inner
 
 
+_MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch's dispatch for DTensors
+
+
 class UnitForward:
     """The forward of a unit, which gathers its parameters.
 
@@ -173,6 +176,14 @@ class UnitForward:
             for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
                 body = partial(_run_in_proxy, proxy, selected, (args, kwargs), body)
             return body({})
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise UnsupportedCodeError(
+                f"{self.unit.name} computes with a plain tensor beside a DTensor: tensor_parallel_plan shards a module "
+                "in it whose weight is no longer a parameter, but computed before each forward, as ModelPruning and "
+                "torch.nn.utils.prune do. Leave that module out of tensor_parallel_plan."
+            ) from error
         finally:
             set_frame_callback(compiler)
 
