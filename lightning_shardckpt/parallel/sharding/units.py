@@ -181,8 +181,8 @@ class UnitForward:
                 raise
             raise UnsupportedCodeError(
                 f"{self.unit.name} computes with a plain tensor beside a DTensor: tensor_parallel_plan shards a module "
-                "in it whose weight is no longer a parameter, but computed before each forward, as ModelPruning and "
-                "torch.nn.utils.prune do. Leave that module out of tensor_parallel_plan."
+                "in it that has plain tensors, too, such as the masks of ModelPruning and torch.nn.utils.prune. Leave "
+                "that module out of tensor_parallel_plan."
             ) from error
         finally:
             set_frame_callback(compiler)
