@@ -66,6 +66,14 @@ def test_batches_are_counted_when_they_are_drawn_one_ahead_where_there_is_no_len
         assert drawn.found == [(1, 1 + ahead), (1, 2 + ahead), (1, 3), (2, 1 + ahead)]
 
 
+def test_an_evaluation_over_a_stream_knows_its_last_batch(tmp_path: Path) -> None:
+    for loader, number, ends in ((batches(2), 2, None), (DataLoader(Unsized()), float("inf"), [False, False, True])):
+        lengths = Asks("on_test_start", compat.batches_of_evaluation)
+        asks = Asks("on_test_batch_start", compat.is_stream_at_end)
+        trainer(tmp_path, lengths, asks).test(BoringModel(), loader, verbose=False)
+        assert lengths.found == [[number]] and asks.found == (ends or [None, None])
+
+
 def test_a_loader_with_both_methods_is_stateful() -> None:
     assert compat.is_stateful(torch.nn.Linear(1, 1)) and not compat.is_stateful(batches(1))
 

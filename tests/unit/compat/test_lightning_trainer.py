@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -340,3 +340,9 @@ def test_a_metric_that_ranks_cannot_make_one_is_refused() -> None:
     refused = pytest.raises(UnsupportedCodeError, match=r"mean_x of PearsonCorrCoef .* has no dist_reduce_fx")
     with refused, compat.sync_stored_metrics(nn.ModuleList([metric])):
         pass
+
+
+def test_callbacks_that_average_a_copy_of_the_module_are_refused() -> None:
+    compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
+    with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
+        compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
