@@ -61,6 +61,7 @@ REFUSED_IN_PIPELINES = {
     "LogsWeights": "item needs the value of net.",
     "IsWatched": "item needs the value of the gradient of net.",
     "ReadsAsNumpy": "numpy needs the value of net.",
+    "UsesWeightsInInferenceMode": "__float__ needs the value of net.head.weight",
     "DecidesByValues": "__bool__ needs the value of net.",
     "ConstrainsNorms": "item needs the value of net.",
     "PenalizesInBackward": "backward needs the value of net.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +109,16 @@ def uses_other_hooks() -> bool:
 def version_key(tensor: Tensor) -> tuple[int, int]:
     """Return a key that changes with a tensor's values, in place or by an assignment to ``data``. No communication.
 
-    It changes on all ranks or on none. It has no address: a rank without rows has none, and freed memory is reused.
+    It changes on all ranks or on none; for an inference tensor, which has no version, always. It has no address: a rank
+    without rows has none, and freed memory is reused.
     """
-    return version_of(local_tensor(tensor)), tensor.__dict__.get(ASSIGNMENTS, 0)
+    local = local_tensor(tensor)
+    if local.is_inference():
+        return next(_keys), 0
+    return version_of(local), tensor.__dict__.get(ASSIGNMENTS, 0)
+
+
+_keys = count(-1, -1)
 
 
 def _owner_of(hook: Any) -> SavedParameters | None:

@@ -56,6 +56,9 @@ def gather_whole(
         on_model_axes: whether to gather over the tensor-parallel axes; if not, the result is a DTensor on them.
         device: where to gather; by default where the shards are.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors have no versions
+            return gather_whole(tensor, what, on_model_axes=on_model_axes, device=device)
     item, device = GatherItem.of(tensor), device or tensor.device
     what = f"{what} of {item.name}"
     if torch.is_grad_enabled() and tensor.requires_grad:

@@ -97,6 +97,18 @@ class UsesWeightsByHand(Natural):
         return F.cross_entropy(torch.einsum("bi,ci->bc", x, self.net.head.weight) + self.net.head.bias, batch[1])
 
 
+@case()
+class UsesWeightsInInferenceMode(Natural):
+    """After each step, and changes one."""
+
+    @torch.inference_mode()
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        weight = self.net.head.weight
+        weight.mul_(0.99)
+        x = torch.ones(2, WIDTH, dtype=weight.dtype, device=weight.device)
+        self.seen += [float(v.sum()) for v in (F.linear(x, weight), x @ weight.t(), weight[0], (weight - 1)[0])]
+
+
 class Boosted(nn.Linear):
     """Has a note on its weight, as quantizers and optimizers with rules of their own make them."""
 
