@@ -17,7 +17,7 @@ from typing import Any
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, ShardEntry, TensorSpec, shard_file_name
+from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.safetensors_files import OutputTensor
@@ -39,9 +39,7 @@ from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_part
 
 _CHUNK_BYTES = 4 << 20
 _TENSORS = ".safetensors"
-_MORE_BOXES = 16  # compare at most this many times the boxes that the indexes have for a tensor
 _THREADS = 4  # one reads while another computes checksums
-Boxes = dict[tuple[str, Box], TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +159,9 @@ class _Verification:
                 check_cover(name, {key: spec})
                 whole = Box.whole(spec.shape)
                 for overlap in plan_load(spec, replicas[key], (Part(whole, whole.start),)):
-                    if overlap.writer not in unreadable:
-                        self._checkpoint.entry(name, key, overlap)
+                    if overlap.writer in unreadable:
+                        break  # as a load; a hostile index may describe many more boxes
+                    self._checkpoint.entry(name, key, overlap)
             except ShardCkptError as error:
                 self._find(ROOT_NAME, _short(error, ROOT_NAME), key)
 
