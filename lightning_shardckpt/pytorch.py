@@ -351,11 +351,12 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _stepping_together(self) -> dist.ProcessGroup | None:
         """The ranks that must run as many steps of an evaluation; None if each may run its own number.
 
-        Those of one shard gather parameters together; in a validation during fit all ranks agree whether to stop.
+        Those of one shard gather parameters together; pipelines agree on the number of microbatches; in a validation
+        during fit all ranks agree whether to stop.
         """
         if self._is_alone:
             return None
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self._trainer.state.fn == TrainerFn.FITTING or self.topology.pipeline > 1:
             return self.meshes.data_parallel_group
         return self.meshes.root.get_group("shard") if self.topology.shard > 1 else None
 

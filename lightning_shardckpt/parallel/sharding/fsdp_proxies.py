@@ -150,8 +150,8 @@ class Engine:
             for proxy in self._proxies:
                 proxy.free()
         result = call.result()
-        if not torch.is_grad_enabled():
-            self._compare_trails(0)
+        if not torch.is_grad_enabled():  # replicas may run other numbers of steps
+            self._compare_trails(0, self.peers[:1])
         return result
 
     def _prepare(self) -> None:
@@ -205,7 +205,7 @@ class Engine:
         self._is_in_backward = False
         for proxy in self._proxies:
             proxy.end_backward()
-        if not self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies)):
+        if not self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies), self.peers):
             return
         used = torch.tensor([is_used for proxy in self._proxies for is_used in proxy.list_used()], dtype=torch.uint8)
         for peers in self.peers:
@@ -214,11 +214,11 @@ class Engine:
         for proxy in self._proxies:
             proxy.remove_unused_gradients(used_anywhere)
 
-    def _compare_trails(self, unused: float) -> float:
-        """Compare the recorded units of all ranks; return the maximum of ``unused``. Collective."""
+    def _compare_trails(self, unused: float, axes: Sequence[Peers]) -> float:
+        """Compare the recorded units of the ranks of ``axes``; return the maximum of ``unused``. Collective."""
         done = f"{self._last_entry}, after {self._trail_hash:08x}"
         self._trail_hash, self._last_entry = 0, ""
-        for peers in self.peers:
+        for peers in axes:
             unused = max(numbers[0] for numbers in peers.compare(done, float(unused)))
         self.peers[0].end_step(is_alike=True)
         return unused

@@ -167,38 +167,55 @@ class Stream(IterableDataset[Any]):
         return iter(torch.ones(self.rows, 4))
 
 
-class Evaluates(Predicts):
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.linear(batch)
+class Evaluates(Net):
+    """Has twice as many batches on the second half of the data-parallel ranks."""
 
-    test_step = validation_step
+    def __init__(self) -> None:
+        super().__init__(own=False)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.batches = 0
+
+    def validation_step(self, batch: Tensor, index: int) -> Tensor:
+        self.batches += 1
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch
+
+    test_step = predict_step = validation_step
+
+    def val_dataloader(self) -> Any:
+        meshes: Any = self.trainer.strategy.meshes  # type: ignore[attr-defined]  # of our strategy
+        half = meshes.data_parallel_rank * 2 // meshes.topology.data_parallel
+        return DataLoader(Stream(4 + 4 * half), batch_size=2)
+
+    test_dataloader = predict_dataloader = val_dataloader
 
 
-def evaluate_uneven(stage: str, strategy: dict[str, int]) -> str:
-    run, module = tiny.trainer(strategy, max_epochs=1), Evaluates(own=False)
-    loader = DataLoader(Stream(8 * run.global_rank), batch_size=2)
+def evaluate_uneven(stage: str, strategy: dict[str, int]) -> str | int:
+    run, module = tiny.trainer(strategy, max_epochs=1), Evaluates()
     try:
-        if stage == "fit":
-            run.fit(module, val_dataloaders=loader)
-        else:
-            getattr(run, stage)(module, loader)
+        getattr(run, stage)(module)
     except UnsupportedCodeError as error:
         return str(error)
-    return ""
+    return module.batches
 
 
 REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+PIPELINES = {**REPLICAS, "pipeline_parallel_size": 2}
+HSDP = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("stage", "strategy"), [("fit", {}), ("fit", REPLICAS), ("test", {}), ("predict", {}), ("test", REPLICAS)]
+    ("stage", "strategy"), [("fit", {}), ("fit", REPLICAS), ("test", {}), ("predict", {}), ("test", PIPELINES)]
 )
 def test_streams_of_unequal_length_are_refused_where_ranks_step_together(stage: str, strategy: dict[str, int]) -> None:
-    errors = run_ranks(2, evaluate_uneven, stage, strategy)
-    if strategy and stage != "fit":
-        assert errors == ["", ""]
-    else:
-        assert all("which has no length" in error for error in errors)
+    errors = run_ranks(4 if strategy is PIPELINES else 2, evaluate_uneven, stage, strategy)
+    assert all("which has no length" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(("strategy", "batches"), [(REPLICAS, [2, 4]), (HSDP, [2, 2, 4, 4])])
+def test_replicas_test_different_numbers_of_batches(strategy: dict[str, int], batches: list[int]) -> None:
+    assert run_ranks(len(batches), evaluate_uneven, "test", strategy) == batches
 
 
 class Shuffles(Net):
