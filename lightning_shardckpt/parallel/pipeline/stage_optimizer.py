@@ -159,7 +159,7 @@ def show_all_stages(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["params"] = GroupParameters(group["params"])
     optimizer.__dict__["add_param_group"] = add_param_group
-    if type(optimizer).zero_grad is Optimizer.zero_grad:
+    if type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
         optimizer.__dict__["zero_grad"] = zero_grad
     guard_state(optimizer)
 

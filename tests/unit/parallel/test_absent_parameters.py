@@ -180,6 +180,14 @@ def test_parameters_that_come_to_an_optimizer_later_are_split_too(stage: nn.Modu
         assert optimizer.param_groups[1]["params"][1] is parameters[3]
 
 
+def test_a_method_of_the_user_that_zeroes_gradients_stays(stage: nn.Module) -> None:
+    optimizer, calls = torch.optim.SGD(stage.parameters(), lr=0.1), list[bool]()
+    optimizer.zero_grad = calls.append  # type: ignore[method-assign,assignment]
+    show_all_stages(optimizer)
+    optimizer.zero_grad(False)
+    assert calls == [False]
+
+
 def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
     places = [(n, None, p) if isinstance(p, Placeholder) else (n, p, None) for n, p in stage.named_parameters()]
     absent = AbsentParameters(places, dist.group.WORLD)  # type: ignore[arg-type]  # not used
