@@ -93,7 +93,7 @@ class PlannedUnit(NamedTuple):
 
 
 _SMALL = 1 / 16
-"""A part of a unit, of one dtype, that torch gathers with those of other units, and keeps until the backward ends."""
+"""The largest share of a unit that torch gathers together with other units' and keeps until the backward ends."""
 Gathered = dict[int, GatheredByFSDP]
 """Gathered parameters, by the ids of the sharded ones."""
 
@@ -234,7 +234,7 @@ class Engine:
 
 
 def _is_small(some: Sequence[Tensor], every: Sequence[Tensor]) -> bool:
-    """Return whether ``some`` parameters of a unit, as norms in float32, aren't worth collectives of their own."""
+    """Return whether ``some`` parameters of a unit, such as norms, are too few for collectives of their own."""
     return sum(p.numel() for p in some) <= _SMALL * sum(p.numel() for p in every)
 
 
