@@ -121,8 +121,6 @@ def _chosen(topology: str) -> list[str]:
         names = [name for name, case in cases.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
         return names[::every] + guarded
     names = [name for name, case in cases.items() if fits(case, topology) and topology not in case.refused]
-    if topology == "replicas":  # gradients of plain parameters are those of the rank until the last batch, as under DDP
-        names.remove("HooksWhileItAccumulates")
     return names[list(TOPOLOGIES).index(topology) % every :: every] + guarded
 
 
@@ -201,6 +199,7 @@ NAMED = [
     ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
     ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
     *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
+    ("replicas", "HooksWhileItAccumulates", CASES["HooksWhileItAccumulates"].refused["replicas"]),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
     ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
     ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Softmax) computes something else when it is sharded"),

@@ -121,6 +121,7 @@ class GradientSync:
     def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self.is_blocked, recurse=False)
+        self._guard_gradients()
         try:
             with self.no_sync(self.is_blocked), explain_unused_inputs():
                 yield
@@ -128,8 +129,14 @@ class GradientSync:
             for replicated in self._replicated:
                 replicated.reset()
             raise
+        self._guard_gradients()
         if not self.is_blocked:
             self._check()
+
+    def _guard_gradients(self) -> None:
+        """Refuse uses of gradients of replicated parameters while they accumulate."""
+        for replicated in self._replicated:
+            replicated.refuse_reads() if self.is_blocked else replicated.allow_reads()
 
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients of replicated parameters."""
@@ -158,6 +165,7 @@ class GradientSync:
 
         Collective: every rank of the world must call it.
         """
+        self._guard_gradients()
         if self.is_blocked:
             return
         for replicated in self._replicated:

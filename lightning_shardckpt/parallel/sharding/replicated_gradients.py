@@ -25,10 +25,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_autograd import after_backward, returns_gradient_of
-from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, accumulation_hooks, gradient_hooks, version_of
+from lightning_shardckpt.compat.torch_tensors import (
+    NO_TORCH_FUNCTION,
+    accumulation_hooks,
+    gradient_hooks,
+    version_of,
+    without_torch_function,
+)
 from lightning_shardckpt.distributed.host_numbers import any_rank, gather_numbers, on_device, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
 
 _handles: MutableMapping[Tensor, tuple[RemovableHandle, ...]] = WeakIdKeyDictionary()
 """The hooks of `ReplicatedGradients` on a parameter; another instance that takes it over removes them."""
@@ -213,6 +220,18 @@ class ReplicatedGradients:
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._changed and parameter.grad is not None
 
+    def refuse_reads(self) -> None:
+        """Refuse uses of the gradients that accumulate, each of which has the batches of this rank alone."""
+        for parameter in self._replicated:
+            if id(parameter) in self._changed and type(parameter.grad) is Tensor:
+                parameter.grad.__class__ = _LocalGradient
+
+    def allow_reads(self) -> None:
+        """Undo `refuse_reads`."""
+        for parameter in self._replicated:
+            if type(parameter.grad) is _LocalGradient:
+                parameter.grad.__class__ = Tensor
+
     def reset(self) -> None:
         """Discard the state of a backward that raised an error."""
         self._has_lost_count |= self._sent > 0 and bool(self._buckets)
@@ -250,6 +269,23 @@ class _SentGradient(Tensor):
         """Return an array over the same memory."""
         self.__dict__["_touched"] = True
         return super().numpy(force=force)
+
+
+class _LocalGradient(Tensor):
+    """A gradient that accumulates, with the batches of this rank; one process would have those of all ranks."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kind_of(func) is not Kind.METADATA:
+            raise UnsupportedCodeError(
+                f"{name_of(func)} of the gradient of a replicated parameter, while gradients accumulate: it has the "
+                "batches of this rank alone until the last of the accumulated batches. Use it in "
+                "on_before_optimizer_step, or train with data_parallel_shard_size greater than 1."
+            )
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
