@@ -230,7 +230,7 @@ class ReplicatedGradients:
         """Undo `refuse_reads`."""
         for parameter in self._replicated:
             if type(parameter.grad) is _LocalGradient:
-                parameter.grad.__class__ = Tensor
+                parameter.grad.__class__ = Tensor  # type: ignore[assignment]  # back to what it was
 
     def reset(self) -> None:
         """Discard the state of a backward that raised an error."""
