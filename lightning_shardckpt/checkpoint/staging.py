@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_shardckpt.compat.torch_autograd import copy_each
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -132,6 +131,7 @@ def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
     """Copy ``tensors`` to ``copies``; returns when all copies are complete. GPU copies run on the current stream."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     with torch.no_grad():
-        copy_each(tensors, copies, non_blocking=bool(devices))
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

@@ -152,15 +152,6 @@ def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> None:
     scaler._unscale_grads_ = function  # type: ignore[method-assign,assignment]  # called by position
 
 
-def copy_each(tensors: Sequence[Tensor], copies: Sequence[Tensor], *, non_blocking: bool) -> None:
-    """Copy each tensor into a tensor of its shape, with fewer calls than ``Tensor.copy_``.
-
-    Relies on ``torch._foreach_copy_``, which does not accept empty lists.
-    """
-    if tensors:
-        torch._foreach_copy_(list(copies), list(tensors), non_blocking)
-
-
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

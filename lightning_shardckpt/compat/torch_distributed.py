@@ -180,9 +180,16 @@ _NO_VALUE = "?"
 def default_store() -> Store:
     """Return the store of the default process group's rendezvous, which every rank can reach.
 
-    Relies on ``torch.distributed.distributed_c10d._get_default_store``, which raises ValueError without a group.
+    Relies on ``ProcessGroup.get_group_store``, which torch's stub lacks.
+
+    Raises:
+        ValueError: without a default process group.
     """
-    return dist.distributed_c10d._get_default_store()
+    group: Any = dist.group.WORLD
+    if group is None:
+        raise ValueError("no default process group: call torch.distributed.init_process_group first")
+    store: Store = group.get_group_store()
+    return store
 
 
 def clone_store(store: Store, prefix: str) -> Store:

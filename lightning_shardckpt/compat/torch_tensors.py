@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,7 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 with_torch_function = torch._C._EnableTorchFunction
 """A context that enables ``__torch_function__`` again inside of `without_torch_function`."""
 
-NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+NO_TORCH_FUNCTION: Any = nn.Parameter.__torch_function__
 """The ``__torch_function__`` of a class whose functions act as on Tensors, and return Tensors."""
 
 
@@ -182,7 +182,7 @@ def below_modes() -> Iterator[None]:
 
 def dispatches(kind: type[Any]) -> bool:
     """Return whether a tensor class has a ``__torch_dispatch__``, like DTensor and unlike Parameter."""
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

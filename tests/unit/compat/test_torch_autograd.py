@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, save_on_cpu
@@ -17,7 +16,6 @@ from lightning_shardckpt.compat.torch_autograd import (
     after_backward,
     backward_number,
     change_arguments,
-    copy_each,
     in_backward,
     is_batched,
     node_hooks,
@@ -197,33 +195,6 @@ def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_a
     answer.fill_(1.0)
     scaler.step(optimizer)
     assert len(seen) == 2 and parameter.item() == 1 - 4
-
-
-def test_each_copy_is_filled_as_torch_fills_one() -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    tensors = [
-        base.t(),
-        base[:, 1::2],
-        torch.tensor(3, dtype=torch.int16),
-        torch.empty(0, 5),
-        torch.tensor([1 + 2j, 3 - 1j]).conj(),
-        torch.tensor([1 + 2j]).conj().imag,
-        base.to(torch.float8_e4m3fn),
-    ]
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-    copy_each(tensors, copies, non_blocking=False)
-    for tensor, copy in zip(tensors, copies, strict=True):
-        assert copy.is_contiguous() and not copy.is_conj() and not copy.is_neg()
-        assert copy.tolist() == tensor.tolist()
-
-
-def test_nothing_is_copied_of_nothing() -> None:
-    copy_each([], [], non_blocking=True)
-
-
-def test_lists_of_two_lengths_are_refused() -> None:
-    with pytest.raises(RuntimeError):
-        copy_each([torch.ones(1)], [torch.ones(1), torch.ones(1)], non_blocking=False)
 
 
 def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_of_leaves() -> None:
