@@ -254,7 +254,7 @@ def load(
     Args:
         path: a checkpoint of ``save``, ``ShardedStrategy`` or Fabric, or a file of ``torch.save`` with Lightning's
             keys.
-        state: see ``save``. A single module takes the single stored one, whatever its key; several are matched by their
+        state: see ``save``. A single module takes the single stored one under any key; several are matched by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are matched by their keys, or in
             order. A state dict may take the place of its object here; one that was saved loads into such alone. Without
             a state, the whole checkpoint is returned with whole tensors on the CPU, and the call is not collective.

@@ -148,7 +148,7 @@ class CheckpointRetention(Callback):
     Checkpoints of earlier runs into the same directories are deleted by the same rules.
 
     Never deleted are: the newest checkpoint; the best checkpoint, the ``last`` and the top k of a ModelCheckpoint; the
-    target of a link in the directory; the checkpoint that ``fit`` resumed from, and that of OnExceptionCheckpoint; and
+    target of a link in the directory; the checkpoint that ``fit`` resumed from, and OnExceptionCheckpoint's; and
     everything that is not a complete checkpoint of a Trainer with ``ShardCkptIO``. A process that is reading a deleted
     checkpoint can read it to the end. Times are those of the root index, which is written last; a copy must preserve
     them (``cp -a``).

@@ -1,6 +1,6 @@
 """``ShardCkptIO``: the CheckpointIO of Lightning and Fabric for sharded checkpoints.
 
-Translates Lightning's calls and dicts into those of ``checkpoint/``. ``attach`` sets the ranks and the module; without
+Translates Lightning's calls and dicts to the calls of ``checkpoint/``. ``attach`` sets the ranks and the module; without
 it, this is the CheckpointIO of one of Lightning's own strategies, which call it on rank 0 alone.
 """
 
@@ -228,7 +228,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         Args:
             checkpoint: Lightning's dict.
             path: of the new checkpoint, or a URL.
-            storage_options: for this URL, in place of those of ``ShardCkptIO``.
+            storage_options: for this URL, instead of the options of ``ShardCkptIO``.
 
         Raises:
             Exception: the failure of an earlier asynchronous save; then this save does not begin.
@@ -329,7 +329,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     ) -> dict[str, Any]:
         """Return the whole checkpoint unchanged: of a Trainer, of Fabric, or of another program. Not collective.
 
-        Arguments and errors are those of ``load_checkpoint``.
+        Arguments and errors are as in ``load_checkpoint``.
         """
         drain_all()
         path = file_path(path)

@@ -99,7 +99,7 @@ def consolidate(
     Raises:
         ValueError: if options contradict each other, names collide, a pattern matches nothing, or the output is inside
             a checkpoint, or at a URL.
-        CheckpointNotFoundError: if the folder is not a checkpoint; says what it contains instead.
+        CheckpointNotFoundError: if the folder is not a checkpoint; the message describes its content.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
     """

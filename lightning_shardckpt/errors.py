@@ -10,7 +10,7 @@
     ├── UnsupportedCodeError     (ValueError)         user code whose results would differ from those on one process
     └── RankError                (RuntimeError)       another rank failed, or did not answer in time
 
-A message says what failed, where (path, FQN, rank), what was expected and found, and what to do.
+A message names the failure, the place (path, FQN, rank), the expected and found values, and the remedy.
 """
 
 
@@ -31,7 +31,7 @@ class CorruptionError(ShardCkptError, OSError):
 
 
 class MismatchError(ShardCkptError, RuntimeError):
-    """The checkpoint and the live objects differ, or the ranks disagree about what to save."""
+    """The checkpoint and the live objects differ, or the ranks disagree about the state to save."""
 
 
 class StateError(ShardCkptError, TypeError):

@@ -84,7 +84,7 @@ class ShardCkptIO(TrainerCkptIO):
         """Return the saved state, as Fabric's own strategies distribute it.
 
         Collective with ``use_async``, since only rank 0 may have pending saves: every rank must call it.
-        Arguments and errors are those of ``lightning_shardckpt.ShardCkptIO``.
+        Arguments and errors are as in ``lightning_shardckpt.ShardCkptIO``.
         """
         if self.saves.is_async and dist.is_available() and dist.is_initialized():
             drain_all()
@@ -256,7 +256,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
                 at once.
 
         Returns:
-            The result of ``step``; in a pipeline that of the last stage, on every rank.
+            The result of ``step``; in a pipeline the last stage's, on every rank.
 
         Raises:
             UnsupportedCodeError: for steps that can't be pipelined, on every rank; see "Pipelines" in the docs.

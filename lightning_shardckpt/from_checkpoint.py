@@ -51,7 +51,7 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Return a module with the hyper-parameters and weights of a checkpoint, on one device. Not collective.
 
-    Does for a sharded checkpoint of any topology what ``LightningModule.load_from_checkpoint`` does for a file. Waits
+    The counterpart of ``LightningModule.load_from_checkpoint`` for a sharded checkpoint of any topology. Waits
     for asynchronous saves of this process. Frozen parameters that a checkpoint of adapters leaves out keep the values
     that ``__init__`` or ``configure_model`` gave them.
 

@@ -135,7 +135,7 @@ def metadata(
         pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: saying what is at the path, and suggesting another one.
+        CheckpointNotFoundError: describes the content of the path, and suggests another one.
     """
     with open(path, storage_options=storage_options, pre_download=pre_download) as checkpoint:
         description = checkpoint.metadata
@@ -199,7 +199,7 @@ def open(
         pre_download: a folder that caches files of URLs; see ``ShardCkptIO``.
 
     Raises:
-        CheckpointNotFoundError: saying what is at the path, and suggesting another one.
+        CheckpointNotFoundError: describes the content of the path, and suggests another one.
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)

@@ -14,7 +14,7 @@ from lightning_shardckpt.storage.router import file_path
 class ShardedCLI(LightningCLI):
     """A LightningCLI that takes hyper-parameters from every ``--ckpt_path``: LightningCLI does so from single files.
 
-    As there, hyper-parameters of the checkpoint go before those of the command line. A subclass with a
+    As in LightningCLI, hyper-parameters of the checkpoint override the command line. A subclass with a
     ``before_instantiate_classes`` of its own must call this one's.
     """
 

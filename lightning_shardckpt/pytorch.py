@@ -481,7 +481,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over what hooks have changed of the state that load_checkpoint has loaded."""
+        """Take over the changes that hooks made to the loaded state."""
         self._checkpoints.finish_optimizers(checkpoint["optimizer_states"])
 
     @override

@@ -36,7 +36,7 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
 
     Leaves out pinned tensors, which may differ. Runs at the speed of memory.
 
-    ``rank`` is that of the default process group; ``group`` any text that is common to the ranks with the same tensors.
+    ``rank`` is the rank in the default process group; ``group`` any text that is common to the ranks with the same tensors.
     """
     replicas: list[tuple[str, str, torch.Tensor]] = []
     for component, leaves in snapshot.leaves.items():
@@ -62,7 +62,7 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
 def digests_over_groups(snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
     """Return digests of tensors that other groups of ranks, such as pipeline stages, hold, too.
 
-    ``rank`` is that of the default process group; ``group_size`` ranks hold the same tensors as this one.
+    ``rank`` is the rank in the default process group; ``group_size`` ranks hold the same tensors as this one.
     """
     replicas = []
     for component, leaves in snapshot.leaves.items():
@@ -87,7 +87,7 @@ def _digests(replicas: list[tuple[str, str, torch.Tensor]]) -> Digests:
 
 
 def _label(prefix: str, names: Iterable[str]) -> str:
-    """Return a label that is common to ranks with the same names, whatever else they hold."""
+    """Return a label that is common to ranks with the same names of tensors."""
     return f"{prefix} {checksum(repr(sorted(names)).encode())}"
 
 

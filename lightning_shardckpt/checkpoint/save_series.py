@@ -180,7 +180,7 @@ class SaveSeries:
         options: SaveOptions,
         storage: Storage,
     ) -> list[str]:
-        """Write a checkpoint, or begin to; arguments and errors are those of ``checkpoint.save`` and ``save_async``.
+        """Write a checkpoint, or begin to; arguments and errors are as in ``checkpoint.save`` and ``save_async``.
 
         Collective: every rank of ``ranks`` must call it, with the same path.
 

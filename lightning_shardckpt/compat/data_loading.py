@@ -86,14 +86,14 @@ class _Drawn(Sampler[Any]):
 
 @contextmanager
 def show_samplers(loader: object) -> Iterator[None]:
-    """Let Lightning see what a DataLoader was given, while it makes the loader again inside the context.
+    """Let Lightning see the original arguments of a DataLoader while it makes the loader again inside the context.
 
     It takes torch's BatchSampler for the loader's own, and makes batches of one sample; of every batch sampler it
     distributes ``DataLoader.sampler``, which is torch's default then. In the place of a RandomSampler or
     SequentialSampler it distributes the whole dataset, also if that draws ``num_samples`` or with replacement.
 
     Relies on ``DataLoader.batch_size`` being None for a batch sampler that was given, and on the loader's attribute
-    ``sampler``, which torch lets nobody assign.
+    ``sampler``, which torch does not allow to assign.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         yield

@@ -416,8 +416,8 @@ def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
 def reset_loaded_metrics(module: nn.Module) -> Iterator[None]:
     """Reset the states of metrics that are loaded inside, unless they are averaged over ranks.
 
-    A sum over data-parallel ranks has then what the first of them has loaded once. States that the load leaves out
-    stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
+    A sum over data-parallel ranks then counts the state that the first of them has loaded once. States that the load
+    leaves out stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
     """
     before = [(one, {name: getattr(one, name) for name in one._defaults}) for one in stored_metrics(module)]
     yield

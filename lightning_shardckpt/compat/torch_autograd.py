@@ -60,7 +60,7 @@ def returns_gradient_of(leaf: Tensor) -> bool:
 
 
 def accumulates_gradient_of(leaf: Tensor) -> bool:
-    """Return, in a backward, whether it will accumulate the gradient of a leaf; ``autograd.grad`` will not.
+    """Return True if the running backward will accumulate the gradient of a leaf; ``autograd.grad`` does not.
 
     Relies on ``_will_engine_execute_node``, like ``returns_gradient_of``.
     """

@@ -330,7 +330,7 @@ def pre_load_origins(module: nn.Module) -> set[str]:
 
 
 def has_post_load_hooks(module: nn.Module) -> bool:
-    """Return whether a module has load post-hooks, except those of torch.distributed."""
+    """Return True if a module has load post-hooks other than those of torch.distributed."""
     return any(_origins(module._load_state_dict_post_hooks.values()))
 
 

@@ -169,8 +169,8 @@ class Ranks:
 
         Args:
             phase: as in ``step``.
-            look: returns what this rank sees, as JSON.
-            same: called on rank 0 with the list of what the ranks see, and True if they will look again in case of a
+            look: returns the observation of this rank, as JSON.
+            same: called on rank 0 with the list of the observations, and True if they will look again in case of a
                 difference; returns True if they see the same, or raises.
             within_s: the time within which they look again.
 

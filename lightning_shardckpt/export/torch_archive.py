@@ -2,7 +2,7 @@
 
 ``torch.save`` writes a zip archive of uncompressed records: ``data.pkl``, in which tensors refer to storages by number,
 and ``data/<number>`` with the bytes (``torch/serialization.py``, torch 2.13). Here, ``ArchivedTensor`` stands for a
-tensor whose bytes may be stored elsewhere; the pickle equals that of ``torch.save`` byte for byte. torch's own
+tensor whose bytes may be stored elsewhere; the pickle equals the one of ``torch.save`` byte for byte. torch's own
 ``skip_data`` is not used, since its archives have no checksums.
 """
 

@@ -43,7 +43,7 @@ class TorchFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the content in bytes, without what zip adds."""
+        """Size of the content in bytes, without zip's own bytes."""
         return sum(region.nbytes for region in self.regions)
 
 

@@ -55,8 +55,8 @@ def choose_replicas(tensors: Tensors) -> dict[str, int | None]:
     """Return for each tensor the number of the replica that writes each shard, or None if all replicas share the work.
 
     Tensors of one layout that are not shared are assigned, the largest first, to the replica with the fewest bytes so
-    far. Sizes are nominal (global bytes / number of shards), so that every rank gets the same result whatever its own
-    shard.
+    far. Sizes are nominal (global bytes / number of shards), so that every rank gets the same result, independent of
+    its own shard.
     """
     loads: dict[tuple[Layout, Holders], list[tuple[int, int]]] = {}
     specs = {id(spec): spec for spec in tensors.values()}  # equal tensors share one spec object

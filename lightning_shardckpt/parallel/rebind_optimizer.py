@@ -18,7 +18,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
-    """Replace the old parameters of an optimizer, and the keys of its state, by those of the sharded module.
+    """Replace the old parameters of an optimizer, and the keys of its state, by the sharded module's parameters.
 
     Raises:
         UnsupportedCodeError: if the optimizer has a parameter that was never in the module.

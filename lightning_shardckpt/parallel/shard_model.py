@@ -173,7 +173,7 @@ def shard(
         is_called: whether ``root`` itself will be called, and not only modules inside it.
 
     Raises:
-        UnsupportedCodeError: if ``root`` cannot be sharded or pipelined, saying what to change.
+        UnsupportedCodeError: if ``root`` cannot be sharded or pipelined; names the remedy.
     """
     _refuse_lazy(root)
     refuse_stages(root)

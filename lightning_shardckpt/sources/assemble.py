@@ -50,7 +50,7 @@ class StoredCheckpoint:
         return document_of(self._checkpoint, role)
 
     def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return the trainer's state; ``stored`` returns what takes the place of a tensor."""
+        """Return the trainer's state; ``stored`` returns the value to put in place of a tensor."""
         from lightning_shardckpt.state.json_tree import decode  # imports torch, which nothing else here needs
 
         state: dict[str, Any] = decode(self.document("trainer") or {}, stored, makes_configs=False)

@@ -501,7 +501,7 @@ def _refusal(reason: str) -> FormatError:
 
 
 def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
-    """Return the step of a sharded checkpoint of Lightning, and whether it has optimizer state.
+    """Return the step of a sharded checkpoint of Lightning, and True if it has optimizer state.
 
     Raises:
         ShardCkptError: if it is not a complete sharded checkpoint of Lightning.

@@ -121,7 +121,7 @@ def _digest(source: Source) -> str:
 def open_source(
     path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True, tuning: Tuning = TUNING
 ) -> tuple[Source, str]:
-    """Open the source at a path in this process alone. The arguments are those of ``open_on_ranks``.
+    """Open the source at a path in this process alone. The arguments are as in ``open_on_ranks``.
 
     Returns:
         The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.

@@ -53,14 +53,14 @@ def places_of(
 ) -> Places:
     """Return the places of requested state dicts that are stored as modules and optimizers.
 
-    A single state dict gets the single stored module, whatever its key; optimizers are found by key, or in order.
+    A single state dict gets the single stored module, under any key; optimizers are found by key, or in order.
 
     Args:
         source: the stored state.
         keys: the places of its modules and optimizers, if known.
         state: the requested state.
         asked: the paths of its tensors and values.
-        alone: whether it has no modules, so that a state dict is most likely the model's.
+        alone: True if it has no modules, so that a state dict is most likely the model's.
     """
     within = dict.fromkeys(path[:end] for path in asked for end in range(1, len(path) + 1))
     stored: Mapping[str, str] = {"": ""} if keys is None else keys["modules"]

@@ -114,7 +114,7 @@ class Model:
             )
 
     def output_names(self, names: Sequence[str]) -> list[str]:
-        """Return which of a tensor's names are written: as in ``save_pretrained``, not those that the model ties.
+        """Return the names of a tensor that are written: as in ``save_pretrained``, without names that the model ties.
 
         A tensor that another module tied is written under each name.
         """

@@ -235,7 +235,7 @@ def decode(
 
     Args:
         value: the JSON.
-        stored: returns the tensor stored beside the JSON under a path, or what takes its place.
+        stored: returns the tensor stored beside the JSON under a path, or the value in its place.
         unpickles: whether to unpickle, which executes code of the pickle; else each is a ``Pickled`` placeholder.
         makes_configs: whether to make containers of OmegaConf, where it is installed, rather than plain ones.
 

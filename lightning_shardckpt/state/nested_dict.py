@@ -241,7 +241,7 @@ def checkpoint_of(
         state: the nested dict.
         objects: in the state.
         names: of the parameters of optimizers, by ``id``; see ``names_for``.
-        filters: by key of ``state``: takes name and value of an entry, and returns whether it is saved.
+        filters: by key of ``state``: takes name and value of an entry, and returns True if it is saved.
 
     Raises:
         StateError: if a key of the state is reserved.

@@ -103,7 +103,7 @@ class _SideEffects:
         yield
 
     def changes(self, name: str) -> list[Change]:
-        """Return what the step, given by name, has changed on the last stage, for `ModuleSnapshot.apply`.
+        """Return the changes of the step, given by name, on the last stage, for `ModuleSnapshot.apply`.
 
         Raises:
             UnsupportedCodeError: if it has registered a metric, which other stages don't have.

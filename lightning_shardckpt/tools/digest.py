@@ -168,7 +168,7 @@ class _Reading:
 
 
 def _hugging_face_parts(stored: StoredState, component: Component) -> list[OutputTensor]:
-    """Return the tensors that an export makes of those of the model."""
+    """Return the tensors that an export makes of the model's tensors."""
     model = hf_directory.pick_model(stored.document("huggingface"), "")
     if model is None:
         raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")

@@ -120,7 +120,7 @@ def render(report: VerifyReport, path: str, *, quick: bool) -> str:
 class _Verification:
     """One verification: the shard files that the indexes name, and the findings.
 
-    The checks of structure are those of a load, which raise the first problem of a tensor or a file.
+    The checks of structure are the same as in a load. They raise the first problem of a tensor or a file.
     """
 
     def __init__(self, checkpoint: Checkpoint, quick: bool) -> None:
@@ -191,7 +191,7 @@ class _Verification:
         self.findings += [finding for findings in of_files for finding in findings]
 
     def _check_file(self, component: str, index: RankIndex, info: FileInfo) -> bool:
-        """Check a shard file as a load does; return whether it has its size, so that its data can be checked."""
+        """Check a shard file as a load does; return True if it has its size, so that its data can be checked."""
         size = 0
         try:
             size = self._checkpoint.reader.size(info.name)

@@ -279,7 +279,7 @@ def _meta_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.
 
 
 class _Unfilled(nn.Parameter):
-    """A parameter between the context and `DeferredInit.settle`: what changes a plain meta tensor would be lost."""
+    """A parameter between the context and `DeferredInit.settle`: changes of a plain meta tensor would be lost."""
 
     @classmethod
     def __torch_function__(

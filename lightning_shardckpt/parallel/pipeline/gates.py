@@ -1,4 +1,4 @@
-"""Gates in front of modules, by which a step that calls all layers runs only those of one stage.
+"""Gates in front of modules, by which a step that calls all layers runs only the layers of one stage.
 
 Every layer, and every other module with parameters, has a gate in front of its ``__call__``. During a *stage run* (one
 run of the user's step on one stage):

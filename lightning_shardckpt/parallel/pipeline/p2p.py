@@ -135,7 +135,7 @@ class Transport:
     def post_tensors(self, place: Receive) -> None:
         """Post the receives of a message's GPU tensors; call it at this point of the plan, before `receive`.
 
-        Waits until the sender has called `send`, but for no device. Does nothing on a CPU, where tags allow to post
+        Waits until the sender has called `send`, but not for a device. Does nothing on a CPU, where tags allow to post
         receives when the message is needed.
         """
         if not self._has_tags:

@@ -1,4 +1,4 @@
-"""The optimizer of a pipeline stage: it steps with this stage's parameters, and shows user code those of all stages.
+"""The optimizer of a pipeline stage: it steps this stage's parameters, and shows all stages' to user code.
 
 In user code, param groups have the parameters of the whole module, in its order. The optimizer's state covers only this
 stage's parameters, and raises if a hook reads more.

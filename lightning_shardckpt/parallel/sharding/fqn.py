@@ -45,7 +45,7 @@ def are_layers(modules: Sequence[nn.Module]) -> bool:
 
 
 def walk_modules(root: nn.Module, skip: Iterable[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules as ``named_modules`` does, without those of the ids to ``skip`` and what is only inside of these.
+    """Yield modules like ``named_modules``, except modules with ids in ``skip`` and modules only inside of these.
 
     A loop, since steps call it: ``named_modules`` resumes a generator for each level of the tree.
     """

@@ -307,7 +307,7 @@ class FSDPProxy:
         return self._cast_to is not None
 
     def select(self, leaves: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """Return those of the parameters that this proxy can gather for the next forward."""
+        """Return the parameters that this proxy can gather for the next forward."""
         if self._cast_to is not None and not is_autocast(self._engine.device, self._cast_to):
             return []
         hooked = with_hooks(leaves)  # hooks must get the whole gradient, which torch may reduce in parts

@@ -139,7 +139,7 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         samples = running_samples()
         if samples is None or not self.training:
-            return super().forward(x)  # type: ignore[no-any-return]  # that of the dropout
+            return super().forward(x)  # type: ignore[no-any-return]  # the dropout's
         if isinstance(x, DTensor):
             local, part = _local_part(x, _settings(self).fqn)
             output = _drop(self, local, part, samples)

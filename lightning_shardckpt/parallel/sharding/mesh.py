@@ -44,7 +44,7 @@ class Topology:
 def resolve_topology(
     world_size: int, *, replicate: int = 1, shard: int | Literal["auto"] = "auto", tensor: int = 1, pipeline: int = 1
 ) -> Topology:
-    """Return the topology of ``world_size`` processes; ``shard="auto"`` takes what the other axes leave.
+    """Return the topology of ``world_size`` processes; ``shard="auto"`` uses all processes that the other axes leave.
 
     Raises:
         TopologyError: if a size is below one or the sizes don't multiply to ``world_size``.

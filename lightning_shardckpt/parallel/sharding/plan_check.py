@@ -104,7 +104,7 @@ def _refuse_hooks(fqn: str, of_plan: frozenset[int], makes: bool, module: nn.Mod
 class _Comparison:
     """A forward pre-hook that compares a block with a copy that is not sharded, once.
 
-    It raises what it found again and again: the first call may be a trial of a pipeline, which ends without an error.
+    It raises its finding on every call: the first call may be a trial of a pipeline, which ends without an error.
     """
 
     name: str

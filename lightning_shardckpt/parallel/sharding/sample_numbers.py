@@ -27,7 +27,7 @@ class SampleNumbers:
         numbers: the position of each sample in the global order of all ranks; int64, on the CPU.
         calls: the number of calls for these samples, by module name.
         alone: whether other random numbers are forbidden.
-        divided: whether it was split into parts, which count calls on their own.
+        divided: True if it was split into parts, which count calls on their own.
     """
 
     epoch: int

@@ -340,7 +340,7 @@ def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and the modules inside it, except for units and what is inside them."""
+    """Yield the module and the modules inside it, except for units and modules inside them."""
     yield module
     for child in module.children():
         if not is_unit(child):

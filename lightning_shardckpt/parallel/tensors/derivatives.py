@@ -155,7 +155,7 @@ def register_hook(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
 def wrap_hook(hook: Function, *, after: bool) -> Function:
     """Return a hook that calls the user's with the sharded gradient of all batches; the user's may return a plain one.
 
-    ``after``: whether it is called with the tensor, after its gradient has been accumulated.
+    ``after``: True if it is called with the tensor, after its gradient has been accumulated.
     """
     if after:
 

@@ -73,7 +73,7 @@ class Placeholder(Tensor):
     Attributes:
         origin: the parameter or activation that the value is computed from, for messages.
         geometry: a meta tensor with its shape, strides and dtype.
-        has_gradient: for a parameter, whether it has a gradient on its own stage.
+        has_gradient: for a parameter, True if it has a gradient on its own stage.
         is_elsewhere: tells code that knows no pipelines that there is nothing to save or load.
     """
 

@@ -111,7 +111,7 @@ def _gather(tensor: DTensor, what: str, device: torch.device, *, on_model_axes: 
 
 
 def _device_of(tensors: Sequence[Tensor], sharded: Tensor) -> torch.device:
-    """Return the device to gather on: if shards are offloaded to the CPU, that of the other tensors."""
+    """Return the device to gather on: if shards are offloaded to the CPU, the device of the other tensors."""
     others = (t.device for t in tensors if t.ndim and not is_sharded(t)) if sharded.is_cpu else ()
     return next(iter(others), sharded.device)
 
