@@ -338,7 +338,7 @@ def _describe_state(
 def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"this rank is not in the process group, or it is none: {group!r}")
+        raise TypeError(f"this rank is not in the process group, or this is not a process group: {group!r}")
     return group
 
 

@@ -1,6 +1,6 @@
 """``ShardCkptIO``: the CheckpointIO of Lightning and Fabric for sharded checkpoints.
 
-Translates Lightning's calls and dicts to the calls of ``checkpoint/``. ``attach`` sets the ranks and the module; without
+Translates Lightning's calls and dicts to those of ``checkpoint/``. ``attach`` sets the ranks and the module; without
 it, this is the CheckpointIO of one of Lightning's own strategies, which call it on rank 0 alone.
 """
 
@@ -262,7 +262,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if options is None:
             return self.storage
         if not is_url(path) or not isinstance(self.storage, StorageRouter):
-            raise ValueError(f"storage_options are for URLs, and {path!r} is none: leave out {options!r}")
+            raise ValueError(f"storage_options are for URLs, and {path!r} is not a URL: leave out {options!r}")
         return self.storage.with_options(options)
 
     # --- asynchronous saves ---

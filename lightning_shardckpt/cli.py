@@ -40,13 +40,13 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=_version_text(), help="print the version and exit")
     tools = parser.add_subcommands(title="tools")
 
-    inspect = ArgumentParser(description="Shows what is in a checkpoint. Reads its indexes only.")
+    inspect = ArgumentParser(description="Shows the content of a checkpoint. Reads its indexes only.")
     inspect.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_listing(inspect)
     add_storage_options(inspect)
     tools.add_subcommand("inspect", inspect, help="list the contents of a checkpoint")
 
-    verify = ArgumentParser(description="Compares every byte of a checkpoint with what was saved.")
+    verify = ArgumentParser(description="Compares every byte of a checkpoint with the checksums of the save.")
     verify.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     verify.add_argument("--quick", action="store_true", help="structure and sizes only")
     verify.add_argument("--json", action="store_true", help="everything, for programs")
@@ -105,13 +105,13 @@ def _add_diff(tools: Any) -> None:
 
 
 def _add_explain(tools: Any) -> None:
-    explain = ArgumentParser(description="Shows what a resume on another topology would read. Reads indexes only.")
+    explain = ArgumentParser(description="Shows the reads of a resume on another topology. Reads indexes only.")
     explain.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     _add_onto(explain, required=True)
     explain.add_argument("--all", action="store_true", help="every rank")
     explain.add_argument("--json", action="store_true", help="everything, for programs")
     add_storage_options(explain)
-    tools.add_subcommand("explain", explain, help="show what a resume on another topology would read")
+    tools.add_subcommand("explain", explain, help="show the reads of a resume on another topology")
 
 
 def _add_map(tools: Any) -> None:

@@ -273,12 +273,12 @@ def command_parser() -> ArgumentParser:
     add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     add("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")
-    add("--dtype", type=str, help="float64, float32, float16 or bfloat16: of all floating tensors of the model")
-    add("--include", action="append", type=str, metavar="PATTERN", help="take only such names; repeatable")
-    add("--exclude", action="append", type=str, metavar="PATTERN", help="leave such names out; repeatable")
+    add("--dtype", type=str, help="float64, float32, float16 or bfloat16, for all floating tensors of the model")
+    add("--include", action="append", type=str, metavar="PATTERN", help="write only names that match; repeatable")
+    add("--exclude", action="append", type=str, metavar="PATTERN", help="leave out names that match; repeatable")
     mapping = "OLD=NEW, a stored name or regular expression and its new name, or a JSON or YAML file; repeatable"
     add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=mapping)
-    add("--strip_prefix", type=str, help="take this from names that begin so; for huggingface, which of several models")
+    add("--strip_prefix", type=str, help="remove this prefix of names; for huggingface, select one of several models")
     add("--add_prefix", type=str, help="put this before every name")
     add_storage_options(parser)
     return parser

@@ -143,9 +143,9 @@ def _check_complete(cls: type[Loadable], checkpoint: Mapping[str, Any], path: st
         listed = "\n  ".join(f"{key}  {value.type_name}, {value.text}" for key, value in lost.items())
         given = ", ".join(f"{name}=…" for name in dict.fromkeys(map(_hyper_name, lost)))
         pickled = any(isinstance(value, Pickled) for value in lost.values())
-        other = "; or, if you trust whoever wrote it, weights_only=False for those that are pickled" if pickled else ""
+        other = "; or, if you trust its author, weights_only=False for the pickled ones" if pickled else ""
         raise StateError(
-            f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are no plain values:\n"
+            f"checkpoint {path!r} does not hold these hyper-parameters of {cls.__name__}, which are not plain values:\n"
             f"  {listed}\nPass them: load_from_checkpoint({cls.__name__}, path, {given}){other}"
         )
 

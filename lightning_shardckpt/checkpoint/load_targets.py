@@ -37,12 +37,12 @@ def check_parts(resume: Sequence[str] | None) -> frozenset[str]:
         raise ValueError(f"resume is a list of parts, such as [{resume!r}], got {resume!r}")
     unknown = [part for part in resume if part not in PARTS]
     if unknown:
-        raise ValueError(f"resume has unknown parts {unknown}; those of a checkpoint are {', '.join(PARTS)}")
+        raise ValueError(f"resume has unknown parts {unknown}; the parts of a checkpoint are {', '.join(PARTS)}")
     if not resume:
         raise ValueError("resume is empty: to restore nothing, train without a ckpt_path")
     if "data" in resume and "loops" not in resume:
         raise ValueError(
-            'resume has "data" without "loops", which count the batches that the position in the data is about: '
+            'resume has "data" without "loops", which count the batches of the position in the data: '
             'take both, or leave "data" out'
         )
     return frozenset(resume)
@@ -91,7 +91,7 @@ def note_of_skipped(patterns: Sequence[str], used: Iterable[str], names: Sequenc
     if unused:
         raise MismatchError(
             f"cannot load {path!r}: no name to skip in the checkpoint or the live objects matches "
-            f"{', '.join(map(repr, unused))}. Names are those of tensors of the model and of optimizers, as "
+            f"{', '.join(map(repr, unused))}. Names are the names of the model's and optimizers' tensors, as "
             "`lightning_shardckpt.metadata` lists them; * matches any text"
         )
     count = count_text(len(names), "entry", "entries")

@@ -36,7 +36,7 @@ def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: i
 
     Leaves out pinned tensors, which may differ. Runs at the speed of memory.
 
-    ``rank`` is the rank in the default process group; ``group`` any text that is common to the ranks with the same tensors.
+    ``rank`` is the rank in the default process group; ``group`` is a text common to the ranks with the same tensors.
     """
     replicas: list[tuple[str, str, torch.Tensor]] = []
     for component, leaves in snapshot.leaves.items():
@@ -347,5 +347,5 @@ def refuse_differing(path: str, reports: list[Digests]) -> None:
         f"cannot save {path!r}: replicas differ, and a checkpoint of all ranks would mix them. "
         f"{count_text(len(lines), 'entry', 'entries')}, by the ranks that hold the same:\n  {listed}\n"
         "Make them equal (average them, let hooks replace a tied weight under all its names, …), "
-        'or take those of the lowest rank with replicas="first".'
+        'or save the values of the lowest rank with replicas="first".'
     )

@@ -333,9 +333,9 @@ def refuse_averaging_of_modules(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
         if isinstance(callback, kinds):
             raise UnsupportedCodeError(
-                f"{type(callback).__name__} averages the weights in a copy of the whole module, of which a pipeline "
-                "stage has a part. Use pipeline_parallel_size=1, or average in a callback of your own: it begins with "
-                "[p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
+                f"{type(callback).__name__} averages the weights in a copy of the whole module, but a pipeline "
+                "stage has only a part of it. Use pipeline_parallel_size=1, or average in a callback of your own: it "
+                "begins with [p.detach().clone() for p in module.parameters()], and changes each by mul_ and add_."
             )
 
 
@@ -396,8 +396,8 @@ def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
             if reduction is None and not isinstance(one._defaults[name], list):
                 raise UnsupportedCodeError(
                     f"{name} of {type(one).__name__} is saved with the model (persistent(True)), but has no "
-                    "dist_reduce_fx, so that the states of several data-parallel ranks can't become one: use "
-                    "metric.persistent(False), and save what it computes"
+                    "dist_reduce_fx, so the states of several data-parallel ranks can't be joined: use "
+                    "metric.persistent(False), and save its result"
                 )
     try:
         for one in stored:
@@ -417,7 +417,8 @@ def reset_loaded_metrics(module: nn.Module) -> Iterator[None]:
     """Reset the states of metrics that are loaded inside, unless they are averaged over ranks.
 
     A sum over data-parallel ranks then counts the state that the first of them has loaded once. States that the load
-    leaves out stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
+    leaves out stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces
+    a state that it loads.
     """
     before = [(one, {name: getattr(one, name) for name in one._defaults}) for one in stored_metrics(module)]
     yield

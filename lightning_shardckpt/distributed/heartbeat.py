@@ -113,8 +113,8 @@ def raise_if_lost() -> None:
 def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
     """Abort the accelerator's communicators if its work does not end soon; call it when this rank fails.
 
-    The device may be in a collective that another rank never enters. An operation that waits for the device, such as freeing
-    its memory, would then hang.
+    The device may be in a collective that another rank never enters. An operation that waits for the device, such as
+    freeing its memory, would then hang.
     """
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return

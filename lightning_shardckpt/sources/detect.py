@@ -124,5 +124,5 @@ def detect_format(path: str) -> str | None:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"
         remedy += ", or give the path of its index file" if indexes(path) else ""
-        raise FormatError(f"{path!r} is {listed} at once, and which one is meant cannot be told. {remedy}.")
+        raise FormatError(f"{path!r} is {listed} at once, so the format is ambiguous. {remedy}.")
     return matching[0] if matching else None

@@ -94,7 +94,7 @@ class KeyMapping:
         for old, value in entries.items():
             new = _as_tuple(value)
             if not isinstance(old, str) or not all(isinstance(one, str) for one in new):
-                raise ValueError(f"{option} has {old!r}: {value!r}, which is not from a name to a name, names or None")
+                raise ValueError(f"{option} has {old!r}: {value!r}, but a name must map to a name, names or None")
             if not _OF_EXPRESSIONS.intersection(old):
                 names[old] = new
                 continue
@@ -103,7 +103,7 @@ class KeyMapping:
                 for one in new:
                     pattern.sub(one, "")
             except (re.error, IndexError) as error:
-                raise ValueError(f"{option}: {old!r} is no regular expression for {value!r}: {error}") from None
+                raise ValueError(f"{option}: {old!r} is not a regular expression for {value!r}: {error}") from None
             rules.append((pattern, new))
         return cls(names, tuple(rules), option=option)
 

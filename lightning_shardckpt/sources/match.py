@@ -79,8 +79,8 @@ def refuse_state_dicts(source: Source) -> None:
     if found or is_weights(state):
         place = f"state dicts as {found}" if found else "a state dict as the whole state"
         raise MismatchError(
-            f"{source.path!r} has no model, but {place}: save the module itself in their place. To move "
-            "them, `lightning_shardckpt.load` them into such, as model.state_dict(), and save the module."
+            f"{source.path!r} has no model, but {place}: save the module itself instead. To convert "
+            "them, load them into model.state_dict() with `lightning_shardckpt.load`, and save the module."
         )
 
 

@@ -185,7 +185,7 @@ def _choose(path: str) -> tuple[str | None, str]:
     for name in (SAFE, BIN):
         if {name, name + INDEX} <= existing:
             raise FormatError(
-                f"{path!r} holds two versions of the weights: {name}, and those of {name + INDEX}. Remove one, or "
+                f"{path!r} holds two versions of the weights: {name}, and the files of {name + INDEX}. Remove one, or "
                 "give the path of the file."
             )
         if existing & {name, name + INDEX}:

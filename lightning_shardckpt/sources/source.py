@@ -202,7 +202,7 @@ class ShardedSource:
         if pickled:
             listed = "\n  ".join(pickled)
             raise StateError(
-                f"checkpoint {self.path!r} has pickled objects, which are not read as they could execute any code:\n"
+                f"checkpoint {self.path!r} has pickled objects, which are not read: they could execute any code.\n"
                 f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
                 "test, predict and load."
             )

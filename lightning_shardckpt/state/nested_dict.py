@@ -169,7 +169,7 @@ def _refuse_opaque_sharding(objects: NestedObjects) -> None:
         if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
             raise StateError(
                 f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of flat "
-                "parameters as state, which do not tell where they belong. Use torch's fully_shard (FSDP2) or "
+                "parameters as state, which can't be assigned to parameters. Use torch's fully_shard (FSDP2) or "
                 "ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
                 "get_state_dict; such a directory can be loaded here."
             )

@@ -82,8 +82,8 @@ def _check_keys(optimizer: Optimizer) -> None:
             continue
         if not isinstance(key, torch.Tensor):
             raise StateError(
-                f"{of} state under {shown(key)}, which is not a parameter, so that a load could not tell where it "
-                "belongs; keep it in a param group, like a hyper-parameter"
+                f"{of} state under {shown(key)}, which is not a parameter, so a load could not assign "
+                "it; keep it in a param group, like a hyper-parameter"
             )
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise StateError(f"{of} state that is not a dict with string keys, for a parameter of {tuple(key.shape)}")
@@ -102,7 +102,7 @@ def extra_entries(optimizer: Optimizer) -> dict[str, Any]:
             problem = f"a state_dict that changes the state of parameters and adds {sorted(map(str, extra))}"
     if problem:
         raise StateError(
-            f"{name} has {problem}, which a sharded checkpoint does not keep, so that a resumed run would differ. "
+            f"{name} has {problem}, which a sharded checkpoint does not save, so a resumed run would differ. "
             "Entries beside torch's 'state' and 'param_groups' are kept; or keep such values in "
             "optimizer.param_groups, or save them in on_save_checkpoint and restore them in on_load_checkpoint."
         )

@@ -141,7 +141,7 @@ def _matches(pattern: str, name: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
-        raise FormatError(f"target_modules {shown(pattern)} is no regular expression: {error}") from None
+        raise FormatError(f"target_modules {shown(pattern)} is not a regular expression: {error}") from None
 
 
 def adapters_to_json(adapters: Iterable[Adapter]) -> dict[str, Any]:

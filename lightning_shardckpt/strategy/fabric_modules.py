@@ -152,7 +152,7 @@ class SetUpModules:
         sharded = get_sharded(module)
         if sharded is None:
             raise UnsupportedCodeError(
-                f"run_step needs to know which of the {len(self._sharded)} modules runs: pass the result of "
+                f"run_step must know which of the {len(self._sharded)} modules runs: pass the result of "
                 "fabric.setup as module="
             )
         return sharded

@@ -384,7 +384,7 @@ def _check_patterns(**options: Any) -> None:
     """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool."""
     for option, patterns in options.items():
         if isinstance(patterns, str):  # its characters would be patterns
-            raise TopologyError(f"{option} is a list of patterns, found a single one: write {option}=[{patterns!r}]")
+            raise TopologyError(f"{option} is a list of patterns, found one pattern: write {option}=[{patterns!r}]")
         for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
             if not isinstance(pattern, str):
                 name = pattern.__name__ if isinstance(pattern, type) else "layers.*"

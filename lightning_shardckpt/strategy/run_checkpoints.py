@@ -362,7 +362,7 @@ class RunCheckpoints:
         if self.answers_alone and run.share.data_size > 1 and stored_metrics(trainer.lightning_module):
             warnings.warn(
                 "no checkpoint was saved after the exception: the states of metrics that are saved with the module "
-                "(persistent(True)) are those of all ranks, which may not have it",
+                "(persistent(True)) need all ranks, and some may not have the exception",
                 stacklevel=2,
             )
             return

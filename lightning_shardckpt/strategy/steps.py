@@ -314,7 +314,7 @@ def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) ->
             of another module.
     """
     if sharded.pipeline is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
-        raise UnsupportedCodeError("LBFGS looks at all parameters at once, which are on different stages of a pipeline")
+        raise UnsupportedCodeError("LBFGS uses all parameters at once, which are on different stages of a pipeline")
     for optimizer in optimizers:
         rebind_optimizer(optimizer, sharded)
 

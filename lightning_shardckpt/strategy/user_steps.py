@@ -139,7 +139,7 @@ class FunctionStep:
         return _get_loss(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> tuple[Any, list[Change]]:
-        output = _encode("what the step function returns", _merge_outputs(self.name, outputs))
+        output = _encode("the result of the step function", _merge_outputs(self.name, outputs))
         return output, self._effects.changes(self.name)
 
     def apply_report(self, report: tuple[Any, list[Change]], device: torch.device, *, is_source: bool) -> Any:
@@ -206,7 +206,7 @@ class LightningStep:
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         trainer = self._module.trainer
         return StepReport(
-            output=_encode("what the step returns", _merge_outputs(self.name, outputs)),
+            output=_encode("the result of the step", _merge_outputs(self.name, outputs)),
             log_calls=self._log_calls,
             logger_calls=self._logger_calls,
             changes=self._effects.changes(self.name),
@@ -264,7 +264,7 @@ class LightningStep:
 
         def record(call: LoggerCall) -> None:
             if share is not None:
-                args, kwargs = _encode("what is written to a logger", (call.args, call.kwargs))
+                args, kwargs = _encode("the arguments of a logger call", (call.args, call.kwargs))
                 self._logger_calls.append(LoggerCall(call.path, args, kwargs))
 
         self._module.__dict__["log"] = log

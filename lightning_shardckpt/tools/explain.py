@@ -114,8 +114,8 @@ def parse_topology(text: str) -> dict[str, int]:
         axis = _NAMES.get(name)
         if axis is None or axis in sizes or not re.fullmatch(r"[1-9]\d{0,6}", size):
             raise TopologyError(
-                f"{text!r} is no topology, because of {item.strip()!r}: give sizes such as tp=4,fsdp=2. The axes are "
-                f"{', '.join(_NAMES)}; each has one size of at least 1"
+                f"{text!r} is not a topology, because of {item.strip()!r}: give sizes such as tp=4,fsdp=2. The axes "
+                f"are {', '.join(_NAMES)}; each has one size of at least 1"
             )
         sizes[axis] = int(size)
     if prod(sizes.values()) > MAX_RANKS:

@@ -290,7 +290,7 @@ def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:
         model = pick_model(document, "")
         expected = {one.name: one for one in model.tensors(checkpoint.root.components["model"])} if model else {}
     except (ShardCkptError, OSError, LookupError, ValueError) as error:
-        yield Finding(HUGGING_FACE, f"what {sorted(files)} should be cannot be told: {error}")
+        yield Finding(HUGGING_FACE, f"cannot determine the expected content of {sorted(files)}: {error}")
         return
     unread = False
     for info in files.values():

@@ -209,7 +209,7 @@ def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_er
 def options_are_refused() -> None:
     fabric = fabric_of("32-true")
     state = script(fabric, 1, 0)
-    with pytest.raises(ValueError, match="storage_options are for URLs, and 'a' is none"):
+    with pytest.raises(ValueError, match="storage_options are for URLs, and 'a' is not a URL"):
         fabric.strategy.save_checkpoint("a", {"model": state["model"]}, storage_options={"x": 1})
     with pytest.raises(TypeError, match="was not set up"):
         fabric.strategy._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)

@@ -676,7 +676,7 @@ NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a l
 DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
 MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
-REMEMBER = ("is to remember embed.weight", "after the layers")
+REMEMBER = ("keeps embed.weight", "after the layers")
 ON_NODE = ("is registered on a node of autograd's graph", "register_hook")
 
 
@@ -721,7 +721,7 @@ CASES = {
     "sum of auxiliary losses": Case(SumOfAuxiliary, (CHANGES,)),
     "auxiliary loss of the last layer": Case(LastAuxiliary, (CHANGES,)),
     "auxiliary loss, validation": Case(LastAuxiliaryOfValidation, (CHANGES,), run="validate"),
-    "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to a list or dict", "return what is needed")),
+    "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 changes a list or dict", "return the needed values")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
     "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),

@@ -179,7 +179,7 @@ class Log:
         storage = self.find(tensor)
         if storage is not None:
             if storage.meta is not None:
-                raise StateError(f"cannot log what {operation} does to the memory of a parameter: {ALTERNATIVE}")
+                raise StateError(f"cannot log the effect of {operation} on the memory of a parameter: {ALTERNATIVE}")
             del self.by_id[storage_id(tensor.untyped_storage())]
 
     def mirror(self, tensor: torch.Tensor, storage: TrackedStorage) -> torch.Tensor:

@@ -238,7 +238,7 @@ class Facade(TorchFunctionMode):
                 array.flags.writeable = False  # writes to it would be lost
                 return array
             if mirror and func in _ESCAPES:
-                raise StateError(f"cannot log what Tensor.{func.__name__} of a parameter is used for: {ALTERNATIVE}")
+                raise StateError(f"cannot log the use of Tensor.{func.__name__} of a parameter: {ALTERNATIVE}")
             real = log.real(args[0]) if mirror else args[0]
         return self._on_real(func, args[0], real, args[1:], kwargs) if mirror else func(*args, **kwargs)
 

@@ -108,7 +108,7 @@ class StepChecks:
         _check_packing(packing_hook())
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
-                f"{self._norms[0][0]} is a batch norm: its statistics would be those of microbatches. Use another "
+                f"{self._norms[0][0]} is a batch norm, which would compute statistics of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
             )
 
@@ -255,14 +255,14 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise UnsupportedCodeError(
                 f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
-                "the pipeline what gradients depend on. Use use_reentrant=False, or "
+                "the pipeline the graph of gradients. Use use_reentrant=False, or "
                 "ShardedStrategy(activation_checkpointing=True)."
             )
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(first, FunctionCtx):
             raise UnsupportedCodeError(
                 f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
-                "torch.autograd.Function, which hides from the pipeline what gradients depend on. Call layers outside "
+                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Call layers outside "
                 "of it, or use pipeline_parallel_size=1."
             )
         frame = frame.f_back
@@ -290,7 +290,7 @@ def guard_step() -> Iterator[None]:
         if _UNUSED not in str(error):
             raise
         raise UnsupportedCodeError(
-            f"{error} In a pipelined step, torch.autograd.grad finds no way through the layers of other stages, nor to "
+            f"{error} In a pipelined step, torch.autograd.grad can't pass through the layers of other stages, or reach "
             "parameters, whose gradients are complete only after the backward of all stages. Use "
             "pipeline_parallel_size=1."
         ) from error

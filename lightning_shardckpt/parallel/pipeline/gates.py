@@ -129,7 +129,7 @@ class Gates:
             )
         placeholder = first_placeholder(run.returned)
         if placeholder is not None and run.kind != "probe":
-            raise leak_error("what the step returns", placeholder)
+            raise leak_error("the result of the step", placeholder)
         return tuple(leaf for leaf in tree_flatten(run.returned)[0] if isinstance(leaf, Tensor))
 
 
@@ -179,8 +179,8 @@ class Stub:
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
-                f"{self._fqn} adds to a list or dict that it gets. Other stages of the pipeline don't see that: return "
-                "what is needed."
+                f"{self._fqn} changes a list or dict that it gets. Other stages of the pipeline don't see the change: "
+                "return the needed values."
             )
         return out
 

@@ -133,7 +133,7 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
     if isinstance(wanted, type):
         if not has_order(wanted):
             raise TopologyError(
-                f"pipeline_schedule={wanted.__qualname__} is no subclass of "
+                f"pipeline_schedule={wanted.__qualname__} is not a subclass of "
                 "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
             )
         schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
@@ -216,7 +216,7 @@ def _simulate(
                 yield rank, op
         if len(done) == before:
             waiting = {rank: str(row[0]) for rank, row in enumerate(todo) if row}
-            raise TopologyError(f"pipeline schedule {schedule.name}: its ranks wait for each other for ever, {waiting}")
+            raise TopologyError(f"pipeline schedule {schedule.name}: its ranks wait for each other forever, {waiting}")
 
 
 def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:

@@ -303,7 +303,7 @@ def _check_known(owner: Any, name: str, value: Any) -> None:
     placeholder = first_placeholder(value)
     if placeholder is not None:
         raise UnsupportedCodeError(
-            f"{name} of {type(owner).__name__} is to remember {placeholder.origin}, which the last pipeline stage "
+            f"{name} of {type(owner).__name__} keeps {placeholder.origin}, which the last pipeline stage "
             "doesn't have. Set it after the layers, or from their results."
         )
 

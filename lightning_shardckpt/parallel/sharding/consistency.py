@@ -133,7 +133,7 @@ def check_ends(is_last: bool, group: dist.ProcessGroup) -> None:
             f"the loader of an evaluation, which has no length, {here} with this batch, but {there} on other "
             "data-parallel ranks: all ranks that share parameters must run as many steps, and all ranks in a "
             "validation during fit. Give every rank as many batches, or limit them (limit_val_batches, "
-            "limit_test_batches, limit_predict_batches) to what each has."
+            "limit_test_batches, limit_predict_batches) to the smallest number."
         )
 
 

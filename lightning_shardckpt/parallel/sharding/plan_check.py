@@ -131,7 +131,7 @@ class _Comparison:
                 f"tensor_parallel_plan: {self.name} ({type(block).__name__}) computes something else when it is "
                 f"sharded: {difference or 'another rank found a difference'}. Between its column-wise and row-wise "
                 "layers a rank has a part of the columns, so a norm, a softmax, a chunk, or the number of columns is "
-                f"not that of the whole. {_REMEDY}"
+                f"not the value of the whole. {_REMEDY}"
             )
         raise TopologyError(self.found)
 

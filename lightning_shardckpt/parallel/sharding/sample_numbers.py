@@ -109,7 +109,7 @@ def forbid_other_draws(what: str) -> Iterator[None]:
 def other_draws_error(what: str) -> UnsupportedCodeError:
     """Return the error for ``what``, which drew random numbers that depend on the topology."""
     return UnsupportedCodeError(
-        f"{what} drew random numbers otherwise than by nn.Dropout modules, with functions such as "
+        f"{what} drew random numbers without nn.Dropout modules, with functions such as "
         "torch.nn.functional.dropout or scaled_dot_product_attention(dropout_p=…): these depend on the topology. Use "
         "modules, or allow them with DropoutBySample(strict=False)."
     )

@@ -206,7 +206,7 @@ def leak_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
     return UnsupportedCodeError(
         f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
         "arguments of the next layer are passed on, in tuples, lists, dicts, dataclasses and outputs of transformers, "
-        "not in objects of other classes. Make what is needed an argument of the layers, move the code into a layer, "
+        "not in objects of other classes. Pass the value as an argument of the layers, move the code into a layer, "
         "or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
     )
 

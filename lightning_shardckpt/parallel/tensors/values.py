@@ -156,7 +156,7 @@ def check_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> None:
         raise UnsupportedCodeError(
             f"{what} writes a tensor of shape {tuple(value.shape)} into a sharded one, and its values differ between "
             "the ranks: each would write its own values into its shard. Compute the same values on all ranks: average "
-            "what depends on a batch (self.all_gather, self.trainer.strategy.reduce), and seed random numbers."
+            "values that depend on a batch (self.all_gather, self.trainer.strategy.reduce), and seed random numbers."
         )
 
 

@@ -47,7 +47,7 @@ def check_replaceable(target: str) -> None:
         is_foreign = os.listdir(target) and not os.path.exists(os.path.join(target, ROOT_NAME))
         if is_foreign and os.path.samestat(entry, os.lstat(target)):  # not replaced between these calls
             raise FileExistsError(
-                f"the directory {target!r} is not empty and holds no checkpoint of ours, so it is not "
+                f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
                 "replaced; move it or use another path"
             )
 

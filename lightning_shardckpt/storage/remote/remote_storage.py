@@ -72,7 +72,7 @@ class RemoteDraft:
         foreign = [name for name in self._objects.names(self._folder) if not PREFIXED_NAME.fullmatch(name)]
         if self._before is None and foreign:
             raise FileExistsError(
-                f"{self._path!r} is not empty ({foreign[0]!r} …) and holds no checkpoint of ours, so it is not "
+                f"{self._path!r} is not empty ({foreign[0]!r} …) and holds no checkpoint of this package, so it is not "
                 "replaced; move it or use another path"
             )
         self._objects.make_folder(self._folder)

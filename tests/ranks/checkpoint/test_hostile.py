@@ -267,7 +267,7 @@ CASES = [
     Case("mirror outside of the directory", root(("mirror", {"../x": [1, "0" * 16]})), "not a file name"),
     Case("mirror that is a list", root(("mirror", ["x"])), "malformed"),
     # documents
-    Case("metadata of DCP beside", ambiguous, "at once, and which one is meant", ("inspect", "verify")),
+    Case("metadata of DCP beside", ambiguous, "at once, so the format is ambiguous", ("inspect", "verify")),
     Case("planted pickles", planted, "'pickle' is malformed", ("inspect", "verify")),
     *(
         Case(f"tagged {number} {str(value)[:40]}", document(value), words, ("inspect", "verify"))

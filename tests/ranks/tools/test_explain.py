@@ -141,9 +141,9 @@ def tiny_save(path: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--onto", "tp"], "'tp' is no topology"),
+        (["--onto", "tp"], "'tp' is not a topology"),
         (["--onto", "tp=2,tp=2"], "each has one size"),
-        (["--onto", "tp=0"], "is no topology"),
+        (["--onto", "tp=0"], "is not a topology"),
         (["--onto", "ep=2"], "The axes are pp, dp, fsdp, tp"),
         (["--onto", "pp=3"], "does not tell how its layers would be split into 3 pipeline stages: give pp=1"),
     ],

@@ -528,7 +528,7 @@ def test_large_input_that_changed_after_it_was_read_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("use", "error"),
     [
-        (lambda p: p.data_ptr(), r"cannot log what Tensor\.data_ptr of a parameter"),
+        (lambda p: p.data_ptr(), r"cannot log the use of Tensor\.data_ptr of a parameter"),
         (lambda p: p.untyped_storage().fill_(0), r"Tensor\.untyped_storage"),
         (lambda p: torch.from_dlpack(p.detach()), r"Tensor\.__dlpack"),
         (lambda p: p.data.copy_(torch.zeros(2, device="meta")), r"cannot run aten\.copy_\.default: one of its inputs"),

@@ -304,7 +304,7 @@ def test_a_file_in_torchs_format_gives_its_order_for_as_many_microbatches_or_few
         (["0F0,1F0,1B0,0B0", "2F0,2B0"], "has ranks with \\[2, 1\\] stages"),
         (["0F0,0B0,0F1,0B1", "1F0,1B0,1F1"], "one forward .* on each of 2 microbatches, found others"),
         (["0F0,0I0", "1F0,1B0"], "one backward"),
-        (["0B0,0F0", "1F0,1B0"], "wait for each other for ever"),
+        (["0B0,0F0", "1F0,1B0"], "wait for each other forever"),
         (["0F0,0B0", "2F0,2B0"], "one forward"),
     ],
 )
@@ -318,7 +318,7 @@ def test_a_file_that_is_no_order_of_all_stages_is_refused(rows: list[str], said:
 def test_files_and_classes_that_are_no_schedules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="cannot be read as a CSV file"):
         resolve_schedule(str(tmp_path / "missing.csv"), 2, 1)
-    with pytest.raises(TopologyError, match="ScheduleGPipe is no subclass of"):
+    with pytest.raises(TopologyError, match="ScheduleGPipe is not a subclass of"):
         resolve_schedule(ScheduleGPipe, 2, 1)
     with pytest.raises(TopologyError, match="Wrong has ranks with"):
         resolve_schedule(Wrong, 3, 2)

@@ -145,7 +145,7 @@ def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_p
 def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_two(tmp_path, "safetensors", safe)
     safe(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=r"two versions of the weights: model.safetensors, and those of .*index.json"):
+    with pytest.raises(FormatError, match=r"versions of the weights: model.safetensors, and the files of .*index.json"):
         opened(tmp_path)
     monkeypatch.setitem(detect.MATCHES, "a directory", os.path.isdir)
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):

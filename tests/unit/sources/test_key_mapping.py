@@ -70,11 +70,11 @@ def test_a_file_has_what_a_dict_has_and_goes_with_texts(ending: str, tmp_path: P
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"(": ""}, "'(' is no regular expression"),
-        ({"^a": r"\1"}, "'^a' is no regular expression for '\\\\1': invalid group reference"),
-        ("(=x", "'(' is no regular expression"),
-        ({"a": 3}, "'a': 3, which is not from a name"),
-        ({3: "a"}, "3: 'a', which is not from a name"),
+        ({"(": ""}, "'(' is not a regular expression"),
+        ({"^a": r"\1"}, "'^a' is not a regular expression for '\\\\1': invalid group reference"),
+        ("(=x", "'(' is not a regular expression"),
+        ({"a": 3}, "'a': 3, but a name must map to a name"),
+        ({3: "a"}, "3: 'a', but a name must map to a name"),
         ([("^a", "b")], "takes no pairs such as ('^a', 'b'): give a dict, from stored names"),
         (["x=y", "nothing"], "'nothing' is neither a file nor OLD=NEW"),
         ("nothing", "'nothing' is neither a file nor OLD=NEW, and no function can be imported"),
