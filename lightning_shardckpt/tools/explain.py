@@ -218,16 +218,16 @@ def note_assumptions(root: RootIndex, sizes: Mapping[str, int]) -> list[str]:
     """Return sentences on the assumptions of `target_layouts`."""
     model, notes = root.components.get("model", Component({})), list[str]()
     if not _has_buffers_marked(model) and model.tensors:
-        notes.append("Nothing tells buffers from parameters: floating tensors with dims are taken for those.")
+        notes.append("No tensor is marked as a buffer: floating tensors with dims are assumed to be parameters.")
     if sizes["tensor"] > 1 and any(map(_tensor_parallel_dim, model.tensors.values())):
-        notes.append("Tensor parallelism is taken to shard the dims that it sharded when this was saved.")
+        notes.append("Tensor parallelism is assumed to shard the same dims as in the checkpoint.")
     elif sizes["tensor"] > 1:
         notes.append(
-            "Tensors are taken as not sharded by tensor parallelism: this was saved without it, so which ones "
-            "the plan of the target shards is not known, and it reads less than this."
+            "Tensors are assumed not to be sharded by tensor parallelism: the checkpoint was saved without it, so the "
+            "tensors that the target's plan shards are not known. The target reads less than this."
         )
     if any(spec.layout.order for spec in model.tensors.values()):
-        notes.append("The mesh that saved does not number its ranks in order; the target's is taken to do so.")
+        notes.append("The checkpoint's mesh does not number its ranks in order; the target's mesh is assumed to do so.")
     return notes
 
 
@@ -284,18 +284,18 @@ def _describe_continuation(root: RootIndex, sizes: Mapping[str, int]) -> list[st
     before = {axis: root.topology.get(axis, 1) for axis in sizes}
     data_before, data = before["replicate"] * before["shard"], sizes["replicate"] * sizes["shard"]
     if not root.topology:
-        return ["This was saved without a topology: whether random numbers and data continue cannot be told."]
+        return ["The checkpoint has no topology, so it is unknown if random numbers and data continue."]
     if before == dict(sizes):
-        return ["The topology is the same: the run continues exactly, as far as its hardware computes the same twice."]
+        return ["The topology is the same: the run continues exactly, if its hardware computes the same twice."]
     sentences = ["Weights, buffers and optimizer state are bit-equal; sums in another order round differently."]
     if data != data_before:
         become = "1 data-parallel rank becomes" if data_before == 1 else f"{data_before} data-parallel ranks become"
         sentences.append(
-            f"{become} {data}: the order of the data in mid-epoch goes on where a DistributedSampler gives it. "
+            f"{become} {data}: the order of the data in mid-epoch continues with a DistributedSampler. "
             "Change batch_size with it, so that the global batch keeps its size."
         )
     if data != data_before or before["pipeline"] != sizes["pipeline"]:
-        sentences.append("Random numbers (dropout) are drawn anew: the data-parallel ranks or the pipeline are others.")
+        sentences.append("Random numbers (dropout) are drawn anew: the data-parallel ranks or the pipeline change.")
     return sentences
 
 

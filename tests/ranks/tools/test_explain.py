@@ -119,8 +119,8 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
     assert main(["explain", str(saved), "--onto", "tp=2,fsdp=1"]) == 0
     out = capsys.readouterr().out
     assert "from shard 2 × tensor 2 onto tensor 2" in out
-    assert "Tensor parallelism is taken to shard the dims that it sharded when this was saved." in out
-    assert "2 data-parallel ranks become 1: the order of the data in mid-epoch goes on where" in out
+    assert "Tensor parallelism is assumed to shard the same dims as in the checkpoint." in out
+    assert "2 data-parallel ranks become 1: the order of the data in mid-epoch continues with" in out
     assert "Random numbers (dropout) are drawn anew" in out
     assert main(["explain", str(saved), "--onto", "fsdp=2,tp=2"]) == 0
     assert "The topology is the same" in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_notes_say_what_is_assumed_and_what_does_not_continue(saved: Path, capsy
 def test_without_tensor_parallelism_before_its_plan_is_not_known(tmp_path: Path) -> None:
     run_ranks(1, tiny_save, str(tmp_path / "one.ckpt"))
     found = explain.explain(tmp_path / "one.ckpt", "tp=2")
-    assert any("taken as not sharded by tensor parallelism" in note for note in found["assumed"])
+    assert any("assumed not to be sharded by tensor parallelism" in note for note in found["assumed"])
     (first, second) = found["ranks"]
     assert first["needs"] == second["needs"] == found["totals"]["needs"] // 2
 
