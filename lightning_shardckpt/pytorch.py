@@ -101,9 +101,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     Precision: ``bf16-mixed`` runs autocast over parameters that are stored, gathered and reduced in float32, so every
     topology computes the same numbers; ``bf16-true`` and ``64-true`` convert the module before it is sharded.
 
-    The tests run on CPU with gloo, and on a simulated device with NCCL's rules; not tested on a GPU. Multi-node runs
-    were tested on two hosts that one machine simulates in network namespaces over one directory, with one and two
-    processes each; see "Clusters" in the documentation.
+    The tests run on CPU with gloo, and on a simulated device with NCCL's rules; one GPU was run, which several ranks
+    shared; see "Limitations" in the documentation. Multi-node runs were tested on two hosts that one machine simulates
+    in network namespaces over one directory, with one and two processes each; see "Clusters" in the documentation.
     """
 
     is_distributed = True  # Lightning recognizes its own strategies by class; others need this to get a sampler
