@@ -351,8 +351,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def _stepping_together(self) -> dist.ProcessGroup | None:
         """The ranks that must run as many steps of an evaluation; None if each may run its own number.
 
-        Those of one shard gather parameters together; pipelines agree on the number of microbatches; in a validation
-        during fit all ranks agree whether to stop.
+        Ranks of one shard group gather parameters together; pipelines agree on the number of microbatches; in a
+        validation during fit all ranks agree whether to stop.
         """
         if self._is_alone:
             return None

@@ -383,7 +383,7 @@ def stored_metrics(module: nn.Module) -> list[Metric]:
 
 @contextmanager
 def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
-    """Inside, metrics whose states are in the state dict have those of all data-parallel ranks.
+    """Inside, metrics with states in the state dict have the states of all data-parallel ranks.
 
     Collective: every rank of the world must enter it. Relies on ``Metric._defaults`` and ``Metric._reductions``.
 

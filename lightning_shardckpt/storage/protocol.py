@@ -45,7 +45,7 @@ class Draft(Protocol):
     """A checkpoint that is being written. Every rank has one; only one calls ``begin``, ``publish`` and ``discard``.
 
     ``notes`` are sentences for the user about leftovers of killed saves and files that could not be deleted.
-    ``prefix`` precedes all stored names except that of the root index, which records it.
+    ``prefix`` precedes all stored names except the name of the root index, which records it.
     """
 
     notes: list[str]

@@ -6,9 +6,9 @@ number of batches follows from the last reduction, so it is the same on all rank
 the end. A meeting does not wait for a GPU: a digest that it computes is compared in the next meeting.
 
 Buffers and parameters that are not sharded must be equal on all data-parallel ranks. A value computed from a rank's own
-batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have those of
-one rank. So each meeting compares a few of them, in turn. Statistics of norms are excluded: they are broadcast, see
-``parallel.sharding.batch_norm``.
+batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have the
+values of one rank. So each meeting compares a few of them, in turn. Statistics of norms are excluded: they are
+broadcast, see ``parallel.sharding.batch_norm``.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StoredTensors(Protocol):
         """Return the spec of a tensor."""
 
     def boxes(self, component: str, key: str) -> list[StoredBox]:
-        """Return the boxes that tile a tensor, sorted by their start. Those of other formats may have no checksums.
+        """Return the boxes that tile a tensor, sorted by their start. Boxes of other formats may have no checksums.
 
         Raises:
             ShardCkptError: naming file and tensor, if the files cannot contain the boxes.

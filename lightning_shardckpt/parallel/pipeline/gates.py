@@ -56,8 +56,8 @@ class StageRun:
         kind: "run" computes layers ``start`` to ``stop``; "probe" computes no layer, and finds the unknown arguments
             of layer ``stop``; "finish" computes the rest of the step from the results of the layers.
         whole: True if a "run" continues after the last layer to the end of the step.
-        positions: among the flattened arguments of layer ``stop``, those of the tensors that cross the boundary; for a
-            run that ends after the last layer, those of all tensors among its arguments.
+        positions: the positions among the flattened arguments of layer ``stop`` of the tensors that cross the boundary;
+            for a run that ends after the last layer, the positions of all tensors among its arguments.
         receive: for a "run", waits for the message of the previous stage, whose tensors are by position among the
             arguments of layer ``start``. It is called there, after user code before the layers has run.
         fill_in: for "finish", sets the unknown inputs of the last layer, by position, and returns its outputs, given

@@ -81,7 +81,7 @@ class PlannedUnit(NamedTuple):
         name: the name of the unit, for messages.
         leaves: sharded parameters that are in no other unit.
         reshard: whether to free them between forward and backward.
-        is_rest: whether torch may gather them together with those of other units, at the first forward of a step.
+        is_rest: True if torch may gather them together with other units' parameters, at the first forward of a step.
         cast: the ids of parameters that only linear layers and convolutions use, so that autocast casts them.
     """
 

@@ -133,7 +133,7 @@ def forget_meshes() -> None:
 
 
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:
-    """Return the meshes of ``topology``, on all ranks those of an earlier run, or new ones.
+    """Return the meshes of ``topology``: on all ranks the meshes of an earlier run, or new ones.
 
     Collective: every rank of the world must call it.
 

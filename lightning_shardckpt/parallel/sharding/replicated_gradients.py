@@ -2,8 +2,8 @@
 
 As in DistributedDataParallel, gradients are reduced in buckets, and the all-reduce of a bucket starts when autograd has
 computed all of its gradients. ``grad`` has the mean when the backward ends; changes by user code during the backward
-are included. Two kinds of gradients are reduced immediately, one by one: those of parameters with hooks of the user,
-which must get the gradient of all batches, and those that ``torch.autograd.grad`` returns.
+are included. Two kinds of gradients are reduced immediately, one by one: gradients of parameters with hooks of the
+user, which must get the gradient of all batches, and gradients that ``torch.autograd.grad`` returns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _data: Any = Tensor.data
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sums a gradient over a group, and scales it. Its backward is the same, as gradients are those of a mean."""
+    """Sums a gradient over a group, and scales it. Its backward is the same, because gradients belong to a mean."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:

@@ -88,7 +88,7 @@ class Unit:
         name: the name of the module, for messages.
         device: where its parameters are gathered.
         reshard: whether torch's engine frees them between forward and backward.
-        is_rest: whether torch's engine may gather them together with those of other units.
+        is_rest: True if torch's engine may gather them together with other units' parameters.
         recompute: whether to recompute the activations in the backward (activation checkpointing).
         inner: whether another unit has its parameters.
         engine: torch's engine; None if this package gathers.
