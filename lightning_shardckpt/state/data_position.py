@@ -175,6 +175,25 @@ _REPEATED = (
 )
 
 
+class SavedState:
+    """The process's random state at a save, for the loaders that continue from there.
+
+    The loader that continues first restores it. Those after it keep what has been drawn since, such as the random
+    augmentation of the first loader's batch.
+
+    Args:
+        process: the result of ``get_rng_state`` at the save.
+    """
+
+    def __init__(self, process: dict[str, Any]) -> None:
+        self._process: dict[str, Any] | None = process
+
+    def restore(self, current: dict[str, Any]) -> None:
+        """Restore the state at the save, or ``current`` if it was restored before."""
+        set_rng_state(self._process or current)
+        self._process = None
+
+
 class Resumption:
     """The start of a loader's next epoch: draw the order from ``start``, skip used batches, continue from ``then``.
 
@@ -182,6 +201,7 @@ class Resumption:
         start: the result of ``random_state`` when the interrupted epoch began; None to begin a new epoch from ``then``.
         batches: the number of batches to skip.
         then: the result of ``random_state`` at the save.
+        saved: the process's state at the save, the same object for all loaders.
         leader: the resumption of the first loader of several that begin a new epoch together, and draw in turn.
         epoch_position: skip its number of samples of all ranks, rather than batches of this rank.
         checksum: of the order of all ranks, for comparison.
@@ -192,11 +212,12 @@ class Resumption:
         start: dict[str, Any] | None,
         batches: int,
         then: dict[str, Any],
+        saved: SavedState,
         leader: Resumption | None = None,
         epoch_position: EpochPosition | None = None,
         checksum: int | None = None,
     ) -> None:
-        self.start, self.batches, self.then = start, batches, then
+        self.start, self.batches, self.then, self.saved = start, batches, then, saved
         self.leader = leader or self
         self.epoch_position, self.checksum = epoch_position, checksum
         self.iterated: dict[str, Any] | None = None  # the process's state after all loaders of a new epoch have begun
@@ -218,6 +239,7 @@ class ResumableLoader(IndexedLoader):
             self._is_next_empty = False
             return iter(())
         resumption, iterable = self._resumption, isinstance(self.dataset, IterableDataset)
+        current = get_rng_state()
         if resumption is not None:
             self._begin(resumption, resumption.then["process"])
         if iterable:
@@ -228,7 +250,9 @@ class ResumableLoader(IndexedLoader):
         elif resumption is not None and iterable:
             for _ in islice(iterator, resumption.batches):
                 pass
-            set_random_state(self, resumption.then)
+            self._continue(resumption, current)
+        elif self._resumption is not None:  # begin comes later: until then, loaders before this one may draw
+            set_rng_state(current)
         if iterable:
             self._resumption = None
         return iterator
@@ -242,18 +266,20 @@ class ResumableLoader(IndexedLoader):
     def begin(self, sampler: Any) -> Iterator[Any]:
         """Yield the indices of a new epoch, or the rest of an interrupted one."""
         resumption, self._resumption = self._resumption, None
+        current = get_rng_state()
         if resumption is not None:
             self._begin(resumption, resumption.iterated)  # undoes draws since then
         self._epoch_start = random_state(self)
         if (division := self.global_batches()) is not None:
-            yield from self._deal(division, None if resumption is None or resumption.start is None else resumption)
+            is_new = resumption is None or resumption.start is None
+            yield from self._deal(division, None if is_new else resumption, current)
             return
         indices = iter(sampler)
         if resumption is None or resumption.start is None:
             yield from indices
             return
         first = next(islice(indices, resumption.batches, None), _END)
-        set_random_state(self, resumption.then)
+        self._continue(resumption, current)
         if first is not _END:
             yield first
             yield from indices
@@ -283,8 +309,10 @@ class ResumableLoader(IndexedLoader):
         except TypeError:
             return None
 
-    def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
-        """Yield this rank's indices of a new or a resumed epoch."""
+    def _deal(
+        self, division: GlobalBatches, resumption: Resumption | None, current: dict[str, Any]
+    ) -> Iterator[Any]:
+        """Yield this rank's indices of a new or a resumed epoch; ``current`` is the process's state before it."""
         sampler = sampler_of(self)
         order = _draw_order_of_all_ranks(sampler)
         self._checksum, self._begun = checksum_of(order), EpochPosition()
@@ -294,7 +322,7 @@ class ResumableLoader(IndexedLoader):
             if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
                 kind = type(wrapped_sampler(sampler) or sampler).__name__
                 warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
-            set_random_state(self, resumption.then)
+            self._continue(resumption, current)
         left = order[self._begun.samples :]
         if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
@@ -332,6 +360,11 @@ class ResumableLoader(IndexedLoader):
             set_rng_state(process)
         if process is resumption.then["process"]:
             set_own_states(self, resumption.then["own"])
+
+    def _continue(self, resumption: Resumption, current: dict[str, Any]) -> None:
+        """Set the random states after the used batches were skipped; ``current`` is the process's state before that."""
+        resumption.saved.restore(current)
+        set_own_states(self, resumption.then["own"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict: Lightning looks for this method to learn whether a loader can resume."""

@@ -21,6 +21,7 @@ from typing import Any
 from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, sampler_of, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
+    SavedState,
     checksum_of,
     own_states,
     random_state,
@@ -55,7 +56,7 @@ class Watch:
         draws: the last draws.
         failed: a draw that raised, after which the loader's state is unusable.
         ended: the position of a loader that was shut down after training.
-        resumption: position and random states to resume the next iteration from.
+        resumption: the position to resume the next iteration from, and the process's random state at the save.
         is_next_empty: whether the next iteration is empty.
     """
 
@@ -66,7 +67,7 @@ class Watch:
     draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
     failed: _Draw | None = None
     ended: dict[str, Any] | None = None
-    resumption: tuple[dict[str, Any], dict[str, Any]] | None = None
+    resumption: tuple[dict[str, Any], SavedState] | None = None
     is_next_empty: bool = False
 
 
@@ -137,9 +138,9 @@ def finish(loader: StatefulLoader, used: int | None) -> None:
     loader.shardckpt_watch.ended = position_of(loader, used)
 
 
-def resume(loader: StatefulLoader, position: dict[str, Any], then: dict[str, Any]) -> None:
-    """Resume the next iteration at ``position``; set the random states ``then`` after drawing unused batches again."""
-    loader.shardckpt_watch.resumption = (position, then)
+def resume(loader: StatefulLoader, position: dict[str, Any], saved: SavedState) -> None:
+    """Resume the next iteration at ``position``; restore ``saved`` after drawing unused batches again."""
+    loader.shardckpt_watch.resumption = (position, saved)
 
 
 def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
@@ -161,13 +162,15 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
         draw_orders_within(sampler_of(loader), partial(_drawing_order, loader))
         iterator = watch.kind.__iter__(loader)
         return _draw_all(loader, iterator)
-    position, then = resumption
+    position, saved = resumption
+    current = get_rng_state()
     iterator, again = _continue(loader, position), []
     epoch, used = watch.count()
     for number, process in enumerate(position["drawn"], used):
         set_rng_state(process)
         again.append(_draw(loader, iterator, (epoch, number)))
-    set_random_state(loader, then)
+    saved.restore(current)
+    set_own_states(loader, position["own"])
     return chain(again, _draw_all(loader, iterator))
 
 

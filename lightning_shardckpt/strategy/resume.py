@@ -48,6 +48,7 @@ from lightning_shardckpt.state.data_position import (
     GlobalBatches,
     ResumableLoader,
     Resumption,
+    SavedState,
     batches_done,
     batches_of_loader,
     set_own_states,
@@ -404,13 +405,13 @@ class Continuation:
         """Prepare the loaders, and return the reasons why some can't continue exactly."""
         if len(positions) != len(loaders):
             return [f"there were {len(positions)} dataloaders, and are {len(loaders)}"]
-        reasons, leader = list[str](), None
+        reasons, leader, saved = list[str](), None, SavedState(get_rng_state())
         if len({reached.batches - yielded for yielded, reached in self._located if reached is not None}) > 1:
             reasons.append("the global batches of several dataloaders changed, so they are combined differently")
         for loader, position, (yielded, reached) in zip(loaders, positions, self._located, strict=True):
             if isinstance(loader, StatefulLoader):
                 if self._has_state(loader, position):
-                    resume(loader, position, {"process": get_rng_state(), "own": position["own"]})
+                    resume(loader, position, saved)
                 continue
             if not isinstance(loader, ResumableLoader):
                 reasons.append(f"{type(loader).__name__} is no torch DataLoader, and has no state that can be saved")
@@ -424,7 +425,7 @@ class Continuation:
             if self._batches and (not self._same_data or (start is None and reached is not None)):
                 start = state  # for an unknown order: another order, but no sample twice
             checksum = position.get("order", {}).get("checksum") if reached is not None else None
-            resumption = Resumption(start, yielded, state, leader, reached, checksum)
+            resumption = Resumption(start, yielded, state, saved, leader, reached, checksum)
             leader = leader or resumption
             loader.resume(resumption)
             if reached is None and not self._same_data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks, selected
@@ -125,6 +126,12 @@ def with_loaders(kind: str, directory: str, resume: int = 0) -> tuple[list[float
     elif kind in ("max_size_cycle", "min_size"):
         module = TwoLoaders()
         data = CombinedLoader({"long": tiny.loader(count=12), "short": tiny.loader(count=8)}, kind)
+    elif kind == "augmentation":
+        module = TwoLoaders()
+        data = {name: DataLoader(Augmented(), batch_size=2, shuffle=True) for name in ("one", "other")}
+    elif kind == "stateful beside":
+        module = TwoLoaders()
+        data = CombinedLoader({"stateful": Stateful(), "other": tiny.loader(count=12)}, "min_size")
     elif kind == "iterable":
         data = DataLoader(Stream(), batch_size=2)
     elif kind == "validation":
@@ -148,6 +155,43 @@ def resumed_with_loaders(directory: str) -> dict[str, Runs]:
     return {kind: {stop: with_loaders(kind, f"{directory}/{kind}", stop) for stop in stops(kind)} for kind in KINDS}
 
 
+def noise() -> torch.Tensor:
+    """Return tokens of the process's random generators."""
+    return torch.randint(tiny.VOCABULARY, (9,)) + random.randint(0, 1)
+
+
+class Augmented(Dataset[Any]):
+    """Draws each sample anew, as random augmentation does."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return (noise() // 2,)
+
+
+class Stateful:
+    """Six batches from the generators of the process, and its own position."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        begin, self._begun = self._begun, 0
+        for self._begun in range(begin + 1, 7):
+            yield ((noise() // 2)[None],)
+        self._begun = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begun": self._begun}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._begun = state["begun"]
+
+
 class Stream(IterableDataset[Any]):
     """Shuffles as it goes, with the generator of the process."""
 
@@ -156,7 +200,17 @@ class Stream(IterableDataset[Any]):
             yield (torch.full((9,), index),)
 
 
-KINDS = ("one", "persistent workers", "own generator", "max_size_cycle", "min_size", "iterable", "validation")
+KINDS = (
+    "one",
+    "persistent workers",
+    "own generator",
+    "max_size_cycle",
+    "min_size",
+    "augmentation",
+    "stateful beside",
+    "iterable",
+    "validation",
+)
 
 
 def stops(kind: str) -> tuple[int, ...]:
