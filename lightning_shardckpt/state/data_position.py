@@ -14,10 +14,11 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_shardckpt.compat.data_loading import (
     wrapped_sampler,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
 
 # ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,6 +169,7 @@ class GlobalBatches:
 
 
 _END = object()
+_KEPT = 3  # draws of a stream: Lightning draws one batch ahead, and one is in use
 _REPEATED = (
     "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
     "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
@@ -205,6 +207,7 @@ class Resumption:
         leader: the resumption of the first loader of several that begin a new epoch together, and draw in turn.
         epoch_position: skip its number of samples of all ranks, rather than batches of this rank.
         checksum: of the order of all ranks, for comparison.
+        unused: the process's random states before the draws of a stream's batches that were drawn, but not used.
     """
 
     def __init__(
@@ -216,11 +219,26 @@ class Resumption:
         leader: Resumption | None = None,
         epoch_position: EpochPosition | None = None,
         checksum: int | None = None,
+        unused: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.start, self.batches, self.then, self.saved = start, batches, then, saved
         self.leader = leader or self
-        self.epoch_position, self.checksum = epoch_position, checksum
+        self.epoch_position, self.checksum, self.unused = epoch_position, checksum, unused
         self.iterated: dict[str, Any] | None = None  # the process's state after all loaders of a new epoch have begun
+
+
+@dataclass(slots=True)
+class _Draws:
+    """The draws of a stream in an epoch.
+
+    Attributes:
+        last: number and random state of the process before each of the last draws, some of batches that are not used:
+            Lightning draws one ahead, and an exception may interrupt a step.
+        mixed: whether the stream drew random numbers from the process, and others did between its batches.
+    """
+
+    last: deque[tuple[int, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    mixed: bool = False
 
 
 class ResumableLoader(IndexedLoader):
@@ -229,6 +247,7 @@ class ResumableLoader(IndexedLoader):
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
     _is_next_empty = False
+    _draws = _Draws()
     _deals = False
     _begun = EpochPosition()
     _checksum: int | None = None
@@ -243,13 +262,20 @@ class ResumableLoader(IndexedLoader):
         if resumption is not None:
             self._begin(resumption, resumption.then["process"])
         if iterable:
-            self._epoch_start = random_state(self)
-        iterator = super().__iter__()
+            self._epoch_start, self._draws = random_state(self), _Draws()
+        iterator: Iterator[Any] = super().__iter__()
+        if iterable and not self.num_workers:
+            iterator = self._note_draws(iterator)
         if resumption is not None and resumption.start is None:
             resumption.leader.iterated = get_rng_state()
         elif resumption is not None and iterable:
             for _ in islice(iterator, resumption.batches):
                 pass
+            unused = list[Any]()
+            for state in resumption.unused:
+                set_rng_state(state)
+                unused += islice(iterator, 1)
+            iterator = chain(unused, iterator)
             self._continue(resumption, current)
         elif self._resumption is not None:  # begin comes later: until then, loaders before this one may draw
             set_rng_state(current)
@@ -283,6 +309,23 @@ class ResumableLoader(IndexedLoader):
         if first is not _END:
             yield first
             yield from indices
+
+    def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a stream, and note the process's random state before each is drawn."""
+        draws, drew, after = self._draws, False, 0
+        for number in count():
+            draws.last.append((number, get_rng_state(every_device=False)))
+            before = 0 if draws.mixed else rng_checksum()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                draws.last.pop()
+                return
+            if not draws.mixed:  # a checksum takes 0.1 ms
+                draws.mixed = drew and before != after
+                after = rng_checksum()
+                drew |= before != after
+            yield batch
 
     # --- an order of all ranks together ---
 
@@ -385,10 +428,17 @@ class ResumableLoader(IndexedLoader):
         """
         self._is_next_empty = not self.persistent_workers
 
-    def position(self) -> dict[str, Any]:
-        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes."""
-        position = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
+    def position(self, used: int | None = None) -> dict[str, Any]:
+        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes.
+
+        Args:
+            used: the number of batches of the epoch that were used; None if it is over.
+        """
+        position: dict[str, Any] = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
         position |= {"samples": self.samples, "batch_size": self.batch_size}
+        if isinstance(self.dataset, IterableDataset):
+            unused = [state for number, state in self._draws.last if used is not None and number >= used]
+            position |= {"unused": unused, "mixed": self._draws.mixed}
         if (division := self.global_batches()) is not None:
             resumption = self._resumption
             begun, checksum = self._begun, self._checksum

@@ -71,6 +71,10 @@ _INEXACT = (
     "number of data-parallel ranks of the run that saved. With Lightning's or torch's DistributedSampler the order "
     "continues on any number of ranks."
 )
+_MIXED = (
+    "{kind} draws from the random generators of the training process, as steps do between batches. If these numbers "
+    "choose samples, as in a shuffle buffer, use workers, or a generator of its own that is seeded in __iter__"
+)
 _NO_STATE = (
     "{kind} has a state of its own, which can't be restored: {reason}. It begins anew, so samples may come twice or "
     "not at all. Resume on as many data-parallel ranks as the run that saved, with the same kinds of loaders."
@@ -156,7 +160,7 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
 def _position(loader: object, used: int | None) -> dict[str, Any] | None:
     if isinstance(loader, StatefulLoader):
         return position_of(loader, used)
-    return loader.position() if isinstance(loader, ResumableLoader) else None
+    return loader.position(used) if isinstance(loader, ResumableLoader) else None
 
 
 def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
@@ -425,7 +429,8 @@ class Continuation:
             if self._batches and (not self._same_data or (start is None and reached is not None)):
                 start = state  # for an unknown order: another order, but no sample twice
             checksum = position.get("order", {}).get("checksum") if reached is not None else None
-            resumption = Resumption(start, yielded, state, saved, leader, reached, checksum)
+            unused = position.get("unused", ())
+            resumption = Resumption(start, yielded, state, saved, leader, reached, checksum, unused)
             leader = leader or resumption
             loader.resume(resumption)
             if reached is None and not self._same_data:
@@ -434,6 +439,8 @@ class Continuation:
                 reasons.append(change)
             elif start is None and self._batches:
                 reasons.append("the epoch had not begun")
+            elif self._batches and position.get("mixed"):
+                reasons.append(_MIXED.format(kind=type(loader.dataset).__name__))
         return reasons
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -134,6 +135,8 @@ def with_loaders(kind: str, directory: str, resume: int = 0) -> tuple[list[float
         data = CombinedLoader({"stateful": Stateful(), "other": tiny.loader(count=12)}, "min_size")
     elif kind == "iterable":
         data = DataLoader(Stream(), batch_size=2)
+    elif kind == "augmented stream":
+        data = DataLoader(AugmentedStream(), batch_size=2)
     elif kind == "validation":
         held_out, more = tiny.loader(count=8, shuffle=False), more | {"limit_val_batches": 2, "val_check_interval": 3}
     saving = [] if resume else [tiny.SaveAt(stop, f"{directory}/{stop}.ckpt") for stop in stops(kind)]
@@ -200,6 +203,27 @@ class Stream(IterableDataset[Any]):
             yield (torch.full((9,), index),)
 
 
+class AugmentedStream(IterableDataset[Any]):
+    """Draws each sample anew, one batch before the step that uses it."""
+
+    def __iter__(self) -> Any:
+        for _ in range(12):
+            yield (noise() // 2,)
+
+
+class BufferedStream(IterableDataset[Any]):
+    """Draws samples from a buffer, from the process's generators or a generator of its own."""
+
+    def __init__(self, *, own: bool) -> None:
+        self._own = own
+
+    def __iter__(self) -> Any:
+        chosen = random.Random(1) if self._own else random
+        left = list(range(12))
+        while left:
+            yield (torch.full((9,), left.pop(chosen.randrange(min(4, len(left))))),)
+
+
 KINDS = (
     "one",
     "persistent workers",
@@ -209,6 +233,7 @@ KINDS = (
     "augmentation",
     "stateful beside",
     "iterable",
+    "augmented stream",
     "validation",
 )
 
@@ -252,6 +277,37 @@ def test_checkpoint_of_the_validation_that_ends_an_epoch_continues_exactly(tmp_p
     ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
     assert resumed == losses[6:]
     assert tiny.differences(state, state_resumed) == []
+
+
+class Dropping(tiny.TinyLM):
+    """Draws from a generator from which the stream draws, too."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        random.random()
+        return super().training_step(batch, index)
+
+
+def warnings_of_buffers(directory: str) -> dict[bool, list[str]]:
+    """Return the warnings of the order of data, of runs that resume in mid-epoch, by the generator of the buffer."""
+    found = {}
+    for own in (True, False):
+        path = f"{directory}/{own}.ckpt"
+        for steps in (3, 5):
+            run = tiny.trainer({}, max_steps=steps, use_distributed_sampler=False, limit_val_batches=0)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                data = DataLoader(BufferedStream(own=own), batch_size=2)
+                run.fit(Dropping(), data, ckpt_path=path if steps == 5 else None)
+            run.save_checkpoint(path, weights_only=False)
+        found[own] = [str(w.message) for w in caught if "order of its data" in str(w.message)]
+    return found
+
+
+def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, warnings_of_buffers, str(tmp_path))
+    assert found[True] == []
+    (warning,) = found[False]
+    assert "BufferedStream draws from the random generators of the training process" in warning
 
 
 class Counted(IterableDataset[Any]):
