@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import nn
 
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
@@ -169,11 +169,17 @@ def unfreeze(trainer: pl.Trainer, names: Collection[str]) -> None:
                     module.track_running_stats = True
 
 
-def schedule_accumulation(trainer: pl.Trainer) -> None:
-    """Set ``accumulate_grad_batches`` by GradientAccumulationScheduler for the resumed epoch."""
+def resume_epoch_callbacks(trainer: pl.Trainer) -> None:
+    """Prepare callbacks for an epoch that is resumed in its middle, without Lightning's ``on_train_epoch_start``.
+
+    GradientAccumulationScheduler sets ``accumulate_grad_batches``. StochasticWeightAveraging creates its scheduler and
+    loads its state; it averages once per epoch, and remembers that.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set later
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging) and trainer.current_epoch <= callback.swa_end:
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def _list_finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:

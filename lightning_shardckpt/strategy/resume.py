@@ -62,7 +62,7 @@ from lightning_shardckpt.state.stateful_loader import (
     restore,
     resume,
 )
-from lightning_shardckpt.strategy.lightning_module import list_trainable, schedule_accumulation, unfreeze
+from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 
 _INEXACT = (
@@ -301,7 +301,7 @@ class Continuation:
         fit, loaders = trainer.fit_loop, train_loaders(trainer)
         unfreeze(trainer, set(self._trained))
         if self._batches:
-            schedule_accumulation(trainer)
+            resume_epoch_callbacks(trainer)
         if self.validates:
             resume_validation(trainer)
         self._recount(loaders, trainer)

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -259,6 +259,30 @@ def test_every_kind_of_loader_continues_with_the_batches_it_would_have_drawn(
     losses, state = straight[kind][0]
     resumed, state_resumed = continued[kind][stop]
     assert resumed == losses[stop:]
+    assert tiny.differences(state, state_resumed) == []
+
+
+class OneRate(tiny.TinyLM):
+    """Without a scheduler of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def averaging(directory: str, resume: bool) -> tuple[list[float], dict[str, Any]]:
+    pl.seed_everything(9 if resume else 1)
+    path, callbacks = f"{directory}/a.ckpt", [StochasticWeightAveraging(0.1, swa_epoch_start=2)]
+    saving = [] if resume else [tiny.SaveAt(5, path)]
+    run = tiny.trainer({}, max_epochs=4, callbacks=[*callbacks, *saving], limit_val_batches=0)
+    run.fit(module := OneRate(), tiny.loader(count=6), ckpt_path=path if resume else None)
+    return module.losses, tiny.full_state(module, run.optimizers)
+
+
+def test_averaging_of_weights_goes_on_in_mid_epoch(tmp_path: Path) -> None:
+    """From the second of three batches of its first epoch: with its learning rates, and the same average."""
+    calls = {resume: (1, averaging, str(tmp_path), resume) for resume in (False, True)}
+    ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
+    assert resumed == losses[5:]
     assert tiny.differences(state, state_resumed) == []
 
 
