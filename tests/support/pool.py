@@ -8,12 +8,14 @@ neither torch nor lightning_shardckpt. Under xdist, forked_workers.py makes the 
 
 from __future__ import annotations
 
+import collections.abc
 import ctypes
 import datetime
 import faulthandler
 import gc
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import pickle
@@ -29,10 +31,11 @@ import threading
 import time
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
@@ -343,15 +346,35 @@ def preload() -> None:
     """Import what ranks need, and do here what takes each rank or each of its Trainers a while, with the same result.
 
     transformers makes its table of conversions, in 0.1 s. Each Trainer asks all installed packages for their entry
-    points, in 10 ms: who asks twice, with the same search path, gets the same answer.
+    points, in 10 ms, and each first save for versions, in 30: who asks twice, with the same search path, gets the same
+    answer.
     """
-    entry_points = importlib.metadata.entry_points
-    of_path = cache(lambda path, **which: entry_points(**which))
-    importlib.metadata.entry_points = lambda **which: of_path(tuple(sys.path), **which)
+    for name in ("entry_points", "version"):
+        setattr(importlib.metadata, name, _cached_by_path(getattr(importlib.metadata, name)))
     for module in PRELOADED:
         importlib.import_module(module)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
+    for package in ("lightning", "torch"):
+        importlib.metadata.version(package)
+
+
+def _cached_by_path(ask: Callable[..., Any]) -> Callable[..., Any]:
+    of_path = cache(lambda path, *args, **which: ask(*args, **which))
+    return lambda *args, **which: of_path(tuple(sys.path), *args, **which)
+
+
+def _ask_abstract_classes() -> None:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from torchmetrics import Metric
+
+    modules = [kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, torch.nn.Module)]
+    values = [torch.ones(1), torch.float32, torch.device("cpu"), inspect.signature(list), partial(list), [], (), {}]
+    values += [OrderedDict(), set(), None, True, 1, 1.0, "", b"", len, be_ready_to_fork, Path().joinpath, iter(())]
+    for kind in (*modules, LightningModule, Trainer, torch.nn.Parameter, *map(type, values)):
+        for asked in (Metric, collections.abc.Mapping, collections.abc.Sequence, collections.abc.Iterable):
+            issubclass(kind, asked)
 
 
 def fork_server() -> None:
@@ -413,6 +436,7 @@ def _server_with_package() -> IO[str]:
 
 def be_ready_to_fork() -> None:
     """Leave nothing for collections of garbage, which would copy pages, and nothing that a fork would break."""
+    _ask_abstract_classes()  # what was imported since would have them look anew
     gc.collect()
     gc.freeze()  # a rank's collections neither look through all modules nor copy their pages
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
