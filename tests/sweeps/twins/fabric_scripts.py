@@ -59,6 +59,12 @@ class Loop:
         self.modules[name] = module
         return found
 
+    def set_up(self, **options: Any) -> tuple[Net, Any, Any]:
+        """A network, what ``fabric.setup`` makes of it, and its SGD."""
+        net = self.net()
+        model, optimizer = self.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, **options))
+        return net, model, optimizer
+
 
 def script(refused: dict[str, str] | None = None) -> Callable[[Script], Script]:
     """Register a script."""
@@ -89,8 +95,7 @@ def trains_simply(loop: Loop) -> None:
 
 @script()
 def accumulates_without_sync(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    _, model, optimizer = loop.set_up(momentum=0.9)
     for number, batch in enumerate(loop.batches()):
         last = number % 2 == 1
         with loop.fabric.no_backward_sync(model, enabled=not last):
@@ -104,8 +109,7 @@ def accumulates_without_sync(loop: Loop) -> None:
 
 @script()
 def clips_by_value(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loop.fabric.backward(loss_of(model, batch))
         loop.fabric.clip_gradients(model, optimizer, clip_val=1e-2)
@@ -115,8 +119,7 @@ def clips_by_value(loop: Loop) -> None:
 
 @script()
 def clips_by_largest(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loop.fabric.backward(loss_of(model, batch))
         loop.seen.append(float(loop.fabric.clip_gradients(model, optimizer, max_norm=0.05, norm_type=float("inf"))))
@@ -126,8 +129,7 @@ def clips_by_largest(loop: Loop) -> None:
 
 @script()
 def clips_by_torch(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loop.fabric.backward(loss_of(model, batch))
         loop.seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
@@ -195,8 +197,7 @@ def follows_slowly(loop: Loop) -> None:
 
 @script(refused=SECOND_DERIVATIVES)
 def penalizes_gradients(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loss = loss_of(model, batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -208,8 +209,7 @@ def penalizes_gradients(loop: Loop) -> None:
 @script()
 def sharpens(loop: Loop) -> None:
     """SAM."""
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    _, model, optimizer = loop.set_up(momentum=0.9)
     for batch in loop.batches():
         loop.fabric.backward(loss_of(model, batch))
         with torch.no_grad():
@@ -227,8 +227,7 @@ def sharpens(loop: Loop) -> None:
 @script()
 def contrasts(loop: Loop) -> None:
     """Features of all ranks, gathered with gradients."""
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         one, two = (
             F.normalize(loop.fabric.all_gather(model(x), sync_grads=True).reshape(-1, CLASSES), dim=1)
@@ -242,8 +241,7 @@ def contrasts(loop: Loop) -> None:
 
 @script()
 def adds_a_head(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    net, model, optimizer = loop.set_up()
     for number, batch in enumerate(loop.batches()):
         if number == 1:
             torch.manual_seed(4)
@@ -273,35 +271,26 @@ def freezes_in_turn(loop: Loop) -> None:
 @script()
 def searches_lines(loop: Loop) -> None:
     """L-BFGS by a closure, whose loss is reduced by the script."""
-    net = loop.net()
-    model, optimizer = loop.setup(
-        "net", net, torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
-    )
-    for batch in loop.batches():
-
-        def closure(batch: list[Tensor] = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loop.fabric.backward(loss)
-            return loop.fabric.all_reduce(loss.detach())
-
-        optimizer.step(closure)
+    search_lines(loop, lambda loss: loop.fabric.all_reduce(loss.detach()))
 
 
 @script()
 def searches_lines_alone(loop: Loop) -> None:
     """The same with the loss of the rank's own batch."""
+    search_lines(loop, lambda loss: loss)
+
+
+def search_lines(loop: Loop, told: Callable[[Tensor], Any]) -> None:
     net = loop.net()
-    model, optimizer = loop.setup(
-        "net", net, torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
-    )
+    lbfgs = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
+    model, optimizer = loop.setup("net", net, lbfgs)
     for batch in loop.batches():
 
-        def closure(batch: list[Tensor] = batch) -> Tensor:
+        def closure(batch: list[Tensor] = batch) -> Any:
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loop.fabric.backward(loss)
-            return loss
+            return told(loss)
 
         optimizer.step(closure)
 
@@ -309,8 +298,7 @@ def searches_lines_alone(loop: Loop) -> None:
 @script()
 def scales_by_its_own_loss(loop: Loop) -> None:
     """A learning rate of the rank's own batch."""
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loss = loss_of(model, batch)
         loop.fabric.backward(loss)
@@ -334,8 +322,7 @@ def keeps_a_mean(loop: Loop) -> None:
 
 @script()
 def reads_weights(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    net, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loop.fabric.backward(loss_of(model, batch))
         loop.seen += [p.grad.norm().item() for p in model.parameters()]
@@ -349,8 +336,7 @@ def reads_weights(loop: Loop) -> None:
 @script()
 def calls_other_methods(loop: Loop) -> None:
     """Methods of the module besides its forward, marked as such and not."""
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    net, model, optimizer = loop.set_up()
     model.mark_forward_method("features")
     for batch in loop.batches():
         features = model.features(batch[0]).double()  # Fabric makes float32 of what a strategy returns
@@ -363,8 +349,7 @@ def calls_other_methods(loop: Loop) -> None:
 @script()
 def uses_loaders(loop: Loop) -> None:
     """``setup_dataloaders``, in order."""
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    _, model, optimizer = loop.set_up()
     loader = loop.fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH // loop.place[0]))
     for batch in loader:
         loop.fabric.backward(loss_of(model, batch))
@@ -374,8 +359,7 @@ def uses_loaders(loop: Loop) -> None:
 
 @script()
 def casts_by_autocast(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
+    net, model, optimizer = loop.set_up()
     for batch in loop.batches():
         with loop.fabric.autocast():
             loss = F.cross_entropy(F.linear(net.features(batch[0]), net.head.weight, net.head.bias), batch[1])

@@ -79,110 +79,83 @@ class Lbfgs(Natural):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=2)
 
 
-class LarsOptimizer(Optimizer):
+def simple(build: Callable[[Natural], Any]) -> type:
+    """A module with this optimizer."""
+
+    class Optimized(Natural):
+        def configure_optimizers(self) -> Any:
+            return build(self)
+
+    return Optimized
+
+
+class OfEach(Optimizer):
+    """Updates one parameter after the other."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+        return loss
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lars(OfEach):
     """Trust ratios by ``item()``, as many have them."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": 0.9, "eta": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = p.grad.add(p, alpha=1e-2)
-                w, u = p.norm().item(), update.norm().item()
-                if w > 0 and u > 0:
-                    update.mul_(group["eta"] * w / u)
-                state = self.state[p]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].mul_(group["momentum"]).add_(update)
-                p.add_(state["momentum"], alpha=-group["lr"])
-        return loss
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        update = grad.add(p, alpha=1e-2)
+        w, u = p.norm().item(), update.norm().item()
+        if w > 0 and u > 0:
+            update.mul_(group["eta"] * w / u)
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        state["momentum"].mul_(group["momentum"]).add_(update)
+        p.add_(state["momentum"], alpha=-group["lr"])
 
 
-@case("LARS")
-class Lars(Natural):
-    def configure_optimizers(self) -> Optimizer:
-        return LarsOptimizer(self.parameters(), 0.1)
-
-
-class LambOptimizer(Optimizer):
+class Lamb(OfEach):
     """Trust ratios as tensors."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p.data), v=p.new_zeros(p.shape))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 1 - group["betas"][0])
-                state["v"].mul_(group["betas"][1]).addcmul_(p.grad, p.grad, value=1 - group["betas"][1])
-                update = state["m"] / (state["v"].sqrt() + 1e-3) + 1e-2 * p
-                w, u = p.norm(p=2), update.norm(p=2)
-                ratio = torch.where(w > 0, torch.where(u > 0, w / u, 1.0), 1.0).clamp(max=10)
-                p.data.add_(update * ratio, alpha=-group["lr"])
-        return loss
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p.data), v=p.new_zeros(p.shape))
+        state["step"] += 1
+        state["m"].lerp_(grad, 1 - group["betas"][0])
+        state["v"].mul_(group["betas"][1]).addcmul_(grad, grad, value=1 - group["betas"][1])
+        update = state["m"] / (state["v"].sqrt() + 1e-3) + 1e-2 * p
+        w, u = p.norm(p=2), update.norm(p=2)
+        ratio = torch.where(w > 0, torch.where(u > 0, w / u, 1.0), 1.0).clamp(max=10)
+        p.data.add_(update * ratio, alpha=-group["lr"])
 
 
-@case("LAMB")
-class Lamb(Natural):
-    def configure_optimizers(self) -> Optimizer:
-        return LambOptimizer(self.parameters(), 1e-2)
+class Lion(OfEach):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        average = state.setdefault("average", torch.zeros_like(p))
+        p.data.mul_(1 - group["lr"] * 0.1)
+        p.add_(average.clone().mul_(0.9).add(grad, alpha=0.1).sign_(), alpha=-group["lr"])
+        average.mul_(0.99).add_(grad, alpha=0.01)
 
 
-class LionOptimizer(Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                p.data.mul_(1 - group["lr"] * 0.1)
-                p.add_(average.clone().mul_(0.9).add(p.grad, alpha=0.1).sign_(), alpha=-group["lr"])
-                average.mul_(0.99).add_(p.grad, alpha=0.01)
-        return loss
-
-
-@case("Lion")
-class Lion(Natural):
-    def configure_optimizers(self) -> Optimizer:
-        return LionOptimizer(self.parameters(), 1e-2)
-
-
-class ShampooOptimizer(Optimizer):
+class Shampoo(OfEach):
     """Needs whole matrices; its state has other shapes than parameters."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                g, state = p.grad.view(p.shape[0], -1) if p.ndim > 1 else p.grad.view(1, -1), self.state[p]
-                if not state:
-                    state["left"] = 1e-1 * torch.eye(g.shape[0], dtype=g.dtype, device=g.device)
-                    state["right"] = 1e-1 * torch.eye(g.shape[1], dtype=g.dtype, device=g.device)
-                state["left"] += g @ g.t()
-                state["right"] += g.t() @ g
-                p.sub_((_root(state["left"]) @ g @ _root(state["right"])).view_as(p), alpha=group["lr"])
-        return loss
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        g = grad.view(p.shape[0], -1) if p.ndim > 1 else grad.view(1, -1)
+        if not state:
+            state["left"] = 1e-1 * torch.eye(g.shape[0], dtype=g.dtype, device=g.device)
+            state["right"] = 1e-1 * torch.eye(g.shape[1], dtype=g.dtype, device=g.device)
+        state["left"] += g @ g.t()
+        state["right"] += g.t() @ g
+        p.sub_((_root(state["left"]) @ g @ _root(state["right"])).view_as(p), alpha=group["lr"])
 
 
 def _root(matrix: Tensor) -> Tensor:
@@ -190,10 +163,10 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors @ torch.diag(values.pow(-0.25)) @ vectors.t()
 
 
-@case("Shampoo")
-class Shampoo(Natural):
-    def configure_optimizers(self) -> Optimizer:
-        return ShampooOptimizer(self.parameters(), 1e-2)
+case("LARS")(simple(lambda m: Lars(m.parameters(), 0.1, momentum=0.9, eta=0.1)))
+case("LAMB")(simple(lambda m: Lamb(m.parameters(), betas=(0.9, 0.99))))
+case("Lion")(simple(lambda m: Lion(m.parameters())))
+case("Shampoo")(simple(lambda m: Shampoo(m.parameters())))
 
 
 class CountingSGD(torch.optim.SGD):

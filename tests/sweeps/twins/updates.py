@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,49 +11,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.sweeps.twins.base import Manual, Natural, case
+from tests.sweeps.twins.optimizers import OfEach, simple
 
 
-def simple(build: Callable[[Natural], Any]) -> type:
-    """A module with this optimizer."""
-
-    class Optimized(Natural):
-        def configure_optimizers(self) -> Any:
-            return build(self)
-
-    return Optimized
-
-
-class Soap(Optimizer):
+class Soap(OfEach):
     """Adam in the eigenbasis of Shampoo's preconditioners."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-3, "every": 2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad, self.state[p]
-                if "step" not in state:
-                    state["step"] = 0
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
-                    state["GG"] = [torch.arange(n).to(grad).diag() * 1e-2 for n in grad.shape]
-                    state["Q"] = None
-                self.precondition(grad, state)
-                if state["Q"] is None:
-                    state["Q"] = [torch.linalg.eigh(m)[1] for m in state["GG"]]
-                state["step"] += 1
-                projected = self.project(grad, state["Q"])
-                state["exp_avg"].lerp_(grad, 0.1)
-                state["exp_avg_sq"].mul_(0.95).add_(projected.square(), alpha=0.05)
-                update = self.project(state["exp_avg"], state["Q"]) / (state["exp_avg_sq"].sqrt() + group["eps"])
-                p.add_(self.back(update, state["Q"]), alpha=-group["lr"])
-                if state["step"] % group["every"] == 0:
-                    state["Q"] = [torch.linalg.qr(m @ q)[0] for m, q in zip(state["GG"], state["Q"], strict=True)]
-        return loss
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "step" not in state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+            state["GG"] = [torch.arange(n).to(grad).diag() * 1e-2 for n in grad.shape]
+            state["Q"] = None
+        self.precondition(grad, state)
+        if state["Q"] is None:
+            state["Q"] = [torch.linalg.eigh(m)[1] for m in state["GG"]]
+        state["step"] += 1
+        projected = self.project(grad, state["Q"])
+        state["exp_avg"].lerp_(grad, 0.1)
+        state["exp_avg_sq"].mul_(0.95).add_(projected.square(), alpha=0.05)
+        update = self.project(state["exp_avg"], state["Q"]) / (state["exp_avg_sq"].sqrt() + group["eps"])
+        p.add_(self.back(update, state["Q"]), alpha=-group["lr"])
+        if state["step"] % group["every"] == 0:
+            state["Q"] = [torch.linalg.qr(m @ q)[0] for m, q in zip(state["GG"], state["Q"], strict=True)]
 
     def precondition(self, grad: Tensor, state: dict[str, Any]) -> None:
         for n in range(grad.ndim):
@@ -72,7 +51,7 @@ class Soap(Optimizer):
         return x
 
 
-case("Soap")(simple(lambda m: Soap(m.parameters())))
+case("Soap")(simple(lambda m: Soap(m.parameters(), betas=(0.9, 0.95), eps=1e-3, every=2)))
 
 
 class Prodigy(Optimizer):
@@ -313,25 +292,14 @@ class Adan(Optimizer):
 case("Adan")(simple(lambda m: Adan(m.parameters())))
 
 
-class QuantizedAdam(Optimizer):
+class QuantizedAdam(OfEach):
     """Blockwise codes in int8 and scales, in place of moments."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                moment = self.read(state, p) if state else torch.zeros_like(p)
-                moment = 0.9 * moment + 0.1 * p.grad
-                state["codes"], state["scales"] = self.write(moment)
-                p.add_(self.read(state, p), alpha=-group["lr"])
-        return loss
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moment = self.read(state, p) if state else torch.zeros_like(p)
+        moment = 0.9 * moment + 0.1 * grad
+        state["codes"], state["scales"] = self.write(moment)
+        p.add_(self.read(state, p), alpha=-group["lr"])
 
     def write(self, moment: Tensor) -> tuple[Tensor, Tensor]:
         flat = moment.flatten()
