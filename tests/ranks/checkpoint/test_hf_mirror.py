@@ -21,47 +21,13 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
 from tests.ranks.state.test_state import NoFullTensor
 from tests.support import adapters, tiny
+from tests.support.hub import Causal, model_of
 from tests.support.nets import lora
 from tests.support.pool import run_each, run_ranks, selected
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 TP_FSDP = {**TP, "data_parallel_shard_size": 2}
 PP = {"pipeline_parallel_size": 2}
-MOE = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def config(kind: str) -> Any:
-    import transformers
-
-    return {
-        "llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=False),
-        "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
-        "mixtral": lambda: transformers.MixtralConfig(**MOE, tie_word_embeddings=False),
-        "bert": lambda: transformers.BertConfig(**SIZES, intermediate_size=24, max_position_embeddings=32),
-    }[kind]()
-
-
-class Causal(pl.LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def configure_model(self) -> None:
-        import transformers
-
-        if not hasattr(self, "model"):
-            auto = transformers.AutoModelForMaskedLM if self.kind == "bert" else transformers.AutoModelForCausalLM
-            self.model = auto.from_config(config(self.kind))
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        (tokens,) = batch
-        more = {} if self.kind == "bert" else {"use_cache": False}
-        return self.model(input_ids=tokens, labels=tokens, **more).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def trained(kind: str, strategy: dict[str, Any], path: str, options: dict[str, Any]) -> None:
@@ -100,8 +66,15 @@ def mirrored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for way in selected(request, "way"):
         world, kind, strategy, options = WAYS[way]
         calls[way] = (world, trained, kind, strategy, str(folder / way), options)
+    calls["saved"] = (2, trained, "llama-tied", {}, str(folder / "saved"), {"size_per_shard": 0.004})
     run_each(calls)
     return folder
+
+
+@pytest.fixture
+def saved(mirrored: Path) -> Path:
+    """A checkpoint of two ranks in several files; tests must not change it."""
+    return mirrored / "saved"
 
 
 @pytest.mark.parametrize("way", [*[*WAYS][:1], *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
@@ -133,14 +106,6 @@ def hub_files(path: Path) -> list[Path]:
 def names_in(file: Path) -> set[str]:
     length = int.from_bytes(file.read_bytes()[:8], "little")
     return json.loads(file.read_bytes()[8 : 8 + length]).keys() - {"__metadata__"}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two ranks in several files; tests must not change it."""
-    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_ranks(2, trained, "llama-tied", {}, str(path), {"size_per_shard": 0.004})
-    return path
 
 
 def damaged(saved: Path, copy: Path, name: str, at: int) -> list[str]:
@@ -218,11 +183,9 @@ def test_a_model_with_adapters_is_refused_before_anything_is_written(tmp_path: P
 def test_a_disk_that_is_full_for_the_second_copy_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers
-
     path = tmp_path / "a.ckpt"
     module = torch.nn.Module()
-    module.model = transformers.AutoModelForCausalLM.from_config(config("llama"))
+    module.model = model_of("llama")
     io = ShardCkptIO(also="huggingface")
     io.attach(Ranks.alone(), module, {})
     io.save_checkpoint({"state_dict": module.state_dict(), "global_step": 1}, path)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -21,7 +20,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.ranks.export import test_huggingface_out as hugging_face
-from tests.ranks.export.test_consolidate import flip, in_small_windows
+from tests.ranks.export.test_consolidate import flip
 from tests.support import zoo
 from tests.support.pool import run_ranks
 from tests.support.stores import IMPATIENT, Bucket, Proxy
@@ -77,18 +76,6 @@ def test_a_checkpoint_in_a_store_is_exported_with_the_same_bytes_and_read_once(
         assert proxy.sent_bytes <= 1.05 * LARGE_BYTES
         expected = consolidate(large, tmp_path / f"{format} of a disk", format=format)  # type: ignore[arg-type]
         assert found.read_bytes() == expected.read_bytes()
-
-
-def test_experts_are_cut_apart_in_small_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = hugging_face.saved(hugging_face.Wrapped(hugging_face.built("mixtral")), tmp_path / "a.ckpt")
-    tuning = in_small_windows(monkeypatch, 200)
-    for number, more in enumerate(({}, {"size_per_shard": 0.005}, {"dtype": "float64"})):
-        options: dict[str, Any] = {"format": "huggingface", **more}
-        expected = consolidate(path, tmp_path / f"whole{number}", **options)
-        found = consolidate(path, tmp_path / f"out{number}", **options, tuning=tuning)
-        contents = [{one.name: one.read_bytes() for one in folder.iterdir()} for folder in (expected, found)]
-        assert any(b"experts.2." in one for one in contents[0].values())
-        assert contents[0] == contents[1]
 
 
 def test_a_damaged_part_of_an_expert_is_found(tmp_path: Path) -> None:

@@ -21,55 +21,36 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.hf_document import HuggingFace
 from tests.ranks.export.test_consolidate import in_small_windows
 from tests.support import tiny
+from tests.support.hub import Causal, model_of
 from tests.support.pool import run_each, selected
 from tests.support.small import edit
-from tests.unit.state.test_hf_document import LLAMA, Wrapped, llama
+from tests.unit.state.test_hf_document import Wrapped, llama
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}
 
 
 def built(kind: str) -> Any:
-    """A tiny model with random weights."""
+    """A tiny model with random weights; of BERT the model alone."""
     import transformers
 
-    makers: dict[str, Any] = {
-        "llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=False),
-        "tied llama": lambda: transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True),
-        "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
-        ),
-        "mixtral": lambda: transformers.MixtralConfig(**LLAMA, num_local_experts=3),
-        "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
-            **LLAMA, head_dim=4, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8
-        ),
-    }
-    if kind == "bert":
-        sizes = {k: LLAMA[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
-        return transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=4))
-    return transformers.AutoModelForCausalLM.from_config(makers[kind]())
+    model = model_of(kind)
+    return transformers.BertModel(model.config) if kind == "bert" else model
 
 
-class Trained(pl.LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
+class Trained(Causal):
     def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.net = built(self.kind)
-            if self.kind == "bert":
-                self.head = nn.Linear(16, tiny.VOCABULARY)
+        if self.kind != "bert":
+            super().configure_model()
+        elif not hasattr(self, "model"):
+            self.model, self.head = built(self.kind), nn.Linear(16, tiny.VOCABULARY)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if self.kind != "bert":
+            return super().training_step(batch, index)
         (tokens,) = batch
-        if self.kind == "bert":
-            hidden = self.net(input_ids=tokens).last_hidden_state
-            return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
-        return self.net(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        hidden = self.model(input_ids=tokens).last_hidden_state
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
 
 def train(kind: str, strategy: Any, path: str) -> dict[str, Any]:
@@ -100,12 +81,12 @@ def answers(model: Any) -> torch.Tensor:
 
 WAYS = {
     "llama, tp2": ("llama", TP),
-    "tied llama, pp2": ("tied llama", PP),
-    "tied llama": ("tied llama", {}),
+    "tied llama, pp2": ("llama-tied", PP),
+    "tied llama": ("llama-tied", {}),
     "mixtral": ("mixtral", {}),
     "bert": ("bert", {}),
     "gpt2": ("gpt2", {}),
-    "qwen3 moe": ("qwen3 moe", {}),
+    "qwen3-moe": ("qwen3-moe", {}),
 }
 
 
@@ -125,7 +106,7 @@ def test_from_pretrained_loads_what_was_trained_and_answers_the_same(
     kind, path = WAYS[way][0], trained[0] / way
     weights = {k: t for rank in trained[1][way] for k, t in rank.items()}
     judge = built(kind)
-    own = {k.removeprefix("model/net."): t for k, t in weights.items() if k.startswith("model/net.")}
+    own = {k.removeprefix("model/model."): t for k, t in weights.items() if k.startswith("model/model.")}
     missing, unexpected = judge.load_state_dict(own, strict=False)
     assert unexpected == [] and set(missing) <= {"lm_head.weight"}
     judge.tie_weights()
@@ -155,7 +136,7 @@ def saved(module: nn.Module, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["tied llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama-tied", "mixtral"])
 def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: Path) -> None:
     model = built(kind)
     folder = consolidate(saved(Wrapped(model), tmp_path / "a.ckpt"), format="huggingface", dtype="bfloat16")
@@ -165,14 +146,17 @@ def test_a_dtype_is_that_of_the_weights_and_of_the_config(kind: str, tmp_path: P
     assert tiny.differences(found.state_dict(), model.bfloat16().state_dict()) == []
 
 
-def test_experts_are_cut_apart_alike_in_windows_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"size_per_shard": 0.005}, {"dtype": "float64", "size_per_shard": 0.005}])
+def test_experts_are_cut_apart_alike_in_windows_of_any_size(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
     found = []
-    for name, nbytes in (("a", 4 << 20), ("b", 200), ("c", 72)):
-        small = {"size_per_shard": 0.005, "tuning": in_small_windows(monkeypatch, nbytes)}
-        folder = consolidate(path, tmp_path / name, format="huggingface", dtype="float64", **small)
+    for name, tuning in (("a", {}), *((str(n), {"tuning": in_small_windows(monkeypatch, n)}) for n in (200, 72))):
+        folder = consolidate(path, tmp_path / name, format="huggingface", **options, **tuning)
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert found[0] == found[1] == found[2] and len(found[0]) > 5
+    assert any(b"experts.2." in content for content in found[0].values())
+    assert found[0] == found[1] == found[2] and (len(found[0]) > 5) == ("size_per_shard" in options)
 
 
 def test_what_a_stage_with_the_first_layer_knows_is_enough_for_all_layers(tmp_path: Path) -> None:

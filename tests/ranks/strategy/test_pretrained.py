@@ -18,48 +18,21 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from tests.support import tiny
+from tests.support import hub, tiny
+from tests.support.hub import loss_of, model_of
 from tests.support.nets import full_state
 from tests.support.pool import run_each, run_ranks, selected
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
 OLD = ["gpt2:as on the hub", "bert:as once"]
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 
 
-def model_of(kind: str) -> Any:
-    import transformers  # costs seconds, in the ranks that need it only
+class Causal(hub.Causal):
+    """Notes its first weights, and its loss."""
 
-    none = {"attention_dropout": 0.0}
-    gpt = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    bert = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    experts = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "num_experts": 11}
-    configs: dict[str, Any] = {
-        "llama": lambda: transformers.LlamaConfig(**LLAMA, **none, tie_word_embeddings=False),
-        "llama-tied": lambda: transformers.LlamaConfig(**LLAMA, **none, tie_word_embeddings=True),
-        "qwen3": lambda: transformers.Qwen3Config(**LLAMA, **none, head_dim=4, tie_word_embeddings=False),
-        "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, **gpt),
-        "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**LLAMA, **none, **experts, num_experts_per_tok=2),
-        "mixtral": lambda: transformers.MixtralConfig(**LLAMA, **none, num_local_experts=3, num_experts_per_tok=2),
-        "vit": lambda: transformers.ViTConfig(image_size=8, patch_size=4, **VISION),
-        "bert": lambda: transformers.BertConfig(**SIZES, **bert, intermediate_size=24, max_position_embeddings=32),
-    }
-    kind = kind.partition(":")[0]
-    others = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
-    auto = others.get(kind, transformers.AutoModelForCausalLM)
-    return auto.from_config(configs[kind]())
-
-
-class Causal(pl.LightningModule):
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.first, self.loss = kind, {}, 0.0
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = model_of(self.kind)
+        super().__init__(kind)
+        self.first, self.loss = dict[str, Tensor](), 0.0
 
     def on_train_start(self) -> None:
         self.first = {name: tiny.whole(value) for name, value in self.state_dict().items()}
@@ -72,13 +45,6 @@ class Causal(pl.LightningModule):
         loss = loss_of(self.model, tokens)
         self.tokens, self.loss = tokens, loss.item()
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    return model(input_ids=tokens, labels=tokens).loss
 
 
 def save_all(folder: str) -> None:
