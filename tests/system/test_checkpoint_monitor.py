@@ -17,7 +17,7 @@ from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.ranks.checkpoint.test_async import Gated, disk_error, gated_io
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 Row = dict[str, float]
 SEEN = ("step", "save/bytes", "save/pending")
@@ -63,15 +63,28 @@ def logged_as_they_return(folder: str, strategy: Any) -> list[Row]:
     return rows(trainer.loggers[0].log_dir or "")
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"data_parallel_shard_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow), "ddp"],
-    ids=["fsdp", "pipeline", "ddp, which saves on rank 0"],
-)
-def test_each_save_is_logged_at_its_step_with_the_bytes_that_are_on_disk(strategy: Any, tmp_path: Path) -> None:
-    logged = run_ranks(2, logged_as_they_return, str(tmp_path), strategy)[0]
+STRATEGIES: dict[str, Any] = {
+    "fsdp": {"data_parallel_shard_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "ddp": "ddp",  # which saves on rank 0
+}
+
+
+@pytest.fixture(scope="module")
+def logged_by(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[Row]]]]:
+    """The folders of runs, by strategy, and what they logged."""
+    folder = tmp_path_factory.mktemp("runs")
+    calls = {name: (2, logged_as_they_return, f"{folder}/{name}", one) for name, one in STRATEGIES.items()}
+    return folder, run_each(calls)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_save_is_logged_at_its_step_with_the_bytes_that_are_on_disk(
+    strategy: str, logged_by: tuple[Path, dict[str, list[list[Row]]]]
+) -> None:
+    logged = logged_by[1][strategy][0]
     saves = saves_in(logged)
-    sizes = [bytes_of(f"{tmp_path}/step={n}.ckpt") for n in (1, 2, 3)]
+    sizes = [bytes_of(f"{logged_by[0]}/{strategy}/step={n}.ckpt") for n in (1, 2, 3)]
     assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, size, 0] for n, size in enumerate(sizes)]
     assert all(row["save/blocked_seconds"] >= row["save/seconds"] > 0 for row in saves)
     assert len([row for row in logged if "loss" in row]) == 3  # and what the module logs is there as ever

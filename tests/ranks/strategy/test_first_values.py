@@ -22,7 +22,7 @@ from lightning_shardckpt import save
 from lightning_shardckpt.errors import StateError, UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy as OfFabric
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, run_ranks
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -108,10 +108,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_model_on_the_meta_device_begins_as_from_pretrained_does(topology: str, base: str) -> None:
-    world, strategy = TOPOLOGIES[topology]
-    assert run_ranks(world, begin_a_judge, base, strategy) == [[]] * world
+def test_a_model_on_the_meta_device_begins_as_from_pretrained_does(base: str) -> None:
+    calls = {name: (world, begin_a_judge, base, strategy) for name, (world, strategy) in TOPOLOGIES.items()}
+    assert run_each(calls) == {name: [[]] * world for name, (world, _) in TOPOLOGIES.items()}
 
 
 class Anchored(nn.Linear):

@@ -24,7 +24,9 @@ from torch.utils.data import (
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support import tiny
-from tests.support.pool import RankFailure, run_ranks
+from tests.support.pool import RankFailure, run_each, run_ranks
+
+Found = dict[Any, list[Any]]
 
 
 class Rows(Dataset[Any]):
@@ -84,16 +86,15 @@ def load_by_fabric() -> str:
     return str(error.value)
 
 
-def test_a_loader_that_would_batch_its_batches_is_refused() -> None:
+def test_a_loader_that_would_batch_its_batches_is_refused(found: Found) -> None:
     """One process reads batches of four; what a rank reads otherwise has another shape, or other samples."""
     batches = [[float(4 * n + k) for k in range(4)] for n in range(4)]
-    (alone,) = run_ranks(1, train, True, "auto", True, init_process_group=False)
-    assert alone == batches
-    for rank, (error, remedied, by_torch) in enumerate(run_ranks(2, train_alike)):
+    assert found["alone"] == [batches]
+    for rank, (error, remedied, by_torch) in enumerate(found[train_alike]):
         assert error.startswith("LoadsBatches puts the batches of its sampler into batches of 1"), error
         assert remedied == batches
         assert by_torch == batches[rank::2], "torch's own class keeps its batches"
-    for error in run_ranks(2, load_by_fabric):
+    for error in found[load_by_fabric]:
         assert error.startswith("LoadsBatches puts the batches of its sampler"), error
 
 
@@ -123,12 +124,12 @@ def see_given(strategy: Any) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_on_one_process() -> None:
-    (alone,) = run_ranks(1, see_given, "auto", init_process_group=False)
-    for rank, found in enumerate(run_ranks(2, see_given, {})):
+def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_on_one_process(found: Found) -> None:
+    (alone,) = found["given, alone"]
+    for rank, given in enumerate(found[see_given]):
         for kind in ("rows", "all", "few"):
-            assert found[kind] == [batch[rank::2] for batch in alone[kind]], kind
-        assert [len(batch) for batch in found["drawn"]] == [2] * 10, "as many as are drawn"
+            assert given[kind] == [batch[rank::2] for batch in alone[kind]], kind
+        assert [len(batch) for batch in given["drawn"]] == [2] * 10, "as many as are drawn"
         assert set(map(len, alone["drawn"])) == {4} and len(alone["drawn"]) == 10
 
 
@@ -153,8 +154,8 @@ def predict_odd() -> tuple[str, int]:
     return str(error.value), len(tiny.trainer({}).predict(Predicts(own=False), DataLoader(rows, batch_size=4)) or ())
 
 
-def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters() -> None:
-    for error, batches in run_ranks(2, predict_odd):
+def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters(found: Found) -> None:
+    for error, batches in found[predict_odd]:
         assert "different numbers of batches, here [[8.0], [7.0]]" in error
         assert batches == 2
 
@@ -205,17 +206,26 @@ PIPELINES = {**REPLICAS, "pipeline_parallel_size": 2}
 HSDP = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}
 
 
-@pytest.mark.parametrize(
-    ("stage", "strategy"), [("fit", {}), ("fit", REPLICAS), ("test", {}), ("predict", {}), ("test", PIPELINES)]
-)
-def test_streams_of_unequal_length_are_refused_where_ranks_step_together(stage: str, strategy: dict[str, int]) -> None:
-    errors = run_ranks(4 if strategy is PIPELINES else 2, evaluate_uneven, stage, strategy)
-    assert all("which has no length" in str(error) for error in errors), errors
+UNEVEN: dict[str, tuple[Any, ...]] = {
+    "fit": (2, evaluate_uneven, "fit", {}),
+    "fit replicas": (2, evaluate_uneven, "fit", REPLICAS),
+    "test": (2, evaluate_uneven, "test", {}),
+    "predict": (2, evaluate_uneven, "predict", {}),
+    "test pipelines": (4, evaluate_uneven, "test", PIPELINES),
+}
+OF_REPLICAS: dict[str, tuple[Any, ...]] = {
+    "replicas": (2, evaluate_uneven, "test", REPLICAS),
+    "hsdp": (4, evaluate_uneven, "test", HSDP),
+}
 
 
-@pytest.mark.parametrize(("strategy", "batches"), [(REPLICAS, [2, 4]), (HSDP, [2, 2, 4, 4])])
-def test_replicas_test_different_numbers_of_batches(strategy: dict[str, int], batches: list[int]) -> None:
-    assert run_ranks(len(batches), evaluate_uneven, "test", strategy) == batches
+@pytest.mark.parametrize("case", UNEVEN)
+def test_streams_of_unequal_length_are_refused_where_ranks_step_together(case: str, found: Found) -> None:
+    assert all("which has no length" in str(error) for error in found[case]), found[case]
+
+
+def test_replicas_test_different_numbers_of_batches(found: Found) -> None:
+    assert (found["replicas"], found["hsdp"]) == ([2, 4], [2, 2, 4, 4])
 
 
 class Shuffles(Net):
@@ -232,6 +242,14 @@ def see_shuffled() -> list[float]:
     return [row for batch in module.seen for row in batch]
 
 
-def test_a_random_sampler_in_a_batch_sampler_shuffles() -> None:
-    for rank, rows in enumerate(run_ranks(2, see_shuffled)):
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What each rank saw of all these, one after another."""
+    calls: dict[Any, tuple[Any, ...]] = {fn: (2, fn) for fn in (train_alike, load_by_fabric, see_shuffled, predict_odd)}
+    calls |= {see_given: (2, see_given, {}), "given, alone": (1, see_given, "auto")}
+    return run_each({**calls, "alone": (1, train, True, "auto", True), **OF_REPLICAS, **UNEVEN})
+
+
+def test_a_random_sampler_in_a_batch_sampler_shuffles(found: Found) -> None:
+    for rank, rows in enumerate(found[see_shuffled]):
         assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]  # type: ignore[arg-type]  # a Sequence does
