@@ -225,13 +225,6 @@ class SumOfAuxiliary(Good):
         return loss + sum(auxiliary)
 
 
-class LastAuxiliary(SumOfAuxiliary):
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = loss_of(self(batch), batch)
-        last: Any = self.layers[-1]
-        return loss + last.auxiliary.detach()
-
-
 class LastAuxiliaryOfValidation(SumOfAuxiliary):
     def validation_step(self, batch: Any, index: int) -> Any:
         self(batch)
@@ -547,19 +540,6 @@ class ReturnsNothing(Good):
 # --- what only one process would do with a batch ---
 
 
-class Averaging(Good):
-    class Layer(Layer):
-        """Adds a little of a moving average of activations, which is no buffer."""
-
-        mean: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            now = x.detach().mean()
-            self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
-            return x + 1e-6 * self.mean
-
-
 class Centering(Good):
     class Layer(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -719,7 +699,6 @@ CASES = {
     ),
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "sum of auxiliary losses": Case(SumOfAuxiliary, (CHANGES,)),
-    "auxiliary loss of the last layer": Case(LastAuxiliary, (CHANGES,)),
     "auxiliary loss, validation": Case(LastAuxiliaryOfValidation, (CHANGES,), run="validate"),
     "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 changes a list or dict", "return the needed values")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
@@ -755,7 +734,6 @@ CASES = {
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
     "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
-    "moving average in an attribute": Case(Averaging, ("layers.0.mean is an attribute that changes with every call",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
     "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),
