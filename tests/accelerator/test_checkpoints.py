@@ -116,34 +116,40 @@ def test_windows_of_a_device_have_the_bytes_of_its_tensors_in_any_order() -> Non
     run_on_gpus(1, _windows)
 
 
-@pytest.mark.slow
-def test_an_asynchronous_save_has_the_values_of_its_step(
-    saved: tuple[str, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    path = str(tmp_path / "middle.ckpt")
-    run_on_gpus(2, _straight, path, {"use_async": True})
-    expected, found = (_loaded_by_one_process(each) for each in (saved[0], path))
-    assert differences(expected, found) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [TENSOR_PARALLEL, REPLICAS], ids=["tensor parallel", "replicas"])
-def test_a_checkpoint_loads_on_another_topology_of_gpus(
-    saved: tuple[str, list[dict[str, Any]]], strategy: Mapping[str, Any]
-) -> None:
-    loaded = run_on_gpus(2, _resumed, strategy, saved[0], SAVED, {"accelerator": "cuda"})
-    assert differences(_loaded_by_one_process(saved[0]), loaded[0]["state"]) == []
-
-
 def _loaded_by_one_process(path: str) -> dict[str, Any]:
     (loaded,) = run_ranks(1, _resumed, {}, path, SAVED, {}, init_process_group=False)
     return dict(loaded["state"])
 
 
+@pytest.fixture(scope="module")
+def expected(saved: tuple[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What one process, without a GPU, loads of it."""
+    return _loaded_by_one_process(saved[0])
+
+
+@pytest.mark.slow
+def test_an_asynchronous_save_has_the_values_of_its_step(expected: dict[str, Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    run_on_gpus(2, _straight, path, {"use_async": True})
+    assert differences(expected, _loaded_by_one_process(path)) == []
+
+
+def _resumed_by_each(strategies: list[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
+    return [_resumed(strategy, path, SAVED, {"accelerator": "cuda"}) for strategy in strategies]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_on_other_topologies_of_gpus(
+    saved: tuple[str, list[dict[str, Any]]], expected: dict[str, Any]
+) -> None:
+    for loaded in run_on_gpus(2, _resumed_by_each, [TENSOR_PARALLEL, REPLICAS], saved[0])[0]:
+        assert differences(expected, loaded["state"]) == []
+
+
 def test_a_checkpoint_of_gpus_resumes_on_cpus_and_theirs_on_gpus(
-    saved: tuple[str, list[dict[str, Any]]], tmp_path: Path
+    saved: tuple[str, list[dict[str, Any]]], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     back = str(tmp_path / "back.ckpt")
     run_ranks(2, _resumed, {}, saved[0], SAVED, {"save": back})
     loaded = run_on_gpus(2, _resumed, {}, back, SAVED, {"accelerator": "cuda"})
-    assert differences(_loaded_by_one_process(saved[0]), loaded[0]["state"]) == []
+    assert differences(expected, loaded[0]["state"]) == []

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from tests.accelerator.ranks import run_on_gpus
-from tests.support.pool import run_ranks
+from tests.support.pool import run_each, selected
 from tests.support.tiny import TP_PLAN, TinyLM, fit, loader, trainer
 
 pytestmark = pytest.mark.gpu
@@ -75,12 +75,33 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [] if name in QUICK else [pytest.mark.slow, *([pytest.mark.sweep] if name in SWEPT else [])]
 
 
+def _losses_of(names: list[str]) -> dict[str, list[float]]:
+    return {name: _losses(CASES[name][1], "cuda", CASES[name][2]) for name in names}
+
+
+Found = dict[str, list[list[float]]]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> tuple[Found, Found]:
+    """What each rank found on CPUs and on GPUs, by name; runs of one world share its processes."""
+    names, together = selected(request, "name"), dict[tuple[int, str], list[str]]()
+    calls, on_gpus = dict[str, Any](), Found()
+    for name in names:
+        world, strategy, options, _ = CASES[name]
+        calls[name] = world, _losses, strategy, "cpu", ON_CPUS.get(name, options)
+        together.setdefault((world, name if name in GROUPS else ""), []).append(name)
+    for (world, own), some in together.items():
+        ranks = run_on_gpus(world, _losses_of, some, timeout_s=300, **GROUPS.get(own, {}))
+        on_gpus |= {name: [rank[name] for rank in ranks] for name in some}
+    return run_each(calls), on_gpus
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])
-def test_losses_are_those_on_cpus(name: str) -> None:
-    world, strategy, options, tolerance = CASES[name]
-    on_cpus = run_ranks(world, _losses, strategy, "cpu", ON_CPUS.get(name, options), init_process_group=world > 1)
-    on_gpus = run_on_gpus(world, _losses, strategy, "cuda", options, **GROUPS.get(name, {}))
-    torch.testing.assert_close(torch.tensor(on_gpus), torch.tensor(on_cpus), rtol=tolerance, atol=0)
+def test_losses_are_those_on_cpus(name: str, found: tuple[Found, Found]) -> None:
+    on_cpus, on_gpus = (torch.tensor(one[name]) for one in found)
+    assert len(on_gpus) == CASES[name][0]
+    torch.testing.assert_close(on_gpus, on_cpus, rtol=CASES[name][3], atol=0)
 
 
 def test_groups_of_their_members_alone_come_up_with_a_barrier_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +153,12 @@ def _functions_of_lists(strategy: Mapping[str, Any]) -> set[str]:
     return mode.names
 
 
-@pytest.mark.parametrize("strategy", [{}, TENSOR_PARALLEL], ids=["FSDP", "tensor parallel"])
-def test_an_optimizer_steps_by_functions_of_lists_as_on_one_process(strategy: Mapping[str, Any]) -> None:
+def test_an_optimizer_steps_by_functions_of_lists_as_on_one_process() -> None:
     (expected,) = run_on_gpus(1, _functions_of_lists, {})
     assert "_foreach_addcdiv_" in expected
-    assert run_on_gpus(2, _functions_of_lists, strategy) == [expected] * 2
+    for found in run_on_gpus(2, _functions_of_lists_of_each, [{}, TENSOR_PARALLEL]):
+        assert found == [expected] * 2
+
+
+def _functions_of_lists_of_each(strategies: list[Mapping[str, Any]]) -> list[set[str]]:
+    return [_functions_of_lists(strategy) for strategy in strategies]
