@@ -110,6 +110,40 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
+Check = Callable[[Sequence[Any], Sequence[Tensor | None] | None], None]
+"""(inputs of ``torch.autograd.grad``, their gradients, or None if autograd found that one is unused) → an error."""
+
+
+def check_unused_inputs(check: Check) -> Callable[[], None]:
+    """Call ``check`` when ``torch.autograd.grad`` finds unused inputs inside a backward; return the undo.
+
+    Relies on ``torch.autograd.grad`` calling the ``_engine_run_backward`` of its module, with the inputs as the fifth
+    argument by position.
+    """
+    module: Any = torch.autograd
+    run_backward = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 5 or not args[4] or not in_backward():
+            return run_backward(*args, **kwargs)
+        try:
+            gradients = run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" in str(error):
+                check(args[4], None)
+            raise
+        if any(gradient is None for gradient in gradients or ()):
+            check(args[4], gradients)
+        return gradients
+
+    module._engine_run_backward = run
+
+    def undo() -> None:
+        module._engine_run_backward = run_backward
+
+    return undo
+
+
 _NOT_OF_USERS = ("torch.", "lightning_shardckpt.")
 _OF_TORCH: Any = torch.autograd.Function.__dict__["apply"]
 

@@ -38,7 +38,7 @@ GUARDED = {
     "fsdp2": (
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
-        "UsesOneOfTwo",
+        *("UsesOneOfTwo", "GoesBackByItself"),
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
@@ -195,6 +195,7 @@ IN_PIPELINES = (
     *("TakesFromAnIterator", "CountsInLayers", "ScalesActivations", "RetainsGradients", "PenalizesInputGradients"),
 )
 """One for each reason for which pipelines refuse; test_pipeline_refusals has the other reasons."""
+OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"
 NAMED = [
     ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
     ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
@@ -203,6 +204,8 @@ NAMED = [
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
     ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
     ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Softmax) computes something else when it is sharded"),
+    *((topology, "GoesBackAlongLayers", OF_ARGUMENTS) for topology in ("fsdp2", "tp2")),
+    ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "which tensor_parallel_plan shards, was assigned a whole parameter"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),

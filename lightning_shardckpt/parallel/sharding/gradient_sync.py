@@ -35,7 +35,6 @@ from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     all_reduce_gradients,
     is_reduced,
 )
-from lightning_shardckpt.parallel.tensors.derivatives import explain_unused_inputs
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import sharding_of
 
@@ -123,7 +122,7 @@ class GradientSync:
             module.set_requires_gradient_sync(not self.is_blocked, recurse=False)
         self._guard_gradients()
         try:
-            with self.no_sync(self.is_blocked), explain_unused_inputs():
+            with self.no_sync(self.is_blocked):
                 yield
         except BaseException:
             for replicated in self._replicated:

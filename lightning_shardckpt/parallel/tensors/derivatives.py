@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -24,7 +23,7 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     new_like,
     rows_like,
 )
-from lightning_shardckpt.parallel.tensors.values import gather_whole
+from lightning_shardckpt.parallel.tensors.values import GATHERED, gather_whole
 
 GATHERED_BY_FSDP = "_shardckpt_gathered_by_fsdp"
 """Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of the autograd node whose
@@ -36,33 +35,37 @@ def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a custom autograd function with sharded tensors gathered. Differentiable."""
     if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
         return args
-    _custom_functions.add(function.__qualname__)
     with without_torch_function():
         return tuple(gather_whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
 
 
-_custom_functions = set[str]()
-"""The names of functions that got whole tensors from `gather_arguments`."""
+def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | None] | None) -> None:
+    """Raise if gathered copies of parameters are among ``inputs``, and none of them has a gradient.
 
+    A custom autograd function that runs a module in its backward, as adjoint methods do, asks for the gradients of the
+    parameters that were its arguments. These are copies from its forward, but the module has used other ones.
 
-@contextmanager
-def explain_unused_inputs() -> Iterator[None]:
-    """Inside a backward, turn autograd's error about unused inputs into one that names the custom functions.
+    Args:
+        inputs: of ``torch.autograd.grad``, some of them unused.
+        gradients: None if autograd has refused unused inputs.
 
     Raises:
-        UnsupportedCodeError: if autograd found an unused input, and a custom function got whole parameters.
+        UnsupportedCodeError: if so.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not _custom_functions or "appears to not have been used in the graph" not in str(error):
-            raise
+    found = [None] * len(inputs) if gradients is None else gradients
+    copies = [(t, g) for t, g in zip(inputs, found, strict=True) if _is_copy(getattr(t, "grad_fn", None))]
+    if copies and all(gradient is None for _, gradient in copies):
         raise UnsupportedCodeError(
-            f"a custom autograd function ({', '.join(sorted(_custom_functions))}) runs a module in its backward, and "
-            "asks for gradients of parameters that were its arguments. It got gathered copies of them, but the module "
-            "uses the parameters: use torch.utils.checkpoint, or call torch.autograd.backward there, and don't pass "
-            "the parameters."
-        ) from error
+            "a custom autograd function runs a module in its backward, and asks torch.autograd.grad for gradients of "
+            f"parameters that were its arguments, the first of shape {tuple(copies[0][0].shape)}. It got gathered "
+            "copies of them, but the module uses the parameters. Ask for those of the module itself there, use "
+            "torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint), or call torch.autograd.backward, and "
+            "don't pass the parameters."
+        )
+
+
+def _is_copy(node: Any) -> bool:
+    return hasattr(node, GATHERED) or hasattr(node, GATHERED_BY_FSDP)
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

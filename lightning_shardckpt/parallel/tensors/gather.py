@@ -142,7 +142,12 @@ class GatherItem:
         return reduced[: self.local.numel()].view(self.local)
 
     def redistribute(self, gradient: Tensor | None) -> Tensor | None:
-        """Give a whole gradient the tensor's placements on the tensor-parallel axes. Differentiable."""
+        """Give a whole gradient the tensor's placements on the tensor-parallel axes. Differentiable.
+
+        Collective if a custom autograd function returns a gradient that ``torch.autograd.grad`` has sharded.
+        """
+        if isinstance(gradient, DTensor) and not self.sharding.model:
+            return gradient.full_tensor()
         if isinstance(gradient, DTensor) and tuple(gradient.placements) != self.sharding.model:
             return gradient.redistribute(placements=self.sharding.model)
         return gradient

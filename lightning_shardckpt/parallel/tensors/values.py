@@ -33,6 +33,10 @@ _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 """Plain tensors that were equal on all ranks: their version then, and the id of the sharding."""
 
 
+GATHERED = "_shardckpt_gathered"
+"""Attribute of the autograd nodes whose outputs are tensors of `gather_whole`."""
+
+
 def sharding_of(tensor: DTensor) -> Sharding:
     """Return how a tensor is sharded."""
     spec = spec_of(tensor)
@@ -70,6 +74,8 @@ def gather_whole(
             peers.announce(what)
         replicated = [Replicate()] * whole.device_mesh.ndim
         whole = whole.redistribute(placements=replicated).to_local(grad_placements=replicated)
+    if whole.grad_fn is not None:
+        setattr(whole.grad_fn, GATHERED, True)
     return whole
 
 

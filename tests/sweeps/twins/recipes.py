@@ -324,6 +324,87 @@ class RecomputesIntoGradients(Natural):
         return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
 
 
+class Adjoint(torch.autograd.Function):
+    """Goes back along a differential equation, as torchdiffeq does, and sums the gradients that it finds."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            for _ in range(3):
+                x = x + 0.1 * field(x)
+        ctx.save_for_backward(x, *parameters)
+        return x
+
+    @classmethod
+    def parameters(cls, ctx: Any) -> list[Tensor]:
+        return list(ctx.saved_tensors[1:])
+
+    @classmethod
+    def sums(cls, ctx: Any, gradient: Tensor) -> Any:
+        x, parameters = ctx.saved_tensors[0], cls.parameters(ctx)
+        sums = [torch.zeros_like(p) for p in parameters]
+        for _ in range(3):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = ctx.field(x)
+                of_x, *found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
+            sums = [a if b is None else a + 0.1 * b for a, b in zip(sums, found, strict=True)]
+            gradient, x = gradient + 0.1 * of_x, x - 0.1 * y
+        return None, gradient, *sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return Adjoint.sums(ctx, gradient)
+
+
+class AdjointOfModule(Adjoint):
+    """The same, for the parameters of the module itself."""
+
+    @classmethod
+    def parameters(cls, ctx: Any) -> list[Tensor]:
+        return list(ctx.field.parameters())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return AdjointOfModule.sums(ctx, gradient)
+
+
+@case()
+class GoesBackAlongLayers(Natural):
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.net.embed(batch[0])
+        for layer in self.net.layers:
+            x = Adjoint.apply(layer, x, *layer.parameters())  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.net.head(x), batch[1])
+
+
+class AdjointLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Adjoint.apply(self.field, x, *self.field.parameters())  # type: ignore[no-any-return, no-untyped-call]
+
+
+@case()
+class GoesBackInLayers(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(AdjointLayer() for _ in range(2))
+
+
+@case(exact=BY_FUNCTION)
+class GoesBackByItself(Natural):
+    def build(self) -> None:
+        self.embed, self.net, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = AdjointOfModule.apply(self.net, self.embed(batch[0]), *self.net.parameters())  # type: ignore[no-untyped-call]
+        return F.cross_entropy(self.head(x), batch[1])
+
+
 class Halved(nn.Module):
     """A layer that checkpoints its own second half, in either way of torch."""
 

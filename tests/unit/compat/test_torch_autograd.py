@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, save_on_cpu
@@ -16,6 +17,7 @@ from lightning_shardckpt.compat.torch_autograd import (
     after_backward,
     backward_number,
     change_arguments,
+    check_unused_inputs,
     in_backward,
     is_batched,
     node_hooks,
@@ -155,6 +157,37 @@ def test_functions_of_users_are_called_with_other_arguments_until_it_ends() -> N
     assert x.grad is not None and x.grad.tolist() == [2, 2]
     assert Multiplied.apply(x, 2).tolist() == [2, 2]
     assert torch.autograd.Function.__dict__["apply"] is of_torch
+
+
+class GradientInBackward(torch.autograd.Function):
+    """Asks for the gradient of something unused in its backward, and then for one that is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, allow_unused: bool) -> torch.Tensor:
+        ctx.allow_unused = allow_unused
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            used, unused = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
+            torch.autograd.grad(used * 2, used)
+            torch.autograd.grad(used * 2, (used, unused), allow_unused=ctx.allow_unused)
+        return gradient, None
+
+
+def test_unused_inputs_of_grad_are_told_inside_a_backward_alone() -> None:
+    x, seen, of_torch = torch.ones(1, requires_grad=True), list[Any](), vars(torch.autograd)["_engine_run_backward"]
+    end = check_unused_inputs(lambda inputs, gradients: seen.append((len(inputs[1]), gradients and gradients[1])))
+    try:
+        GradientInBackward.apply(x, True).backward()
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            GradientInBackward.apply(x, False).backward()
+        assert torch.autograd.grad(x * 2, torch.ones(1, requires_grad=True), allow_unused=True) == (None,)
+    finally:
+        end()
+    assert seen == [(2, None), (2, None)]
+    assert vars(torch.autograd)["_engine_run_backward"] is of_torch
 
 
 def test_norms_are_those_of_each_tensor_in_the_given_dtype() -> None:
