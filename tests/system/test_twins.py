@@ -78,6 +78,7 @@ REFUSED_IN_PIPELINES = {
     "Finetunes": "equal needs the value of net.",
     "TakesFromAnIterator": "weights of TakesFromAnIterator, an iterator or a file, is used before the last layer",
     "CountsInLayers": "net.layers.0.calls is an attribute that changes with every call",
+    "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
     "ScalesActivations": "registers the hook ScalesActivations.training_step",
     "RetainsGradients": "calls retain_grad of a tensor of shape (16, 8)",
@@ -193,6 +194,7 @@ IN_PIPELINES = (
     *("ClipsByNorm", "ClampsInStep", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients"),
     *("PenalizesInBackward", "PenalizesWeights", "HooksInStep", "WatchesModules", "Diffusion"),
     *("TakesFromAnIterator", "CountsInLayers", "ScalesActivations", "RetainsGradients", "PenalizesInputGradients"),
+    "MixesWithTheFlipped",
 )
 """One for each reason for which pipelines refuse; test_pipeline_refusals has the other reasons."""
 OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"

@@ -3,7 +3,7 @@
 Results of microbatches are joined in order. They equal the results of the batch only if each row depends on its own
 sample. That fails if the first dim is not the samples, if the step joins two views of the batch before the layers, or
 if a layer computes with other samples. Shapes don't show it, so on some of the first batches a slice of the samples
-passes through the layers, then the middle of the slice alone, without gradients and dropout. The results are compared,
+passes through the layers, then a part of the slice alone, without gradients and dropout. The results are compared,
 and the gradients of all autograd functions that the layers apply.
 """
 
@@ -30,7 +30,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
 _CHECKED_STEPS = (1, 10, 100)  # layers that start as the identity differ later
-_SLICES = 2  # a slice of the samples, and its middle
+_SLICES = 2  # a slice of the samples, and a part of it
 _HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
 _UNIT = 1e6  # ranks exchange numbers as integers, in millionths
 NOTHING_TO_COMPARE = (1, 0, 0)
@@ -106,10 +106,10 @@ class MicrobatchCheck:
             self._stages.run(trial, _SLICES, "forward", failure=failure)
         difference = 0.0
         if trial.forwards:
-            outputs, middle = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
-            difference = self._difference(outputs, middle, bounds)
-        for grads, of_middle in zip(*gradients, strict=False):
-            difference = max(difference, self._difference(grads, of_middle, bounds))
+            outputs, part = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
+            difference = self._difference(outputs, part, bounds)
+        for grads, of_part in zip(*gradients, strict=False):
+            difference = max(difference, self._difference(grads, of_part, bounds))
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
 
     @staticmethod
@@ -151,27 +151,27 @@ class MicrobatchCheck:
                 live.update(saved)
 
     def _difference(
-        self, all_rows: Sequence[Tensor | None], middle: Sequence[Tensor | None], bounds: tuple[int, int, int]
+        self, all_rows: Sequence[Tensor | None], part: Sequence[Tensor | None], bounds: tuple[int, int, int]
     ) -> float:
-        if len(all_rows) != len(middle):
+        if len(all_rows) != len(part):
             return 0.0  # their number depends on values, which `Results` refuses
-        pairs = [(a, b) for a, b in zip(all_rows, middle, strict=True) if a is not None and b is not None]
+        pairs = [(a, b) for a, b in zip(all_rows, part, strict=True) if a is not None and b is not None]
         return max((self._distance(a, b, *bounds) for a, b in pairs), default=0.0)
 
-    def _distance(self, all_rows: Tensor, middle: Tensor, samples: int, start: int, stop: int) -> float:
-        """Return the relative distance between results of the middle samples, computed alone and among all samples."""
-        shapes = list(enumerate(zip(all_rows.shape, middle.shape, strict=False)))
+    def _distance(self, all_rows: Tensor, part: Tensor, samples: int, start: int, stop: int) -> float:
+        """Return the relative distance between results of some samples, computed alone and among all samples."""
+        shapes = list(enumerate(zip(all_rows.shape, part.shape, strict=False)))
         differing = [(dim, sizes) for dim, sizes in shapes if sizes[0] != sizes[1]]
         is_numeric = all_rows.is_floating_point() or all_rows.is_complex()
-        if all_rows.ndim != middle.ndim or len(differing) != 1 or not middle.numel() or not is_numeric:
+        if all_rows.ndim != part.ndim or len(differing) != 1 or not part.numel() or not is_numeric:
             return 0.0
-        ((dim, (rows, rows_of_middle)),) = differing
-        if rows * (stop - start) != rows_of_middle * samples:
+        ((dim, (rows, rows_of_part)),) = differing
+        if rows * (stop - start) != rows_of_part * samples:
             return 0.0
-        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (all_rows, middle))
+        a, b = ((t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (all_rows, part))
         if self._in_order:
-            a = a.narrow(dim, rows * start // samples, rows_of_middle)
-        else:  # results are never joined, so each row of the middle may equal any row
+            a = a.narrow(dim, rows * start // samples, rows_of_part)
+        else:  # results are never joined, so each row of the part may equal any row
             a, b = (t.movedim(dim, 0).flatten(1).norm(dim=1) for t in (a, b))
             a = a[(b[:, None] - a).abs().argmin(1)]
         difference, size = float((a - b).norm()), float(b.norm())

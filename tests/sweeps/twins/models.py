@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case
+from tests.sweeps.twins.base import BATCH, CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case, dataset
 
 
 @case()
@@ -74,6 +75,21 @@ class Recomputed(Natural):
         x = checkpoint(self.net.layers[0], x, use_reentrant=False)
         x = checkpoint(self.net.layers[1], x, use_reentrant=True)
         return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+@case()
+class MixesWithTheFlipped(Natural):
+    """Mixup as timm has it: each sample with one from the other end of the batch."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        out = self.net(0.7 * batch[0] + 0.3 * batch[0].flip(0))
+        return 0.7 * F.cross_entropy(out, batch[1]) + 0.3 * F.cross_entropy(out, batch[1].flip(0))
+
+    def loader(self) -> DataLoader[Any]:
+        """Each rank has all samples: a sample's partner may be on another rank."""
+        return DataLoader(dataset(), batch_size=BATCH)
+
+    train_dataloader = loader
 
 
 @case()

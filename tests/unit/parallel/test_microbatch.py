@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.microbatch import copy_batch, count_samples, join, split_batch
+from lightning_shardckpt.parallel.pipeline.microbatch import (
+    copy_batch,
+    count_samples,
+    join,
+    slice_for_trial,
+    split_batch,
+)
 
 
 class Pair(NamedTuple):
@@ -276,6 +282,15 @@ def test_nested_tensors_are_refused_by_their_place() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(UnsupportedCodeError, match=r"batch\['x'\] is a NestedTensor"):
         split_batch({"x": nested, "y": torch.ones(2)}, 2)
+
+
+def test_a_part_for_a_trial_has_other_places_and_an_even_size_and_is_no_middle() -> None:
+    for samples, count in itertools.product(range(2, 40), range(2, 9)):
+        (whole, part), (most, start, stop) = slice_for_trial(torch.arange(samples), count)
+        assert torch.equal(part, whole[start:stop]) and len(whole) == most == min(samples, max(6, samples // count))
+        assert 1 <= start < stop <= most
+        assert (stop - start) % 2 == 0 or most == 2
+        assert start != most - stop or most == 4
 
 
 def test_a_dataclass_keeps_what_it_was_given() -> None:
