@@ -56,7 +56,8 @@ _METADATA = _words(
     is_contiguous stride storage_offset names has_names output_nr _version retains_grad is_inference is_shared
     is_pinned get_device _backward_hooks _post_accumulate_grad_hooks _base requires_grad_ __len__ is_same_size
     __hash__ __dir__ _is_view is_coalesced _is_zerotensor is_nonzero_static result_type can_cast is_tensor
-    is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to
+    is_storage _has_compatible_shallow_copy_type is_distributed is_inference_mode_enabled is_set_to grad_dtype
+    _has_grad_dtype_override
     """
 )
 _RANDOM = _words(
