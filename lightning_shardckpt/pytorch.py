@@ -27,7 +27,11 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduce_tensor
-from lightning_shardckpt.compat.lightning_loops import batches_of_evaluation, is_stream_at_end
+from lightning_shardckpt.compat.lightning_loops import (
+    batches_begun,
+    batches_of_evaluation,
+    is_stream_at_end,
+)
 from lightning_shardckpt.compat.lightning_trainer import (
     gather_metrics_over,
     keep_order_of_training,
@@ -39,7 +43,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     wrap_actions,
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
-from lightning_shardckpt.distributed.heartbeat import abort_unfinished
+from lightning_shardckpt.distributed.heartbeat import abort_unfinished, note_batch
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
@@ -58,6 +62,7 @@ from lightning_shardckpt.state.module_io import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
+from lightning_shardckpt.strategy.epoch_ends import EpochEnds
 from lightning_shardckpt.strategy.lightning_module import (
     ModuleBuild,
     attach_sharded,
@@ -116,7 +121,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._build = ModuleBuild()
         self._unmark_user_code: Callable[[], None] = lambda: None
         self._ungather_metrics: Callable[[], None] = lambda: None
-        self._preemption, self._agreement = Preemption(), BatchAgreement()
+        self._preemption, self._agreement, self._epoch_ends = Preemption(), BatchAgreement(), EpochEnds()
         self._joint_updates = JointUpdates()
         self._checkpoints = RunCheckpoints()
 
@@ -313,6 +318,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._checkpoints.stop_position.reset()
         if self._agreement.values is not None and batch_idx == 0:
             self._agreement.values.begin()
+        note_batch(*batches_begun(self._trainer))
         self._check_preemption()
         self._steps.begin_batch(batch, batch_idx)
 
@@ -440,6 +446,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._ranks.wait_until_read()
         self._checkpoints.end()
         self._preemption.unwatch()
+        self._epoch_ends.unwatch()
         self._unmark_user_code()
         if self._meshes is not None and not self._failed and dist.is_initialized():
             keep_meshes(self._meshes)
@@ -527,7 +534,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)
         check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
+        self._epoch_ends.unwatch()  # of a trial run in this fit
         self._checkpoints.start()
+        if not self._is_alone:
+            self._epoch_ends.watch(self._trainer, self._ranks)
 
     @override
     def on_train_end(self) -> None:

@@ -101,6 +101,11 @@ def is_last_batch(trainer: pl.Trainer) -> bool:
     return progress.current.ready == trainer.num_training_batches or progress.is_last_batch
 
 
+def batches_begun(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return the current epoch, from 0, and the number of its batches that have begun."""
+    return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def ends_within_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the run ends after the current batch, before the end of the epoch."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -206,6 +211,33 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
     loop.on_advance_end = on_advance_end  # type: ignore[method-assign,assignment]  # of one loop
 
     def undo() -> None:
+        loop.__dict__.pop("on_advance_end", None)
+
+    return undo
+
+
+def watch_epoch_ends(trainer: pl.Trainer, check: Callable[[], None]) -> Callable[[], None]:
+    """Call ``check`` when an epoch of training ends, before its last validation and its hooks; return the undo.
+
+    It is called again after that validation. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end`.
+    """
+    loop = trainer.fit_loop
+    original = loop.on_advance_end
+
+    def end_batch(_: Any, end: EndBatch) -> None:
+        if is_last_batch(trainer) or ends_within_epoch(trainer):
+            check()
+        end()
+
+    def on_advance_end() -> None:
+        check()
+        original()
+
+    unwrap = wrap_batch_end(trainer, end_batch)
+    loop.on_advance_end = on_advance_end  # type: ignore[method-assign]  # of one loop
+
+    def undo() -> None:
+        unwrap()
         loop.__dict__.pop("on_advance_end", None)
 
     return undo

@@ -8,6 +8,9 @@ error of their own, log it, and abort the communicators of their accelerator. Gl
 wait until the timeout of the process group. A slow rank, or one stopped in a Python debugger, counts as alive: its
 thread goes on writing.
 
+In training, a heartbeat has the batch of its rank. A rank whose epoch is over waits for the others; one that sees that
+the next rank has begun another batch of this epoch, which can't end without it, reports that.
+
 Silence is counted in rounds of the watching thread, not in time, so suspending and continuing a whole job loses no
 rank. Heartbeats end when rank 0 has left without an error, since its process may keep the store.
 """
@@ -103,6 +106,12 @@ def _end_with_process(beats: Heartbeat, pid: int) -> None:
         _log.error("%s", beats.lost)
 
 
+def note_batch(epoch: int, batches: int, *, is_over: bool = False) -> None:
+    """Note how many batches of an epoch this rank has begun, or that its epoch is over; without communication."""
+    for beats in _running:
+        beats.batch, beats.is_epoch_over = (epoch, batches), is_over
+
+
 def raise_if_lost() -> None:
     """Raise a RankError if a rank is lost; called by loops that wait for other ranks."""
     for beats in _running:
@@ -124,6 +133,16 @@ def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
         abort_accelerators()
 
 
+def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun: int) -> str:
+    """Return the message for ranks that train on different numbers of batches in an epoch."""
+    return (
+        f"epoch {epoch} of the training ended after {batches} batches on rank {rank}, but rank {other} has begun "
+        f"{begun}: all ranks must train on as many. Give each as many batches (an IterableDataset must stop alike on "
+        "all data-parallel ranks), limit them to what each has (limit_train_batches), and set trainer.should_stop on "
+        "all ranks or none."
+    )
+
+
 class Heartbeat:
     """The heartbeats of the ranks in one run.
 
@@ -138,11 +157,14 @@ class Heartbeat:
         lost: a sentence with the lost rank and the reason; None if no rank is lost.
         is_logged: whether the log has that sentence.
         beats: the number of rounds of this rank.
+        batch: the epoch of this rank, and the number of its batches that have begun.
+        is_epoch_over: True if this rank has no more batches in the epoch.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int, tuning: Tuning) -> None:
         self.lost: str | None = None
         self.is_logged = False
+        self.batch, self.is_epoch_over = (0, 0), False
         self._report: str | None = None  # of a lost rank, until it has been there for _report_wait_s
         self._server = store  # keeps a server in this process alive while other ranks use it
         self._store, self._rank, self._size, self._tuning = clone_store(store, name), rank, world, tuning
@@ -156,7 +178,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start to write and to watch; does nothing if the system can start no more threads."""
-        put_bytes(self._store, f"{self._rank}", b"0")
+        put_bytes(self._store, f"{self._rank}", b"[0, 0, 0]")
         self._running.acquire()
         with suppress(NoThreadError):
             self._thread.start()
@@ -224,7 +246,7 @@ class Heartbeat:
     def _round(self) -> None:
         """Write one heartbeat and check the other ranks, in a few requests."""
         self.beats += 1
-        put_bytes(self._store, f"{self._rank}", str(self.beats).encode())
+        put_bytes(self._store, f"{self._rank}", json.dumps([self.beats, *self.batch]).encode())
         for rank, process in self._host_ranks.gone().items():
             if get_if_set(self._store, f"{rank}") != _LEFT:
                 self._report_lost(rank, f"is lost: its process, pid {process.pid}, is gone")
@@ -236,7 +258,9 @@ class Heartbeat:
         rank, text = json.loads(report)
         self._is_over = False
         self._report_rounds += 1  # during which this rank may end by itself, with an error of its own
-        if rank != self._rank:
+        if rank is None:  # all ranks wait for each other
+            self.lost = self._report = text
+        elif rank != self._rank:
             self._report = f"rank {rank} {text}"
             if self._report_rounds * self._tuning.heartbeat_s >= self._report_wait_s:
                 self.lost = self._report
@@ -247,11 +271,19 @@ class Heartbeat:
             self._watched, self._last_beat, self._missed = (self._watched + 1) % self._size, b"", 0
         elif beat is None or beat != self._last_beat or beat == _LEFT:
             self._last_beat, self._missed = beat or b"", 0
+            if beat and beat != _LEFT:
+                self._compare_batches(beat)
         else:
             self._missed += 1
             if self._missed >= self._silent_rounds:
                 self._report_lost(self._watched, self._silence_text)
 
-    def _report_lost(self, rank: int, text: str) -> None:
-        """Report a lost rank to all ranks; only the first report is kept."""
+    def _compare_batches(self, beat: bytes) -> None:
+        """Report if the watched rank has begun a batch of an epoch that is over on this rank."""
+        is_over, (epoch, batches), (_, its_epoch, begun) = self.is_epoch_over, self.batch, json.loads(beat)
+        if is_over and its_epoch == epoch and begun > batches:
+            self._report_lost(None, unequal_batches_text(epoch, self._rank, batches, self._watched, begun))
+
+    def _report_lost(self, rank: int | None, text: str) -> None:
+        """Report a lost rank, or None for an error of all, to all ranks; only the first report is kept."""
         self._store.compare_set("lost", "", json.dumps([rank, text]))

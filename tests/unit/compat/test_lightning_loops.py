@@ -84,6 +84,26 @@ def test_where_an_epoch_and_a_run_end(tmp_path: Path) -> None:
     assert asks.found == [(False, False), (False, False), (True, False), (False, False), (False, True)]
 
 
+def test_the_end_of_an_epoch_is_seen_before_its_validation(tmp_path: Path) -> None:
+    found: list[Any] = []
+    undone: list[Any] = []
+
+    def watch(run: pl.Trainer) -> None:
+        undone.append(compat.watch_epoch_ends(run, lambda: found.append(compat.batches_begun(run))))
+
+    watching = Asks("on_train_start", watch)
+    validations = Asks("on_validation_start", lambda _: found.append("validation"))
+    for loader, length in ((batches(2), 2), (DataLoader(Unsized()), 3)):
+        run = trainer(tmp_path, watching, validations, max_steps=5)
+        run.fit(BoringModel(), loader)
+        last = divmod(5, length)
+        whole = [(epoch, length) for epoch in range(last[0])]
+        assert found == [entry for end in whole for entry in (end, "validation", end)] + [last, last]
+        undone.pop()()
+        assert not {"on_advance_end"} & {*vars(run.fit_loop), *vars(run.fit_loop.epoch_loop)}
+        found.clear()
+
+
 def test_whether_optimizers_step(tmp_path: Path) -> None:
     asks = Asks("on_train_batch_end", compat.is_accumulating)
     trainer(tmp_path, asks, accumulate_grad_batches=2).fit(BoringModel(), batches(4))

@@ -1,0 +1,59 @@
+"""Comparison of how many batches the ranks train on in an epoch, where that is not known before.
+
+A rank whose epoch is over, because its loader or the run ends, waits for the others before anything else, in the store:
+if another one goes on, its collectives must not meet those of the next epoch. Heartbeats tell that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+
+from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
+from lightning_shardckpt.distributed.heartbeat import note_batch, unequal_batches_text
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import UnsupportedCodeError
+
+
+class EpochEnds:
+    """Compares the ends of the epochs of a run; one where all ranks have the number of batches costs nothing."""
+
+    def __init__(self) -> None:
+        self._undo: Callable[[], None] = lambda: None
+
+    def watch(self, trainer: pl.Trainer, ranks: Ranks) -> None:
+        """Compare from now on. Call it when training starts, after `unwatch`.
+
+        Collective: every rank of ``ranks`` must call it.
+        """
+        length = trainer.num_training_batches
+        are_equal = ranks.step("comparing lengths of loaders", lambda: length, lambda all: len({*all}) == 1)
+        reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set late
+        are_known = are_equal and length != float("inf") and not reloads
+        compared = (-1, 0)
+
+        def compare() -> None:
+            nonlocal compared
+            epoch, batches = batches_begun(trainer)
+            if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
+                return  # all ranks end here
+            compared = epoch, batches
+            note_batch(epoch, batches, is_over=True)
+            ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
+            note_batch(epoch, batches)  # a trial run, as of LearningRateFinder, may have another epoch of this number
+
+        self._undo = watch_epoch_ends(trainer, compare)
+
+    def unwatch(self) -> None:
+        """Restore Lightning's loops."""
+        self._undo()
+
+
+def _refuse_difference(epoch: int, batches: list[int]) -> None:
+    """Raise an UnsupportedCodeError if the ranks have had different numbers of batches in an epoch."""
+    least, most = min(batches), max(batches)
+    if least != most:
+        raise UnsupportedCodeError(
+            unequal_batches_text(epoch, batches.index(least), least, batches.index(most), most)
+        )

@@ -1,0 +1,147 @@
+"""Ranks whose epochs have different numbers of batches all end with an error that says so; equal streams train on.
+
+Oracles: the numbers that the loaders have, and training over loaders with a length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_shardckpt.system.tuning import Tuning
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP": (2, {}),
+    "replicas": (2, REPLICAS),
+    "HSDP": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
+    "TP": (4, {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*": "colwise_gather_output"}}),
+    "pipelines": (4, {**REPLICAS, "pipeline_parallel_size": 2}),
+}
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class Sized:
+    """A loader with a length, which Lightning gives no sampler."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.batches = rows.split(2)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Net(pl.LightningModule):
+    """The data-parallel ranks of the second half have two batches more, of five."""
+
+    def __init__(self, kind: str = "stream") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.kind = kind
+
+    @property
+    def half(self) -> int:
+        meshes = self.trainer.strategy.meshes  # type: ignore[attr-defined]  # of our strategy
+        return int(meshes.data_parallel_rank * 2 // meshes.topology.data_parallel)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("val", self.training_step(batch, index), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if self.kind == "should_stop" and index == 4 and self.half == 0:
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def train_dataloader(self) -> Any:
+        rows = torch.ones(10 + 4 * self.half, 4)
+        if self.kind == "sized":
+            return Sized(rows)
+        if self.kind == "should_stop":
+            return Sized(torch.ones(20, 4))
+        return DataLoader(Stream(rows), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Stream(torch.ones(2, 4)), batch_size=2)
+
+
+def train_unequally(strategy: dict[str, Any], kind: str, options: dict[str, Any]) -> None:
+    tiny.trainer(strategy, Tuning(heartbeat_s=0.05), max_epochs=3, **options).fit(Net(kind))
+
+
+ENDED = "epoch 0 of the training ended after 5 batches on rank"
+ROWS = [
+    *((name, "stream", {}) for name in TOPOLOGIES),
+    ("replicas", "stream", {"accumulate_grad_batches": 3}),
+    ("FSDP", "stream", {"limit_train_batches": 9}),
+    ("FSDP", "stream", {"limit_val_batches": 0}),
+    ("FSDP", "sized", {}),
+    ("FSDP", "should_stop", {}),
+]
+
+
+@pytest.mark.parametrize(("topology", "kind", "options"), ROWS, ids=lambda value: str(value))
+def test_ranks_with_other_numbers_of_batches_all_say_so(topology: str, kind: str, options: dict[str, Any]) -> None:
+    world, strategy = TOPOLOGIES[topology]
+    outcomes = run_ranks(world, train_unequally, strategy, kind, options, timeout_s=60, expect_errors=True)
+    for outcome in outcomes:
+        assert outcome.error is not None and ENDED in outcome.error.message, outcomes
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "epochs": {"max_epochs": 3},
+    "accumulation": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    "a limit": {"max_epochs": 2, "limit_train_batches": 3},
+    "a limit beyond": {"max_epochs": 2, "limit_train_batches": 9},
+    "validations": {"max_epochs": 2, "val_check_interval": 2},
+    "steps": {"max_steps": 7},
+}
+
+
+def train_equally(strategy: dict[str, Any]) -> dict[str, list[str]]:
+    """Train over streams as long as each other and over loaders with a length; return what differs."""
+    found = {}
+    for name, options in RUNS.items():
+        states = []
+        for kind in (Stream, TensorDataset):
+            pl.seed_everything(1, verbose=False)
+            module = Net()
+            rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+            data: Dataset[Any] = kind(rows)
+            collate = None if kind is Stream else lambda rows: torch.stack([row for (row,) in rows])
+            loader: Any = DataLoader(data, batch_size=2, collate_fn=collate)
+            run = tiny.trainer(strategy, use_distributed_sampler=False, **options)
+            run.fit(module, loader, module.val_dataloader())
+            states.append(tiny.full_state(module, run.optimizers) | {"steps": run.global_step})
+        found[name] = tiny.differences(*states)
+    return found
+
+
+@pytest.mark.parametrize("strategy", [{}, REPLICAS], ids=["FSDP", "replicas"])
+def test_streams_of_equal_length_train_as_loaders_with_a_length(strategy: dict[str, Any]) -> None:
+    for differing in run_ranks(2, train_equally, strategy):
+        assert differing == {name: [] for name in RUNS}
