@@ -44,7 +44,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.heartbeat import abort_unfinished, note_batch
-from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code
@@ -181,6 +181,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self.accelerator.setup_device(self.root_device)
             self._setup_distributed()
         self._ranks = self._new_ranks()
+        refuse_unusable_world(self._ranks)
         return self._ranks
 
     # --- model ---

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ _LEFT = b"left"
 _LEAVING_S = 1.0
 _runs = itertools.count()
 _running: list[Heartbeat] = []
+_unusable = WeakSet[dist.ProcessGroup]()  # worlds in which a collective did not end on this rank
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +72,8 @@ def heartbeat(tuning: Tuning) -> Iterator[None]:
         yield
     except BaseException as error:
         beats.stop(error, check=is_collective_failure(error))
+        if (beats.lost is not None or is_collective_failure(error)) and dist.group.WORLD is not None:
+            _unusable.add(dist.group.WORLD)
         if beats.lost is not None and isinstance(error, Exception) and not isinstance(error, RankError):
             raise RankError(beats.lost) from error
         raise
@@ -104,6 +108,11 @@ def _end_with_process(beats: Heartbeat, pid: int) -> None:
     beats.stop(error, check=error is not None and is_collective_failure(error), wait_for_others=True)
     if beats.lost is not None and not beats.is_logged:
         _log.error("%s", beats.lost)
+
+
+def is_world_unusable() -> bool:
+    """Return True if this rank has left a collective of the current world that can't end any more."""
+    return dist.is_initialized() and dist.group.WORLD in _unusable
 
 
 def note_batch(epoch: int, batches: int, *, is_over: bool = False) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import Store, clone_store, default_store, get_if_set, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
-from lightning_shardckpt.distributed.heartbeat import heartbeat, raise_if_lost
+from lightning_shardckpt.distributed.heartbeat import heartbeat, is_world_unusable, raise_if_lost
 from lightning_shardckpt.distributed.host_ranks import Arrivals, HostRanks, absent_keys
 from lightning_shardckpt.errors import MismatchError, RankError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -372,6 +372,24 @@ class Ranks:
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     put_bytes(store, key, text)
+
+
+def refuse_unusable_world(ranks: Ranks) -> None:
+    """Refuse a run in processes in which an earlier one has left collectives that can't end any more.
+
+    Collective: every rank of ``ranks``, those of the default group, must call it.
+
+    Raises:
+        RankError: on every rank.
+    """
+    every: list[bool] = ranks.step("beginning a run", is_world_unusable, lambda rows: rows)
+    if any(every):
+        waited = _ranks_text([rank for rank, is_unusable in enumerate(every) if is_unusable][:_LISTED], sum(every))
+        raise RankError(
+            f"this run cannot begin: an earlier one ended on rank(s) {waited} in a collective that another rank never "
+            "entered, because it had failed alone. The connections of the process group are of no use after that: "
+            "start the processes again, from the last checkpoint"
+        )
 
 
 def _look_unless_lost(look: Callable[[], T | None]) -> T | None:

@@ -318,8 +318,8 @@ class _Bucket:
 
     def end_sending(self) -> bool:
         """Wait for the sums, on a GPU by the stream; return whether a gradient may have changed since `send`."""
-        assert self._flat is not None and self._work is not None
-        wait_for(self._work) if self._flat.is_cpu else self._work.wait()
+        assert self._flat is not None
+        _wait(self._work, self._flat)
         present = {id(parameter.grad) for parameter in self.parameters}
         changed = any(
             "_touched" in vars(gradient) or version_of(gradient) != version or id(gradient) not in present
@@ -340,6 +340,12 @@ class _Bucket:
         """Write the sums, multiplied by ``scale``, into the gradients."""
         assert self._flat is not None
         _unpack(self.parameters, self._marks, self._flat, scale, None)
+
+
+def _wait(work: dist.Work | None, flat: Tensor) -> None:
+    """Wait for a reduction, on a GPU by the stream; raises a RankError on a CPU if a rank is lost meanwhile."""
+    assert work is not None  # since this rank is in the group
+    wait_for(work) if flat.is_cpu else work.wait()
 
 
 def count_hooks(parameter: nn.Parameter) -> int:
@@ -378,7 +384,7 @@ def all_reduce_gradients(
         marks = [float(is_changed(p)) for p in buffered]
         flat, anywhere = _pack(buffered, marks), None
         flat = flat if device is None else flat.to(device)
-        dist.all_reduce(flat, group=group)
+        _wait(dist.all_reduce(flat, group=group, async_op=True), flat)
         if hooks_count:
             hooked = [float(count_hooks(p) > 0) for p in buffered]
             anywhere, hooks = gather_numbers(torch.tensor([marks, hooked]), group).sum(0)
