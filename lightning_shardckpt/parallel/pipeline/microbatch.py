@@ -63,7 +63,7 @@ def slice_for_trial(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]
 
     The first one has the size of one of ``count`` microbatches, but at least 6 samples. The part doesn't begin with the
     first one, so that code sees its samples at other places. It isn't the middle, which ``flip(0)`` turns around in
-    itself, as mixup does, unless the batch has 4 samples. It has an even number of samples, so that halves fit.
+    itself, as mixup does. It has an even number of samples, so that halves fit.
 
     Returns:
         The two slices; then the number of samples of the first, and the ``start`` and ``stop`` of the second inside it.
@@ -73,7 +73,7 @@ def slice_for_trial(batch: T, count: int) -> tuple[list[T], tuple[int, int, int]
     """
     samples = count_samples(batch)
     most = min(samples, max(6, samples // count))
-    start = max(1, most // 6)
+    start = 2 if most == 4 else max(1, most // 6)
     stop = min(3 * start, most)
     return [_slice(batch, *ends, samples) for ends in ((0, most), (start, stop))], (most, start, stop)
 
