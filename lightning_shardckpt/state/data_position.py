@@ -234,7 +234,8 @@ class _Draws:
     Attributes:
         last: number and random state of the process before each of the last draws, some of batches that are not used:
             Lightning draws one ahead, and an exception may interrupt a step.
-        mixed: whether the stream drew random numbers from the process, and others did between its batches.
+        mixed: True if others drew random numbers from the process between batches of the stream, and the stream did
+            after them.
     """
 
     last: deque[tuple[int, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -312,7 +313,7 @@ class ResumableLoader(IndexedLoader):
 
     def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a stream, and note the process's random state before each is drawn."""
-        draws, drew, after = self._draws, False, 0
+        draws, after, others = self._draws, 0, False
         for number in count():
             draws.last.append((number, get_rng_state(every_device=False)))
             before = 0 if draws.mixed else rng_checksum()
@@ -322,9 +323,9 @@ class ResumableLoader(IndexedLoader):
                 draws.last.pop()
                 return
             if not draws.mixed:  # a checksum takes 0.1 ms
-                draws.mixed = drew and before != after
+                others |= number > 0 and before != after
                 after = rng_checksum()
-                drew |= before != after
+                draws.mixed = others and before != after
             yield batch
 
     # --- an order of all ranks together ---

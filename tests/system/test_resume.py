@@ -212,14 +212,16 @@ class AugmentedStream(IterableDataset[Any]):
 
 
 class BufferedStream(IterableDataset[Any]):
-    """Draws samples from a buffer, from the process's generators or a generator of its own."""
+    """Draws samples from a buffer, from the process's generators or a generator of its own; or all when it begins."""
 
-    def __init__(self, *, own: bool) -> None:
-        self._own = own
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def __iter__(self) -> Any:
-        chosen = random.Random(1) if self._own else random
+        chosen = random if self._kind == "buffered" else random.Random(1)
         left = list(range(12))
+        if self._kind == "shuffled":
+            random.shuffle(left)
         while left:
             yield (torch.full((9,), left.pop(chosen.randrange(min(4, len(left))))),)
 
@@ -311,26 +313,26 @@ class Dropping(tiny.TinyLM):
         return super().training_step(batch, index)
 
 
-def warnings_of_buffers(directory: str) -> dict[bool, list[str]]:
-    """Return the warnings of the order of data, of runs that resume in mid-epoch, by the generator of the buffer."""
+def warnings_of_buffers(directory: str) -> dict[str, list[str]]:
+    """Return the warnings of the order of data, of runs that resume in mid-epoch, by the kind of the stream."""
     found = {}
-    for own in (True, False):
-        path = f"{directory}/{own}.ckpt"
+    for kind in ("buffered", "own generator", "shuffled"):
+        path = f"{directory}/{kind}.ckpt"
         for steps in (3, 5):
             run = tiny.trainer({}, max_steps=steps, use_distributed_sampler=False, limit_val_batches=0)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                data = DataLoader(BufferedStream(own=own), batch_size=2)
+                data = DataLoader(BufferedStream(kind), batch_size=2)
                 run.fit(Dropping(), data, ckpt_path=path if steps == 5 else None)
             run.save_checkpoint(path, weights_only=False)
-        found[own] = [str(w.message) for w in caught if "order of its data" in str(w.message)]
+        found[kind] = [str(w.message) for w in caught if "order of its data" in str(w.message)]
     return found
 
 
 def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_path: Path) -> None:
     (found,) = run_ranks(1, warnings_of_buffers, str(tmp_path))
-    assert found[True] == []
-    (warning,) = found[False]
+    assert found["own generator"] == found["shuffled"] == []
+    (warning,) = found["buffered"]
     assert "BufferedStream draws from the random generators of the training process" in warning
 
 
