@@ -115,10 +115,21 @@ def is_world_unusable() -> bool:
     return dist.is_initialized() and dist.group.WORLD in _unusable
 
 
-def note_batch(epoch: int, batches: int, *, is_over: bool = False) -> None:
-    """Note how many batches of an epoch this rank has begun, or that its epoch is over; without communication."""
-    for beats in _running:
-        beats.batch, beats.is_epoch_over = (epoch, batches), is_over
+def note_batch(epoch: int, batches: int) -> None:
+    """Note how many batches of an epoch this rank has begun; without communication."""
+    for beats in _running[-1:]:  # a run inside another one has its own
+        beats.batch = (beats.batch[0], epoch, batches)
+
+
+@contextmanager
+def epoch_over() -> Iterator[None]:
+    """Inside, this rank waits for the others after its last batch of the epoch; every rank must enter the context."""
+    for beats in (running := _running[-1:]):
+        beats.is_epoch_over = True
+    yield
+    for beats in running:
+        ends, epoch, batches = beats.batch
+        beats.batch, beats.is_epoch_over = (ends + 1, epoch, batches), False
 
 
 def raise_if_lost() -> None:
@@ -166,14 +177,15 @@ class Heartbeat:
         lost: a sentence with the lost rank and the reason; None if no rank is lost.
         is_logged: whether the log has that sentence.
         beats: the number of rounds of this rank.
-        batch: the epoch of this rank, and the number of its batches that have begun.
+        batch: how often `epoch_over` has ended on this rank, its epoch, and the number of its batches that have begun.
+            A trial run, such as LearningRateFinder's, and the run after it have epochs of the same number.
         is_epoch_over: True if this rank has no more batches in the epoch.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world: int, tuning: Tuning) -> None:
         self.lost: str | None = None
         self.is_logged = False
-        self.batch, self.is_epoch_over = (0, 0), False
+        self.batch, self.is_epoch_over = (0, 0, 0), False
         self._report: str | None = None  # of a lost rank, until it has been there for _report_wait_s
         self._server = store  # keeps a server in this process alive while other ranks use it
         self._store, self._rank, self._size, self._tuning = clone_store(store, name), rank, world, tuning
@@ -187,7 +199,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start to write and to watch; does nothing if the system can start no more threads."""
-        put_bytes(self._store, f"{self._rank}", b"[0, 0, 0]")
+        put_bytes(self._store, f"{self._rank}", b"[0, 0, 0, 0]")
         self._running.acquire()
         with suppress(NoThreadError):
             self._thread.start()
@@ -289,8 +301,8 @@ class Heartbeat:
 
     def _compare_batches(self, beat: bytes) -> None:
         """Report if the watched rank has begun a batch of an epoch that is over on this rank."""
-        is_over, (epoch, batches), (_, its_epoch, begun) = self.is_epoch_over, self.batch, json.loads(beat)
-        if is_over and its_epoch == epoch and begun > batches:
+        is_over, (ends, epoch, batches), (_, *its_epoch, begun) = self.is_epoch_over, self.batch, json.loads(beat)
+        if is_over and its_epoch == [ends, epoch] and begun > batches:
             self._report_lost(None, unequal_batches_text(epoch, self._rank, batches, self._watched, begun))
 
     def _report_lost(self, rank: int | None, text: str) -> None:

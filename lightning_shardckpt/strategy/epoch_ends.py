@@ -11,7 +11,7 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 
 from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
-from lightning_shardckpt.distributed.heartbeat import note_batch, unequal_batches_text
+from lightning_shardckpt.distributed.heartbeat import epoch_over, unequal_batches_text
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -39,9 +39,8 @@ class EpochEnds:
             if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
                 return  # all ranks end here
             compared = epoch, batches
-            note_batch(epoch, batches, is_over=True)
-            ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
-            note_batch(epoch, batches)  # a trial run, as of LearningRateFinder, may have another epoch of this number
+            with epoch_over():
+                ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
 
         self._undo = watch_epoch_ends(trainer, compare)
 

@@ -80,12 +80,14 @@ def test_a_rank_that_fails_is_named_with_its_error(store: Store) -> None:
         assert texts(hearts[:3], 1000) == ["rank 3 failed: ValueError: of mine"] * 3
 
 
-@pytest.mark.parametrize(("begun", "is_named"), [((2, 5), True), ((2, 4), False), ((3, 9), False)])
+@pytest.mark.parametrize(
+    ("begun", "is_named"), [((1, 2, 5), True), ((1, 2, 4), False), ((1, 3, 9), False), ((0, 2, 5), False)]
+)
 def test_a_rank_that_begins_a_batch_of_an_epoch_that_is_over_on_another_is_named(
-    begun: tuple[int, int], is_named: bool, store: Store
+    begun: tuple[int, int, int], is_named: bool, store: Store
 ) -> None:
     with beating(store, 0, 1, 2, 3) as hearts:
-        hearts[1].batch, hearts[1].is_epoch_over, hearts[2].batch = (2, 4), True, begun
+        hearts[1].batch, hearts[1].is_epoch_over, hearts[2].batch = (1, 2, 4), True, begun
         found = texts(hearts, 1000 if is_named else 60)
     expected = "epoch 2 of the training ended after 4 batches on rank 1, but rank 2 has begun 5: "
     assert all((text or "").startswith(expected) for text in found) if is_named else found == [None] * WORLD
