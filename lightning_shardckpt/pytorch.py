@@ -30,6 +30,7 @@ from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, red
 from lightning_shardckpt.compat.lightning_loops import (
     batches_begun,
     batches_of_evaluation,
+    is_accumulating,
     is_stream_at_end,
 )
 from lightning_shardckpt.compat.lightning_trainer import (
@@ -543,6 +544,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_end(self) -> None:
         self._compare_ranks()
+        if is_accumulating(self._trainer):  # it ended before the last of the accumulated batches
+            self.sharded.gradients.finish_passes()
 
     # --- objects of Lightning ---
 

@@ -160,7 +160,7 @@ class GradientSync:
         return self._before.get(parameter) is not None
 
     def finish_passes(self) -> None:
-        """Synchronize gradients after the backward passes of a pipeline step, which ran within `no_sync`.
+        """Synchronize gradients after the backward passes of a pipeline step, which ran within `no_sync`, or of a run.
 
         Collective: every rank of the world must call it.
         """
@@ -191,8 +191,10 @@ class GradientSync:
             check_gradients(self._root, self._tensor_group)
 
     def reset(self) -> None:
-        """Discard the state of a step that raised an error."""
+        """Discard the state of a step that raised an error and ended the run."""
         self._before.clear()
+        for replicated in self._replicated:
+            replicated.drop_local()
 
 
 def _replicated_gradients(

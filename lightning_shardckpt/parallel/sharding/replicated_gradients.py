@@ -232,6 +232,12 @@ class ReplicatedGradients:
             if type(parameter.grad) is _LocalGradient:
                 parameter.grad.__class__ = Tensor  # type: ignore[assignment]  # back to what it was
 
+    def drop_local(self) -> None:
+        """Drop the gradients that `refuse_reads` refuses; for a run that failed and can't reduce them."""
+        for parameter in self._replicated:
+            if type(parameter.grad) is _LocalGradient:
+                parameter.grad = None
+
     def reset(self) -> None:
         """Discard the state of a backward that raised an error."""
         self._has_lost_count |= self._sent > 0 and bool(self._buckets)
@@ -278,7 +284,7 @@ class _LocalGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kind_of(func) is not Kind.METADATA:
+        if kind_of(func) is not Kind.METADATA and name_of(func) not in ("zero_", "_foreach_zero_"):
             raise UnsupportedCodeError(
                 f"{name_of(func)} of the gradient of a replicated parameter, while gradients accumulate: it has the "
                 "batches of this rank alone until the last of the accumulated batches. Use it in "
