@@ -16,6 +16,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks
 from lightning_shardckpt.parallel.tensors.sharded import (
     HANDLERS,
     LEAF,
@@ -116,7 +117,9 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         records = torch.is_grad_enabled() and name != "detach" and any(t.requires_grad for t in tensors)
         plain = [t for t in tensors if not is_alike(t, first)]
         if records:
-            return run_gathered(func, args, kwargs) if plain else _run_as_dtensor(func, args, kwargs)
+            # A checkpoint in the forward of an FSDP unit runs again outside of it, and must save plain tensors, too.
+            may_run_again = uses_other_hooks() and sharding_of(first).model_mesh is None
+            return (run_gathered if plain or may_run_again else _run_as_dtensor)(func, args, kwargs)
         if any(isinstance(t, DTensor) or t.ndim or t.requires_grad for t in plain):
             return run_gathered(func, args, kwargs)
         if any(not is_equal_on_ranks(t, sharding_of(first), name) for t in plain):

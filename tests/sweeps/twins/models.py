@@ -77,6 +77,35 @@ class Recomputed(Natural):
         return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
 
 
+class Decay(nn.Module):
+    """Multiplies by functions of parameters alone, as states of Mamba decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.shift = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * -torch.exp(self.log) + x**2 * torch.sigmoid(self.shift)[0])
+
+
+class Decaying(nn.Module):
+    """Checkpoints inside its forward, as layers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.decay = nn.Linear(WIDTH, WIDTH), Decay()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.decay.forward, self.first(x), use_reentrant=False)
+
+
+@case()
+class RecomputesFunctionsOfParameters(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.ModuleList(Decaying() for _ in range(2))
+
+
 @case()
 class MixesWithTheFlipped(Natural):
     """Mixup as timm has it: each sample with one from the other end of the batch."""

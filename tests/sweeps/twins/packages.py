@@ -109,6 +109,7 @@ class Recipe:
         sizes: arguments of the configuration, besides ``SIZES``; those that are None are left out.
         inputs: arguments of the model's forward.
         adapters: name and arguments of a configuration of PEFT.
+        recomputes: whether its layers are checkpointed, as ``activation_checkpointing_enable`` does.
         tolerance: relative.
     """
 
@@ -117,6 +118,7 @@ class Recipe:
     sizes: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[list[Tensor]], dict[str, Tensor]] = tokens_of
     adapters: tuple[str, dict[str, Any]] | None = None
+    recomputes: bool = False
     tolerance: float = 2e-5
 
     def build(self) -> Any:
@@ -130,6 +132,8 @@ class Recipe:
         if self.adapters is not None:
             name, options = self.adapters
             model = peft.get_peft_model(model, getattr(peft, name)(**options))
+        if self.recomputes:
+            model.activation_checkpointing_enable()
         return model.train()
 
 
@@ -173,6 +177,7 @@ MODELS = {
     "NeoX": Recipe("GPTNeoXForCausalLM", "gpt_neox"),
     "GptJ": Recipe("GPTJForCausalLM", "gptj", {**GPT, "rotary_dim": 4}),
     "Mamba": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}),
+    "MambaRecomputed": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}, recomputes=True),
     "Mamba2": Recipe(
         "Mamba2ForCausalLM",
         "mamba2",
