@@ -319,6 +319,17 @@ class OwnNoise(Good):
         return super().before(tokens) + torch.randn(*tokens.shape, WIDTH, generator=self.generator)
 
 
+class KeptForBatch(Good):
+    """A tensor with a row for each sample of a batch, which is not in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = torch.zeros(BATCH, 1, 1)
+
+    def before(self, tokens: Tensor) -> Tensor:
+        return super().before(tokens) + self.offsets
+
+
 class BatchNorm(Good):
     def layer(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(LENGTH), Layer())
@@ -654,6 +665,7 @@ CHANGES = "auxiliary is an attribute that changes with every call"
 UNKNOWN = ("doesn't have", "pipeline_modules")
 NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a layer")
 DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
+OF_SAMPLES = ("of the batch's 8 samples", "pipeline_microbatches=1")
 MEANS = 'pipeline_loss="microbatch"'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 REMEMBER = ("keeps embed.weight", "after the layers")
@@ -726,7 +738,7 @@ CASES = {
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "last layer breaks": Case(LastLayerBreaks, ("in a layer",), kinds=OWN),
-    "layer breaks, 1f1b": Case(LayerBreaks, ("in a layer",), ONE_F_ONE_B, kinds=OWN),
+    "layer breaks, 1f1b": Case(LayerBreaks, ("in a layer", *OF_SAMPLES), ONE_F_ONE_B, kinds=OWN),
     "step breaks": Case(StepBreaks, ("after the layers",), kinds=OWN),
     "backward breaks, 1f1b": Case(BackwardBreaks, ("in a backward",), ONE_F_ONE_B, kinds=OWN),
     "backward after the layers breaks": Case(BackwardAfterBreaks, ("after the layers",), kinds=OWN),
@@ -748,6 +760,7 @@ CASES = {
     "compiled by torch.jit": Case(Scripted, ("layers.0 was compiled by torch.jit", "Use the original module")),
     "adapters of parameters": Case(AdaptsParameters, ("layers.0.0 is an adapter of PEFT", "Use target_modules")),
     "lazy": Case(Lazy, ("layers.0.0.weight has no shape yet", "configure_model")),
+    "rows of a batch": Case(KeptForBatch, OF_SAMPLES, kinds=("RuntimeError",)),
     # Lightning's own rule for all distributed strategies
     "returns nothing": Case(ReturnsNothing, ("returning None in distributed training",), kinds=("RuntimeError",)),
 }
@@ -791,7 +804,7 @@ def refuse(case: Case) -> Refused:
         run = run_of(case.strategy)
         getattr(run, case.run)(case.module())
     except Exception as error:
-        kind, message = type(error).__name__, str(error)
+        kind, message = type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
     return Refused(kind, message, time.monotonic() - started)
 
 

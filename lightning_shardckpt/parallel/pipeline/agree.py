@@ -110,7 +110,8 @@ def _agree(
     if not any(statuses):
         return result[0], table[:, 1:]
     first = statuses.index(_FAILED) if _FAILED in statuses else 0
-    report = [f"{type(failure).__name__}: {failure}", isinstance(failure, UnsupportedCodeError)]
+    notes = getattr(failure, "__notes__", ())
+    report = ["\n".join([f"{type(failure).__name__}: {failure}", *notes]), isinstance(failure, UnsupportedCodeError)]
     source = dist.get_global_rank(group, first)
     dist.broadcast_object_list(report, source, group=group)
     if failure is not None and int(own[0]) == _FAILED:

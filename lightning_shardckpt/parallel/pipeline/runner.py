@@ -275,6 +275,7 @@ class Pipeline:
     def _split_and_probe(self, state: StepState) -> None:
         """Split the batch, run the probes, and check the step."""
         state.batches, sizes = split_batch(state.step.batch, len(state.batches))
+        state.sizes = sizes
         state.shares = [size / sum(sizes) for size in sizes]
         state.samples = split_running_samples(sizes)
         self._probe(state)
@@ -293,7 +294,7 @@ class Pipeline:
                 continue
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
             has_drawn = seed_and_watch(state.seed)
-            with torch.no_grad(), for_samples(state.samples[0], counted=False):
+            with torch.no_grad(), for_samples(state.samples[0], counted=False), state.running(0):
                 self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
                 state.draws = state.draws or has_drawn(0) or state.step.drew
             state.positions[stage] = run.positions

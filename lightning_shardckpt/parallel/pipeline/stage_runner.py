@@ -104,7 +104,8 @@ class StageRunner:
         share = state.shares[microbatch]
         batch = copy_batch(state.batches[microbatch])
         seed_rng(state.seed + microbatch)
-        with for_samples(state.samples[microbatch]), state.watch_attributes(stage, microbatch):
+        in_microbatch = state.running(microbatch)
+        with for_samples(state.samples[microbatch]), state.watch_attributes(stage, microbatch), in_microbatch:
             self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
         outputs = run.outputs
         if whole:

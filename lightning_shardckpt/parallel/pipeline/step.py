@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_shardckpt.distributed.host_numbers import HostCopy
+from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
+from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
 from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
 from lightning_shardckpt.parallel.tensors.placeholder import GraphEntry
@@ -60,6 +62,7 @@ class StepState:
 
     Attributes:
         shares: the share of the samples of each microbatch.
+        sizes: the number of samples of each microbatch.
         samples: the numbers of the samples of each microbatch, if known.
         seed: of random numbers drawn outside of modules, the same on all stages.
         scale: the gradient of the loss.
@@ -81,6 +84,7 @@ class StepState:
     seed: int
     scale: Tensor | None
     whole_steps: bool
+    sizes: list[int] = field(default_factory=list)
     draws: bool = False
     watch_attributes: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
     samples: list[SampleNumbers | None] = field(default_factory=list)
@@ -92,3 +96,16 @@ class StepState:
     results: Results | None = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
     batch_digest: HostCopy | None = None
+
+    @contextmanager
+    def running(self, microbatch: int) -> Iterator[None]:
+        """Add the number of samples to errors of user code on a microbatch, whose shapes are not those of the batch."""
+        try:
+            yield
+        except Exception as error:
+            if len(self.sizes) > 1 and not isinstance(error, PeerFailed | UnsupportedCodeError):
+                error.add_note(
+                    f"(on {self.sizes[microbatch]} of the batch's {sum(self.sizes)} samples: a pipeline splits batches "
+                    "into microbatches; pipeline_microbatches=1 leaves them whole)"
+                )
+            raise
