@@ -96,7 +96,6 @@ def train_unequally(strategy: dict[str, Any], kind: str, options: dict[str, Any]
 ENDED = "epoch 0 of the training ended after 5 batches on rank"
 ROWS = [
     *((name, "stream", {}) for name in TOPOLOGIES),
-    ("replicas", "stream", {"accumulate_grad_batches": 3}),
     ("FSDP", "stream", {"limit_train_batches": 9}),
     ("FSDP", "stream", {"limit_val_batches": 0}),
     ("FSDP", "sized", {}),

@@ -18,6 +18,7 @@ from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import absent_gradient
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, map_nested
 from lightning_shardckpt.parallel.tensors.views import run_gathered
 
@@ -109,8 +110,10 @@ class GatheredCopy(_StandsForLeaf, Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Copy the values: other tensors share the memory."""
-        with torch.no_grad():
-            self.copy_(value)
+        _refuse_conversion(self, value)
+        if value is not self:  # as module.to() assigns where nothing changes
+            with torch.no_grad():
+                self.copy_(value)
 
     def detach(self) -> Tensor:
         """Return a detached view."""
@@ -135,7 +138,16 @@ class GatheredPart(_StandsForLeaf, DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        _refuse_conversion(self, value)
         self.__dict__["_touched"] = True
+
+
+def _refuse_conversion(whole: Tensor, value: Tensor) -> None:
+    if value.dtype != whole.dtype or value.shape != whole.shape:
+        raise UnsupportedCodeError(
+            f"a forward converts {describe(leaf_of(whole))} from {whole.dtype} to {value.dtype}, or changes its shape. "
+            'Do so before the module is called, as in on_fit_start, or use ShardedStrategy(fsdp_engine="exact").'
+        )
 
 
 class _Outlives(_StandsForLeaf):

@@ -321,6 +321,7 @@ IN_STEP: dict[str, Callable[[Tensor, Refused], Tensor]] = {
 IN_FORWARD: dict[str, Callable[[Any], Any]] = {
     "a kept view": lambda module: module.weight.t(),
     "an array": lambda module: module.weight.detach().numpy(),
+    "a conversion": lambda module: module.double(),
 }
 
 
