@@ -228,10 +228,10 @@ def again(net: Net) -> Net:
 
 
 REFUSED: dict[str, tuple[Any, str, Any, str]] = {
-    "a function in the step": (Functional, "fsdp2", {}, "the training step drew random numbers otherwise"),
-    "a function in the step of stages": (Functional, "pp2", {}, "training_step drew random numbers otherwise"),
+    "a function in the step": (Functional, "fsdp2", {}, "the training step drew random numbers without"),
+    "a function in the step of stages": (Functional, "pp2", {}, "training_step drew random numbers without"),
     "a function in a layer of stages": (
-        lambda: with_layer(FunctionalLayer()), "pp2", {}, "blocks.1 drew random numbers otherwise",
+        lambda: with_layer(FunctionalLayer()), "pp2", {}, "blocks.1 drew random numbers without",
     ),
     "attention of torch": (
         lambda: with_layer(nn.MultiheadAttention(WIDTH, 2, dropout=0.1)), "fsdp2", {},
