@@ -327,7 +327,7 @@ def test_a_run_begins_with_weights_and_validation_takes_them_whatever_fit_would(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"resume": ["weights"]}, r"unknown parts \['weights'\]; those of a checkpoint are model, optimizer"),
+        ({"resume": ["weights"]}, r"unknown parts \['weights'\]; the parts of a checkpoint are model, optimizer"),
         ({"resume": "model"}, r"resume is a list of parts, such as \['model'\]"),
         ({"resume": []}, "train without a ckpt_path"),
         ({"resume": ["model", "data"]}, '"data" without "loops"'),

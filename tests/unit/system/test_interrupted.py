@@ -67,7 +67,7 @@ def test_an_interrupt_before_it_leaves_the_old_checkpoint_and_no_draft(
     def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"m": model(), "step": 2}, overwrite=True)
     wait()
