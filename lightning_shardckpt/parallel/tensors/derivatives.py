@@ -50,7 +50,7 @@ def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | Non
         gradients: None if autograd has refused unused inputs.
 
     Raises:
-        UnsupportedCodeError: if so.
+        UnsupportedCodeError: naming the shape of the first copy.
     """
     found = [None] * len(inputs) if gradients is None else gradients
     copies = [(t, g) for t, g in zip(inputs, found, strict=True) if _is_copy(getattr(t, "grad_fn", None))]
