@@ -66,15 +66,22 @@ def with_hooks(leaves: Iterable[L]) -> list[L]:
         return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
+_MODULE_HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+
+
 @contextmanager
 def watch_hooks(
-    hooked: Callable[..., None], retained: Callable[[Tensor], None], packed: Callable[[saved_tensors_hooks], None]
+    hooked: Callable[..., None],
+    retained: Callable[[Tensor], None],
+    packed: Callable[[saved_tensors_hooks], None],
+    of_module: Callable[..., None],
 ) -> Iterator[None]:
-    """Inside, call a function before this thread registers hooks of tensors.
+    """Inside, call a function before this thread registers hooks of tensors and modules.
 
     ``hooked`` gets the arguments of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook``, ``retained``
-    the tensor of a ``retain_grad``, ``packed`` a context of ``saved_tensors_hooks`` that is entered. Replaces these
-    methods for all threads; calls of other threads are unchanged.
+    the tensor of a ``retain_grad``, ``packed`` a context of ``saved_tensors_hooks`` that is entered, ``of_module`` the
+    arguments of a method that registers a hook of a module's forward or backward. Replaces these methods for all
+    threads; calls of other threads are unchanged.
     """
     thread = threading.get_ident()
 
@@ -91,6 +98,7 @@ def watch_hooks(
         (Tensor, "register_post_accumulate_grad_hook", hooked),
         (Tensor, "retain_grad", retained),
         (saved_tensors_hooks, "__enter__", packed),
+        *((nn.Module, f"register_{kind}_hook", of_module) for kind in _MODULE_HOOKS),
     ]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watchers]
     for owner, name, check in watchers:

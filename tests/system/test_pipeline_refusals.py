@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -637,6 +637,56 @@ class NormsAfterLayers(Good):
         self.head.register_full_backward_pre_hook(lambda module, g: (g[0] / g[0].norm(),))
 
 
+class Features:
+    """The outputs of some modules, while a forward runs."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules, self.outputs = list(modules), list[Tensor]()
+
+    def __enter__(self) -> list[Tensor]:
+        self.handles = [m.register_forward_hook(lambda m, args, out: self.outputs.append(out)) for m in self.modules]
+        return self.outputs
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class HooksForAForward(Good):
+    """A penalty of activations, whose hooks are gone after the forward."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        with Features(self.layers) as outputs:
+            logits = self(batch)
+        return loss_of(logits, batch) + torch.stack([out.square().mean() for out in outputs or [logits]]).sum()
+
+
+class HooksArgumentsLate(Good):
+    def on_train_start(self) -> None:
+        self.layers[0].register_forward_pre_hook(lambda m, args: (args[0] * 1.1,))
+
+
+class CollectedLayer(Layer):
+    """Adds to a list outside, as auxiliary losses of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        COLLECTED.append(y.square().mean())
+        return y
+
+
+COLLECTED: list[Tensor] = []
+
+
+class CollectsOutside(Good):
+    Layer = CollectedLayer
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        COLLECTED.clear()
+        logits = self(batch)
+        return loss_of(logits, batch) + sum(COLLECTED)
+
+
 class Scripted(Good):
     def layer(self) -> nn.Module:
         with warnings.catch_warnings():
@@ -689,6 +739,8 @@ class Case:
 
 
 OWN = ("KeyError", "RankError")
+HOOKED = ("layers.0 got a forward or backward hook", "Remove it")
+ONE_MICROBATCH = {"pipeline_microbatches": 1}
 BY_MICROBATCH = {"pipeline_loss": "microbatch"}
 ONE_F_ONE_B = {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}
 CASES = {
@@ -751,6 +803,9 @@ CASES = {
     "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),
     "hook of one step, 1f1b": Case(HooksOnce, ("has a hook", "sees gradients of microbatches"), ONE_F_ONE_B),
     "hook on a node": Case(HooksNode, ON_NODE),
+    "hooks for a forward": Case(HooksForAForward, HOOKED),
+    "hooks arguments late": Case(HooksArgumentsLate, HOOKED),
+    "collects outside": Case(CollectsOutside, ("embed", "not in objects of other classes"), ONE_MICROBATCH),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
     "quantizes saved tensors": Case(QuantizesSaved, ("of saved tensors", "activation_checkpointing")),
     "quantizes saved tensors in layers": Case(QuantizesInLayers, ("of saved tensors", "activation_checkpointing")),
@@ -847,7 +902,7 @@ def refused(request: pytest.FixtureRequest) -> Found:
 
 QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
-    *("no layers", "layer breaks, 1f1b"),
+    *("no layers", "layer breaks, 1f1b", "hooks for a forward", "hooks arguments late", "collects outside"),
 )
 SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.dtensor import local_tensor
@@ -25,6 +26,7 @@ from lightning_shardckpt.compat.torch_modules import (
     any_global_hook,
     buffer_slots,
     compiled_call,
+    other_hooks,
     result_hooks,
     withholds_state,
 )
@@ -96,21 +98,33 @@ class StepChecks:
         Raises:
             UnsupportedCodeError: for hooks on microbatches, and for batch norms.
         """
-        hooked = [name for name, module, before in self._parts if result_hooks(module) - before]
+        hooked = [
+            name
+            for name, module, before in self._parts
+            if result_hooks(module) - before or not all(is_installed(module_of(hook)) for hook in other_hooks(module))
+        ]
         if any_global_hook():
             hooked.append("every module (torch.nn.modules.module.register_module_forward_hook, …)")
         if hooked:
-            raise UnsupportedCodeError(
-                f"{hooked[0]} got a forward or backward hook. In a pipeline layers, and modules called before them, "
-                "run on microbatches, and modules of other stages do not run, so the hook would see other tensors than "
-                "on one process. Remove it."
-            )
+            raise _hook_error(hooked[0])
         _check_packing(packing_hook())
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
                 f"{self._norms[0][0]} is a batch norm, which would compute statistics of microbatches. Use another "
                 "norm, or pipeline_microbatches=1."
             )
+
+    def guard_hooks(self) -> AbstractContextManager[None]:
+        """Refuse hooks of modules, gradients and saved tensors that a step registers, and ``retain_grad``."""
+
+        def of_module(module: nn.Module, *_: Any, **__: Any) -> None:
+            if name := next((name for name, part, _ in self._parts if part is module), None):
+                raise _hook_error(name)
+
+        def packed(context: saved_tensors_hooks) -> None:
+            _check_packing(context.pack_hook)
+
+        return watch_hooks(refuse_hook, _refuse_retain_grad, packed, of_module)
 
     def refuses_draws(self, state: StepState) -> bool:
         """Return True if the step must not draw random numbers before its layers."""
@@ -296,14 +310,17 @@ def guard_step() -> Iterator[None]:
         ) from error
 
 
-def guard_hooks() -> AbstractContextManager[None]:
-    """Refuse users' hooks on gradients and saved tensors, and ``retain_grad``, in this thread."""
-    return watch_hooks(refuse_hook, _refuse_retain_grad, lambda context: _check_packing(context.pack_hook))
-
-
 def refuse_world_collectives() -> AbstractContextManager[None]:
     """Refuse collectives over all processes in this thread; others, such as FSDP's, are allowed."""
     return watch_collectives(_refuse_world)
+
+
+def _hook_error(name: str) -> UnsupportedCodeError:
+    return UnsupportedCodeError(
+        f"{name} got a forward or backward hook. In a pipeline layers, and modules called before them, run on "
+        "microbatches, and modules of other stages do not run, so the hook would see other tensors than on one "
+        "process. Remove it; a hook of a package that it registers itself needs pipeline_parallel_size=1."
+    )
 
 
 def _refuse_retain_grad(tensor: Tensor) -> None:

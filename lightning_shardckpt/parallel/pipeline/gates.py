@@ -34,6 +34,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     first_placeholder,
     in_stage_run,
     leak_error,
+    note_placeholders,
     placeholder_positions,
 )
 from lightning_shardckpt.system.random_generators import advance_rng, derive_rng, rng_checksum
@@ -42,6 +43,7 @@ Forward = Callable[..., Any]
 _Flat = tuple[list[Any], Any]
 """The result of `flatten_call`."""
 _PLAIN = (int, float, str, bool, type(None))
+_INFERRED_AGAIN = 512  # calls
 
 
 class StageExit(BaseException):
@@ -134,11 +136,15 @@ class Gates:
 
 
 class Stub:
-    """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments."""
+    """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments.
+
+    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_are_kept`.
+    """
 
     def __init__(self, copy: nn.Module, fqn: str) -> None:
         self._copy, self._fqn = copy, fqn
         self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
+        self._calls = 0
 
     def __call__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: _Flat, *, like: nn.Module | None = None
@@ -149,21 +155,37 @@ class Stub:
                 part.training = real.training
         leaves, spec = flat
         key: Any = (spec, self._copy.training, *(_cache_key(leaf) for leaf in leaves))
+        self._calls += 1
+        if self._calls % _INFERRED_AGAIN == 0:
+            self._cache.clear()
         try:
             cached = self._cache.get(key)
         except TypeError:  # an argument that cannot be hashed
             cached, key = None, None
         if cached is None:
-            out = self._infer(args, kwargs, leaves)
+            with note_placeholders() as new:
+                out = self._infer(args, kwargs, leaves)
             out_leaves, out_spec = tree_flatten(out)
             # An argument that is returned, such as a cache object, is that of each call, not of the first one.
             positions = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
             recipe = [_recipe(leaf, positions) for leaf in out_leaves]
-            if key is not None and None not in recipe:
+            if key is None or None in recipe:
+                return out
+            del out, out_leaves
+            if not self._are_kept(new):
                 self._cache[key] = recipe, out_spec
-            return out
+            cached = recipe, out_spec
         recipe, out_spec = cached
         return tree_unflatten([self._build(item, leaves) for item in recipe], out_spec)
+
+    def _are_kept(self, placeholders: Sequence[ref[Placeholder]]) -> bool:
+        """Return True if something outside of the copy has placeholders, as a list of auxiliary losses would.
+
+        Then each call must add its own, so that code which uses them gets an error.
+        """
+        attributes = {id(value) for part in self._copy.modules() for value in vars(part).values()}
+        alive = [placeholder for one in placeholders if (placeholder := one()) is not None]
+        return any(id(placeholder) not in attributes for placeholder in alive)
 
     def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
         try:

@@ -28,7 +28,7 @@ from lightning_shardckpt.parallel.pipeline.agree import (
     pickle_report,
     refuse_after_interrupt,
 )
-from lightning_shardckpt.parallel.pipeline.checks import StepChecks, guard_hooks
+from lightning_shardckpt.parallel.pipeline.checks import StepChecks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, MicrobatchCheck
@@ -140,7 +140,7 @@ class Pipeline:
                 return pickle_report(report, self._group) if self.has_last_stage else None, digest
 
         source = self._schedule.rank_of(self._last)
-        with preserve_rng(), guard_hooks():  # each run starts from a seed of its own
+        with preserve_rng(), self._checks.guard_hooks():  # each run starts from a seed of its own
             failure = _catch(self._split_and_probe, state)
             if self._microbatch_check.is_due(state):
                 self._check_microbatches(state, failure)
