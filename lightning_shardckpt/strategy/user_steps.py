@@ -25,7 +25,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
-from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error
+from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error, note_effect
 
 _HOST = torch.device("cpu")
 
@@ -241,6 +241,7 @@ class LightningStep:
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            note_effect()
             if share is None:
                 return
             metric = None

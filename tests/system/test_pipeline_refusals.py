@@ -687,6 +687,46 @@ class CollectsOutside(Good):
         return loss_of(logits, batch) + sum(COLLECTED)
 
 
+class Notes:
+    """What the layers of a module add up."""
+
+    penalty: Tensor | float = 0.0
+
+
+class AddsToNotes(Good):
+    """Layers that share an object with each other and with the module, and one with the module itself."""
+
+    class Layer(Layer):
+        notes: Any
+        parent: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.notes.penalty = self.notes.penalty + y.square().mean()
+            if self.parent is not None:
+                self.parent.log("size", y.square().mean())
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+        for layer in self.layers:
+            layer.notes = self.notes
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.notes.penalty = 0.0
+        logits = self(batch)
+        return loss_of(logits, batch) + self.notes.penalty
+
+
+class LogsInLayers(AddsToNotes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].__dict__["parent"] = self
+
+    training_step = Good.training_step
+
+
 class Scripted(Good):
     def layer(self) -> nn.Module:
         with warnings.catch_warnings():
@@ -805,6 +845,8 @@ CASES = {
     "hook on a node": Case(HooksNode, ON_NODE),
     "hooks for a forward": Case(HooksForAForward, HOOKED),
     "hooks arguments late": Case(HooksArgumentsLate, HOOKED),
+    "adds to a shared object": Case(AddsToNotes, ("the result of the step depends on", "not in objects of other")),
+    "logs in layers": Case(LogsInLayers, ("the value logged as 'size' depends on", "not in objects of other classes")),
     "collects outside": Case(CollectsOutside, ("embed", "not in objects of other classes"), ONE_MICROBATCH),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
     "quantizes saved tensors": Case(QuantizesSaved, ("of saved tensors", "activation_checkpointing")),
@@ -903,6 +945,7 @@ def refused(request: pytest.FixtureRequest) -> Found:
 QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
     *("no layers", "layer breaks, 1f1b", "hooks for a forward", "hooks arguments late", "collects outside"),
+    *("adds to a shared object", "logs in layers"),
 )
 SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(

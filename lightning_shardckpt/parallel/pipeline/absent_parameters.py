@@ -8,7 +8,7 @@ stage. Using its value is an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,18 +148,23 @@ def _pack(flags: Sequence[bool]) -> Iterator[int]:
 
 
 def copy_without_weights(
-    module: nn.Module, fqn: str, device: torch.device, placeholders: dict[int, Placeholder]
+    module: nn.Module,
+    fqn: str,
+    device: torch.device,
+    placeholders: dict[int, Placeholder],
+    shared: Mapping[int, Any] | None = None,
 ) -> nn.Module:
     """Return a copy of ``module`` with the same classes and attributes, but no parameters, buffers and hooks.
 
     Plain attributes hold placeholders for the weights, so that the copy can be called, indexed and asked for shapes.
     `register_placeholders` makes them parameters. New placeholders are added to ``placeholders``, by the ``id`` of the
-    parameter or buffer, so that copies of modules that share a parameter share its placeholder.
+    parameter or buffer, so that copies of modules that share a parameter share its placeholder. The copy has the
+    ``shared`` objects themselves, by ``id``.
 
     Raises:
         UnsupportedCodeError: if the module cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo = dict(shared or {})
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
         for name, tensor in named:
             memo[id(tensor)] = placeholders.setdefault(id(tensor), Placeholder.like(tensor, name, device))

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, get_args
 from weakref import WeakSet
 
@@ -31,7 +33,7 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     copy_without_weights,
     register_placeholders,
 )
-from lightning_shardckpt.parallel.pipeline.attribute_owners import is_installed
+from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, find_owners, is_installed
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
@@ -226,8 +228,30 @@ def split_into_stages(
     units = {name: modules[name] for name in plan.units()}
     _refuse_unsupported(root, plan, recipe)
     placeholders: dict[int, Placeholder] = {}
-    copies = {name: copy_without_weights(module, name, device, placeholders) for name, module in units.items()}
+    shared = _shared_objects(root, units)
+    copies = {name: copy_without_weights(module, name, device, placeholders, shared) for name, module in units.items()}
     return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, _holders(root, plan, units))
+
+
+def _shared_objects(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, Any]:
+    """Return modules outside of units, and objects and containers that several units or those modules have, by id.
+
+    A layer that writes into them must do so on stages that only infer its outputs, too: there the step, which may use
+    what was written, gets an error.
+    """
+    unit_of = {module: name for name, unit in units.items() for module in unit.modules()}
+    groups: dict[str, dict[str, nn.Module]] = {"": {}}
+    for name, module in root.named_modules():
+        groups.setdefault(unit_of.get(module, ""), {})[name] = module
+    shared: dict[int, Any] = {id(module): module for module in groups[""].values()}
+    first: dict[int, str] = {}
+    for group, modules in groups.items():
+        values = (value for m in modules.values() for key, value in vars(m).items() if key not in INTERNAL)
+        containers = (value for value in values if isinstance(value, list | dict | set | deque))
+        for value in chain(containers, (owner for _, owner in find_owners(modules))):
+            if first.setdefault(id(value), group) != group:
+                shared[id(value)] = value
+    return shared
 
 
 def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:

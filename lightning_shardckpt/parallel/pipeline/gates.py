@@ -138,7 +138,7 @@ class Gates:
 class Stub:
     """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments.
 
-    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_are_kept`.
+    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_has_effect`.
     """
 
     def __init__(self, copy: nn.Module, fqn: str) -> None:
@@ -164,7 +164,7 @@ class Stub:
             cached, key = None, None
         if cached is None:
             with note_placeholders() as new:
-                out = self._infer(args, kwargs, leaves)
+                out = self._infer(args, kwargs, leaves, new)
             out_leaves, out_spec = tree_flatten(out)
             # An argument that is returned, such as a cache object, is that of each call, not of the first one.
             positions = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
@@ -172,28 +172,28 @@ class Stub:
             if key is None or None in recipe:
                 return out
             del out, out_leaves
-            if not self._are_kept(new):
+            if not self._has_effect(new):
                 self._cache[key] = recipe, out_spec
             cached = recipe, out_spec
         recipe, out_spec = cached
         return tree_unflatten([self._build(item, leaves) for item in recipe], out_spec)
 
-    def _are_kept(self, placeholders: Sequence[ref[Placeholder]]) -> bool:
-        """Return True if something outside of the copy has placeholders, as a list of auxiliary losses would.
+    def _has_effect(self, new: Sequence[ref[Placeholder] | None]) -> bool:
+        """Return True if something outside of the copy has new placeholders, as a list of auxiliary losses would.
 
         Then each call must add its own, so that code which uses them gets an error.
         """
         attributes = {id(value) for part in self._copy.modules() for value in vars(part).values()}
-        alive = [placeholder for one in placeholders if (placeholder := one()) is not None]
-        return any(id(placeholder) not in attributes for placeholder in alive)
+        alive = [one() for one in new if one is not None]
+        return len(alive) < len(new) or any(one is not None and id(one) not in attributes for one in alive)
 
-    def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
+    def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any], new: Sequence[Any]) -> Any:
         try:
             with torch.no_grad(), derive_rng(self._fqn):  # it draws only for new shapes
                 out = self._copy.forward(*args, **kwargs)
         except (UnsupportedCodeError, AttributeError, LookupError, ValueError):
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
-            if like is None:
+            if like is None or None in new:
                 raise
             # Shapes depend on values, as in experts, or the forward looks up weights in _buffers, as in PEFT. Assume
             # that the layer returns the shape of its input; `Gate._receive` compares. Other errors are raised by the
@@ -211,8 +211,7 @@ class Stub:
         if kind == "argument":
             return leaves[value]
         if kind == "placeholder":
-            meta, device = value
-            return Placeholder.of(meta, f"the output of {self._fqn}", device)
+            return Placeholder.of(*value)
         return value
 
 
@@ -420,4 +419,4 @@ def _recipe(leaf: Any, positions: Mapping[int, int]) -> Any:
         return "argument", positions[id(leaf)]
     if not isinstance(leaf, Tensor):
         return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
-    return ("placeholder", (leaf.geometry, leaf.device)) if isinstance(leaf, Placeholder) else None
+    return ("placeholder", (leaf.geometry, leaf.origin, leaf.device)) if isinstance(leaf, Placeholder) else None

@@ -53,7 +53,7 @@ _COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # of a placeholder
 _MOVES = frozenset({"cpu", "cuda"})
 
 _IN_STAGE_RUN: ContextVar[bool] = ContextVar("_IN_STAGE_RUN", default=False)
-_NEW: ContextVar[list[ref[Placeholder]] | None] = ContextVar("_NEW", default=None)
+_NEW: ContextVar[list[ref[Placeholder] | None] | None] = ContextVar("_NEW", default=None)
 
 
 @contextmanager
@@ -67,13 +67,19 @@ def in_stage_run() -> Iterator[None]:
 
 
 @contextmanager
-def note_placeholders() -> Iterator[list[ref[Placeholder]]]:
-    """Inside, add each new placeholder to a list."""
+def note_placeholders() -> Iterator[list[ref[Placeholder] | None]]:
+    """Inside, add each new placeholder to a list, and None for `note_effect`."""
     token = _NEW.set(new := [])
     try:
         yield new
     finally:
         _NEW.reset(token)
+
+
+def note_effect() -> None:
+    """Note that a module, which a stub infers, has an effect besides its outputs, such as a logged value."""
+    if (new := _NEW.get()) is not None:
+        new.append(None)
 
 
 class Placeholder(Tensor):
