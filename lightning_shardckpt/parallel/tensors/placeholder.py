@@ -69,7 +69,8 @@ def in_stage_run() -> Iterator[None]:
 @contextmanager
 def note_placeholders() -> Iterator[list[ref[Placeholder] | None]]:
     """Inside, add each new placeholder to a list, and None for `note_effect`."""
-    token = _NEW.set(new := [])
+    new: list[ref[Placeholder] | None] = []
+    token = _NEW.set(new)
     try:
         yield new
     finally:
