@@ -46,9 +46,8 @@ def retry_call(action: str, call: Callable[[], _T], tuning: Tuning) -> _T:
         tuning: the number and duration of attempts; pauses double, with jitter.
 
     Raises:
-        FileNotFoundError, FileExistsError: from ``call``, unchanged and at once, like everything that is not an
-            OSError.
-        PermissionError: with the action that was denied.
+        FileExistsError: from ``call``, unchanged and at once, like everything that is not an OSError.
+        FileNotFoundError, PermissionError: at once, with the action that failed.
         OSError: with the action, the number of attempts, the time and the last failure.
     """
     start = time.monotonic()
@@ -60,6 +59,8 @@ def retry_call(action: str, call: Callable[[], _T], tuning: Tuning) -> _T:
                 raise PermissionError(
                     errno.EACCES, f"{action}: the store does not permit it: {_describe(error)}; check the credentials"
                 ) from error
+            if isinstance(error, FileNotFoundError):  # a missing bucket is not named by all clients
+                raise FileNotFoundError(errno.ENOENT, f"{action}: {_describe(error)}") from error
             if not is_transient(error):
                 if isinstance(error, OSError) and not isinstance(error, _FINAL):
                     raise OSError(error.errno or errno.EIO, f"{action}: {_describe(error)}") from error
@@ -371,6 +372,8 @@ class S3Objects(ObjectStore):
     def call(self, action: str, key: str, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of S3 on an object, with retries, and return the answer; errors begin with ``action``."""
         bucket, name = self._split(key)
+        if not (bucket and name):
+            raise ValueError(f"{self.url(key)!r} is no path of a checkpoint, such as 's3://bucket/name.ckpt'")
         if method != "delete_objects":
             parameters["Key"] = name
 

@@ -373,7 +373,15 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, storage: StorageRouter) -> None:
-    with pytest.raises(FileNotFoundError, match="bucket"):
+    with pytest.raises(FileNotFoundError, match=rf"writing {s3.url()}-not/a\.ckpt/.*: .*bucket"):
         save(f"{s3.url()}-not/a.ckpt", 1.0, storage=storage)
     with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt"):
         load(f"{s3.url()}-not/a.ckpt", storage=storage)
+
+
+def test_a_bucket_alone_is_no_path_and_an_error_says_so(s3: Bucket, storage: StorageRouter) -> None:
+    for url in ("s3:///a.ckpt", s3.url(), s3.url("")):
+        with pytest.raises(ValueError, match="no path of a checkpoint, such as"):
+            save(url, 1.0, storage=storage)
+        with pytest.raises(ValueError, match="no path of a checkpoint, such as"):
+            load(url, storage=storage)
