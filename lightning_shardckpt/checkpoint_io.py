@@ -42,7 +42,7 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightning_dict, states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
@@ -400,7 +400,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
         ``path`` stays, with a warning.
         """
-        remove = partial(remove_any, file_path(path), self.storage)
+        remove = partial(remove_any, absolute_path(path), self.storage)  # the removal may wait, and a chdir come first
         if self.saves.background is None:
             self._warn(remove())
         else:

@@ -20,7 +20,7 @@ from lightning_shardckpt.format.checksum import checksum_blocks, count_checksums
 from lightning_shardckpt.format.index import FileInfo, RankIndex, ShardEntry, shard_file_name
 from lightning_shardckpt.format.plan import Piece
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.router import file_path, is_url
+from lightning_shardckpt.storage.router import absolute_path
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import (
     StagePiece,
@@ -210,7 +210,7 @@ class SaveHistory:
 
     def add(self, path: str) -> None:
         """Add a complete checkpoint that was loaded or saved."""
-        self._last[_directory(path)] = _absolute(path)
+        self._last[_directory(path)] = absolute_path(path)
 
     @contextmanager
     def open_base(self, path: str, draft: Draft, storage: Storage, rank: int) -> Iterator[Base | None]:
@@ -219,7 +219,7 @@ class SaveHistory:
         Adds notes to ``draft`` if files can't be linked.
         """
         directory = _directory(path)
-        for known in filter(None, (self._last.get(directory), _absolute(path))):
+        for known in filter(None, (self._last.get(directory), absolute_path(path))):
             if directory in self._cannot_link:
                 break
             try:
@@ -257,8 +257,4 @@ def _base_of(checkpoint: Checkpoint, path: str, draft: Draft, rank: int) -> Base
 
 
 def _directory(path: str) -> str:
-    return os.path.dirname(_absolute(path))
-
-
-def _absolute(path: str) -> str:
-    return path if is_url(path) else os.path.abspath(file_path(path))
+    return os.path.dirname(absolute_path(path))

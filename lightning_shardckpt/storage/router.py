@@ -46,6 +46,12 @@ def file_path(path: str | os.PathLike[str]) -> str:
     return os.path.expanduser(path)
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return ``file_path(path)``, made absolute if it is not a URL."""
+    path = file_path(path)
+    return path if is_url(path) else os.path.abspath(path)
+
+
 class StorageRouter:
     """Storage for any path: the file system for paths and ``file://`` URLs, fsspec for other URLs.
 

@@ -469,6 +469,26 @@ def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(
     assert run_ranks(world, twins, strategy, str(tmp_path)) == [[True] * 5] * world
 
 
+def change_directory(folder: str) -> list[set[str]]:
+    """While a removal waits, go to a directory that has a checkpoint of the same name."""
+    io, (here, there) = gated_io(), (f"{folder}/{name}" for name in ("here", "there"))
+    for directory in (there, here):
+        os.makedirs(directory)
+        os.chdir(directory)
+        io.save_checkpoint({"state_dict": {"a": torch.zeros(3)}}, "old.ckpt")
+        io.wait()
+    with io.storage.shut():
+        io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, "new.ckpt")
+        io.remove_checkpoint("old.ckpt")
+        os.chdir(there)
+    io.wait()
+    return [complete(here), complete(there)]
+
+
+def test_saves_and_removals_keep_the_directory_in_which_they_were_called(tmp_path: Path) -> None:
+    assert run_ranks(1, change_directory, str(tmp_path)) == [[{"new.ckpt"}, {"old.ckpt"}]]
+
+
 def keep_one(strategy: Any, directory: str, timed: bool = False) -> dict[str, Any]:
     """The save after the second step is held until the third."""
     io, seen = gated_io(), {}
