@@ -216,13 +216,18 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
     return undo
 
 
-def watch_epoch_ends(trainer: pl.Trainer, check: Callable[[], None]) -> Callable[[], None]:
+def watch_epoch_ends(
+    trainer: pl.Trainer, check: Callable[[], None], any_rank: Callable[[bool], bool]
+) -> Callable[[], None]:
     """Call ``check`` when an epoch of training ends, before its last validation and its hooks; return the undo.
 
-    It is called again after that validation. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end`.
+    It is called again after that validation. If ``val_check_interval`` is a time, which each rank measures, ``any_rank``
+    tells if it is over. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end` and `would_validate`.
     """
-    loop = trainer.fit_loop
-    original = loop.on_advance_end
+    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
+    if trainer.val_check_batch is None:
+        epoch_loop._should_check_val_fx = lambda fetcher: any_rank(validates(fetcher))  # type: ignore[method-assign]
 
     def end_batch(_: Any, end: EndBatch) -> None:
         if is_last_batch(trainer) or ends_within_epoch(trainer):
@@ -238,6 +243,7 @@ def watch_epoch_ends(trainer: pl.Trainer, check: Callable[[], None]) -> Callable
 
     def undo() -> None:
         unwrap()
+        epoch_loop.__dict__.pop("_should_check_val_fx", None)
         loop.__dict__.pop("on_advance_end", None)
 
     return undo

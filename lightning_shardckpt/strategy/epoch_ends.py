@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 
 from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
 from lightning_shardckpt.distributed.heartbeat import epoch_over, unequal_batches_text
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -42,7 +43,7 @@ class EpochEnds:
             with epoch_over():
                 ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
 
-        self._undo = watch_epoch_ends(trainer, compare)
+        self._undo = watch_epoch_ends(trainer, compare, any_rank)
 
     def unwatch(self) -> None:
         """Restore Lightning's loops."""

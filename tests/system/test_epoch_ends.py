@@ -5,6 +5,8 @@ Oracles: the numbers that the loaders have, and training over loaders with a len
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -144,3 +146,26 @@ def train_equally(strategy: dict[str, Any]) -> dict[str, list[str]]:
 def test_streams_of_equal_length_train_as_loaders_with_a_length(strategy: dict[str, Any]) -> None:
     for differing in run_ranks(2, train_equally, strategy):
         assert differing == {name: [] for name in RUNS}
+
+
+class ClockAhead(pl.Callback):
+    """On the last rank, the time until the first validation is over at once."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            trainer._last_val_time = time.monotonic() - 7200
+
+
+def validate_by_time(strategy: dict[str, Any]) -> list[int]:
+    """Return the steps at which a validation comes."""
+    module, found = Net("sized"), list[int]()
+    module.on_validation_epoch_end = lambda: found.append(module.global_step)  # type: ignore[method-assign]
+    rows: Any = torch.ones(10, 4)
+    run = tiny.trainer(strategy, max_epochs=2, val_check_interval=timedelta(hours=1), callbacks=[ClockAhead()])
+    run.fit(module, DataLoader(rows, batch_size=2), module.val_dataloader())
+    return found
+
+
+@pytest.mark.skipif("timedelta" not in str(pl.Trainer.__init__.__annotations__), reason="Lightning 2.6 has added it")
+def test_all_ranks_validate_when_the_time_is_over_on_one() -> None:
+    assert run_ranks(2, validate_by_time, {}) == [[1], [1]]

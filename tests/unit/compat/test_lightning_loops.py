@@ -89,7 +89,7 @@ def test_the_end_of_an_epoch_is_seen_before_its_validation(tmp_path: Path) -> No
     undone: list[Any] = []
 
     def watch(run: pl.Trainer) -> None:
-        undone.append(compat.watch_epoch_ends(run, lambda: found.append(compat.batches_begun(run))))
+        undone.append(compat.watch_epoch_ends(run, lambda: found.append(compat.batches_begun(run)), bool))
 
     watching = Asks("on_train_start", watch)
     validations = Asks("on_validation_start", lambda _: found.append("validation"))
