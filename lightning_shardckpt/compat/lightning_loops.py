@@ -221,13 +221,13 @@ def watch_epoch_ends(
 ) -> Callable[[], None]:
     """Call ``check`` when an epoch of training ends, before its last validation and its hooks; return the undo.
 
-    It is called again after that validation. If ``val_check_interval`` is a time, which each rank measures, ``any_rank``
+    It is called again after that validation. If ``val_check_interval`` is a time, which ranks measure, ``any_rank``
     tells if it is over. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end` and `would_validate`.
     """
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
     if trainer.val_check_batch is None:
-        epoch_loop._should_check_val_fx = lambda fetcher: any_rank(validates(fetcher))  # type: ignore[method-assign]
+        epoch_loop.__dict__["_should_check_val_fx"] = lambda fetcher: any_rank(validates(fetcher))
 
     def end_batch(_: Any, end: EndBatch) -> None:
         if is_last_batch(trainer) or ends_within_epoch(trainer):
