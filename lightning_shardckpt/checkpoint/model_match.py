@@ -151,9 +151,10 @@ class ModelMatch:
         model, adapters, stored = self._targets.model, self._targets.adapters, self.stored
         if not adapters or self._targets.optimizers is not None:
             return model, []
-        if self._source.document("peft") or adapters & stored.tensors.keys():
+        copies = {key for key in adapters & stored.tensors.keys() if ".modules_to_save." in key}  # by name
+        if self._source.document("peft") or adapters & stored.tensors.keys() - copies:
             return model, []
-        kept = {key for key in adapters & model.tensors.keys() if base_fqn(key) not in stored.tensors}
+        kept = {key for key in adapters & model.tensors.keys() - copies if base_fqn(key) not in stored.tensors}
         tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
         aliases = {alias: of for alias, of in model.aliases.items() if of not in kept}
         return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)

@@ -21,11 +21,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
-from lightning_shardckpt.sources.state_dict_views import (
-    as_values,
-    blank_trainer,
-    places_of,
-)
+from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names

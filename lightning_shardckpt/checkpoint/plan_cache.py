@@ -8,13 +8,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex
-from lightning_shardckpt.format.index_json import (
-    COMPONENTS,
-    TablesText,
-    root_from_json,
-    root_to_json,
-    tables_to_text,
-)
+from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_from_json, root_to_json, tables_to_text
 from lightning_shardckpt.format.plan import check_cover, plan_save
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files

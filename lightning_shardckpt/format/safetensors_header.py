@@ -215,12 +215,7 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
         stored_dtype, stored_shape, offsets = stored_forms[dtype, shape, start]
         tensors.append((key, stored_dtype, stored_shape))
         items.append(f"{name}: {offsets}")
-    metadata = {
-        "format": "pt",
-        "DCP_SHARDING_INFO": f"{{{', '.join(items)}}}",
-        "DCP_VERSION": "1.0",
-        _SAVE_ID: _NO_ID,
-    }
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
     header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
     nbytes = len(header) - LENGTH_BYTES
     if nbytes > MAX_HEADER_BYTES:

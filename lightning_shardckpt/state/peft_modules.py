@@ -84,6 +84,16 @@ def _alters_base(config: Any) -> bool:
     return getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal")
 
 
+def made_from_base(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Return the names of adapters' tensors whose first values PEFT computes from the base model's: DoRA, PiSSA, ….
+
+    If other weights of the base model are loaded afterwards, the model does not begin as the base model.
+    """
+    altered = any(_alters_base(config) for _, wrapped in _wrapped(module) for config in wrapped.peft_config.values())
+    parts = (".lora_magnitude_vector.", ".trainable_tokens_delta.", *((".lora_A.",) if altered else ()))
+    return sorted(name for name in names if any(part in name for part in parts))
+
+
 def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
     """Return the canonical FQNs of base parameters that PEFT froze, whose values the pretrained model has, too.
 

@@ -32,6 +32,7 @@ from lightning_shardckpt.state.module_io import (
     load_remaining,
     loaded_state_dict,
 )
+from lightning_shardckpt.state.peft_modules import made_from_base
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text, list_some
@@ -146,6 +147,8 @@ def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple
     match.missing = [name for name in match.missing if not by_code(name) and not by_hooks(name)]
     accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}
     match.unexpected = [name for name in match.unexpected if name not in accepted]
+    fix = "was computed by PEFT from the weights that these replace: begin with from_pretrained, not pretrained="
+    match.problems += [f"{name}  {fix}" for name in made_from_base(module, state.keys() - match.names)]
     for name in sorted(name for name in match.names if not by_code(name)):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)

@@ -28,7 +28,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import HookedState, LoadHooks, loaded_state_dict, parameter_names
-from lightning_shardckpt.state.peft_modules import adapter_tensors
+from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
 from lightning_shardckpt.strategy.lightning_module import mark_half_filled, restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
@@ -194,7 +194,7 @@ def module_targets(
     tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
     leaves, _ = model_leaves(tensors, module, whole)
     extra_state = frozenset(map(clean_fqn, values))
-    adapters = adapter_tensors(module, leaves.tensors)
+    adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
         return fit_to(source, module=module, live=leaves, whole=whole)

@@ -73,6 +73,12 @@ def fit(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
 # ── a base model that was saved without adapters ────────────────────────────────────────────────────────────────────
 
 
+def save_base(folder: str) -> None:
+    """Save a base model in float32, with other weights than those of ``Adapted``."""
+    pl.seed_everything(7, verbose=False)
+    adapters.llama().save_pretrained(folder)
+
+
 def start_from(path: str, strategy: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Load into a model with adapters, then train a step; returns the states after both, and what was warned of."""
     pl.seed_everything(5, verbose=False)
@@ -136,6 +142,44 @@ def refused_on_ranks(path: str) -> str:
 def test_a_checkpoint_without_adapters_is_not_resumed_with_adapters(without_adapters: tuple[str, Any]) -> None:
     for message in run_ranks(2, refused_on_ranks, without_adapters[0]):
         assert "model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight  in model only" in message
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora_magnitude_vector": {"use_dora": True},
+    "trainable_tokens_delta": {"trainable_token_indices": [1, 5]},
+    "lora_A": {"init_lora_weights": "pissa"},
+    "": {"modules_to_save": ["lm_head"]},
+}
+
+
+def begin_with_base(kind: str, base: str) -> dict[str, Any]:
+    """Return the loss of a first step by the way in which the base model was loaded, or the error."""
+    options, found = {"target_modules": ["q_proj"]} | KINDS[kind], dict[str, Any]()
+    for way in ("from_pretrained", "pretrained", "ckpt_path"):
+        pl.seed_everything(5, verbose=False)
+        module = adapters.Adapted(base if way == "from_pretrained" else None, options)
+        run = tiny.trainer({"pretrained": base} if way == "pretrained" else {}, max_steps=1, limit_val_batches=1)
+        try:
+            if way == "ckpt_path":
+                warnings.filterwarnings("ignore", ".* has no adapters: 4 tensors of adapters left as they are")
+                run.validate(module, tiny.loader(shuffle=False), ckpt_path=base, verbose=False)
+            run.fit(module, tiny.loader(shuffle=False))
+            (found[way],) = module.losses
+        except MismatchError as error:
+            found[way] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_with_values_of_the_base_are_not_left_as_they_are(kind: str, tmp_path: Path) -> None:
+    """Their first values belong to the weights that PEFT found; copies in modules_to_save are filled."""
+    run_ranks(1, save_base, str(tmp_path))
+    (found,) = run_ranks(1, begin_with_base, kind, str(tmp_path))
+    if kind:
+        assert f".{kind}.default" in found["pretrained"] and "not pretrained=" in found["pretrained"]
+        assert f".{kind}.default" in found["ckpt_path"]
+    else:
+        assert found["from_pretrained"] == found["pretrained"] == found["ckpt_path"]
 
 
 # ── differences ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -127,18 +127,8 @@ def _describe(error: BaseException) -> str:
 
 
 _PUT_LOCK = threading.Lock()
-_VERSION_FIELDS = (
-    "ETag",
-    "etag",
-    "md5",
-    "crc32c",
-    "generation",
-    "created",
-    "LastModified",
-    "last_modified",
-    "mtime",
-    "size",
-)
+_VERSION_FIELDS = ("ETag", "etag", "md5", "crc32c", "generation", "created")
+_VERSION_FIELDS += ("LastModified", "last_modified", "mtime", "size")
 
 
 class ObjectStat(NamedTuple):
