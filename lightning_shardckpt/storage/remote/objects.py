@@ -127,8 +127,8 @@ def _describe(error: BaseException) -> str:
 
 
 _PUT_LOCK = threading.Lock()
-_VERSION_FIELDS = ("ETag", "etag", "md5", "crc32c", "generation", "created")
-_VERSION_FIELDS += ("LastModified", "last_modified", "mtime", "size")
+_TIME_FIELDS = ("created", "LastModified", "last_modified", "mtime")
+_VERSION_FIELDS = ("ETag", "etag", "md5", "crc32c", "generation", *_TIME_FIELDS, "size")
 
 
 class ObjectStat(NamedTuple):
