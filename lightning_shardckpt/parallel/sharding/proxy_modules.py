@@ -36,9 +36,12 @@ class Call:
         """Return the function's result, or raise its exception; only once."""
         value, error = self._value, self._error
         self._value = self._error = None
-        if error is not None:
-            raise error
-        return value
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error  # whose traceback has this frame: what the frames in it hold would live until a collection
 
 
 class ProxyRoot(nn.Module):
