@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 # ── calls, hooks and constructors ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,8 +273,8 @@ def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
 BatchNorm = _BatchNorm
 """The base class of batch norms, including synchronized and lazy ones."""
 
-NormWithStatistics = _NormBase
-"""The base class of norms with running statistics: batch and instance norms."""
+NormWithStatistics = (_BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""The base classes of norms with running statistics."""
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # ── functions and hooks ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,6 +179,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise the first operation imports torch._dynamo: a second, and 60 MB
+
+
+without_modes = _disable_current_modes
+"""A context without dispatch modes, such as that of selective checkpointing, which keeps results in order."""
 
 
 @contextmanager

@@ -38,10 +38,10 @@ GUARDED = {
     "fsdp2": (
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
-        *("UsesOneOfTwo", "GoesBackByItself"),
+        *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers"),
     ),
     "replicas": ("SamplesByLength",),
-    "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule"),
+    "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),
     "pp2": ("LooksForLinear", "GroupsParametersEarly"),
 }
 """Cases that have computed something else once, and run in any case."""

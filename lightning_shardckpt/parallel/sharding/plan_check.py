@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shardckpt.compat.pytree import tree_leaves, tree_map
 from lightning_shardckpt.compat.torch_modules import argument_hooks, keep_hooks, result_hooks, without_global_hooks
+from lightning_shardckpt.compat.torch_tensors import without_modes
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
@@ -136,6 +137,7 @@ class _Comparison:
         raise TopologyError(self.found)
 
     @torch.no_grad()
+    @without_modes()
     def _compare(self, block: nn.Module, args: Any, kwargs: Any) -> str:
         """Return the difference of a sharded and an unsharded copy; empty if there is none, or it is unknown."""
         state = get_rng_state(every_device=False)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import BATCH, CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Natural, Net, case, dataset
+from tests.sweeps.twins.base import (
+    BATCH,
+    CLASSES,
+    COMPILED,
+    COMPUTED_WEIGHTS,
+    WIDTH,
+    Block,
+    Natural,
+    Net,
+    case,
+    dataset,
+)
 
 
 @case()
@@ -75,6 +87,31 @@ class Recomputed(Natural):
         x = checkpoint(self.net.layers[0], x, use_reentrant=False)
         x = checkpoint(self.net.layers[1], x, use_reentrant=True)
         return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+
+
+@case()
+class RecomputesSeveralLayers(Natural):
+    """One checkpoint around two layers."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.layers = nn.Sequential(*(Block() for _ in range(4)))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = checkpoint_sequential(self.net.layers, 2, self.net.embed(batch[0]), use_reentrant=False)
+        return F.cross_entropy(self.net.head(self.net.norm(x)), batch[1])
+
+
+@case()
+class RecomputesSelectively(Natural):
+    """Products of matrices are kept, and taken in their order."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+        x = self.net.embed(batch[0])
+        for layer in self.net.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=kept)
+        return F.cross_entropy(self.net.head(self.net.norm(x)), batch[1])
 
 
 class Decay(nn.Module):

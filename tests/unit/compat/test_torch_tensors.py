@@ -40,6 +40,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     watch_hooks,
     with_hooks,
     with_torch_function,
+    without_modes,
     without_torch_function,
     written_arguments,
 )
@@ -240,6 +241,15 @@ def test_below_modes_neither_mode_sees_operations_and_no_history_is_recorded() -
         assert operations.seen == [] and functions.seen == []
         torch.add(leaf, 1)
     assert operations.seen == [aten.add.Tensor] and functions.seen == [torch.add]
+
+
+def test_without_modes_no_mode_sees_operations_of_subclasses_either() -> None:
+    with Noting() as operations:
+        with without_modes():
+            torch.add(nn.Parameter(torch.ones(2)), 1)
+        assert operations.seen == []
+        torch.add(torch.ones(2), 1)
+    assert operations.seen[-1] == aten.add.Tensor
 
 
 def test_a_mode_does_not_import_the_compiler() -> None:
