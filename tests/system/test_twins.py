@@ -38,7 +38,7 @@ GUARDED = {
     "fsdp2": (
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
-        *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers"),
+        *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers", "KeepsComplexPartsNegative"),
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),

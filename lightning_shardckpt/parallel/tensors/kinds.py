@@ -95,7 +95,7 @@ _ELEMENTWISE = _words(
     isfinite isinf isnan isposinf isneginf nan_to_num floor ceil round trunc fix frac copysign hypot xlogy
     masked_fill clone detach contiguous to type float double half bfloat16 int long short char byte bool cpu
     cuda copy zero fill alias positive ldexp nextafter heaviside deg2rad rad2deg digamma lgamma i0 sinc relu
-    real imag conj resolve_conj resolve_neg conj_physical angle constant
+    conj_physical constant
     """
 )
 _OPERATORS = _words(

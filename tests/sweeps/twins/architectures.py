@@ -131,6 +131,24 @@ class SpectralOnce(Spectral):
         self.seen.append(float(sum(p.grad is None for p in self.parameters())))
 
 
+@case()
+class KeepsComplexPartsNegative(Natural):
+    """Poles of a filter, by their parts, conjugates and angles; an odd number of them."""
+
+    def build(self) -> None:
+        super().build()
+        self.poles = nn.Parameter(torch.randn(5, dtype=torch.cdouble))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        p = self.poles
+        return super().loss(batch) + (p * p.conj()).real.sum() + p.imag.sum() + 0.1 * p.angle().sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.poles.real.clamp_(max=-0.1)
+            self.seen.append(float(self.poles.real.sum()))
+
+
 class Invertible(nn.Module):
     """A 1x1 convolution of Glow: determinants and inverses of its weight."""
 
