@@ -42,7 +42,7 @@ GUARDED = {
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),
-    "pp2": ("LooksForLinear", "GroupsParametersEarly"),
+    "pp2": ("LooksForLinear", "GroupsParametersEarly", "AsksForParameters"),
 }
 """Cases that have computed something else once, and run in any case."""
 

@@ -151,8 +151,7 @@ class StagedModule:
         """
         present = {id(self.placeholders[id(old)]) for old in owned if id(old) in self.placeholders}
         for name, stages in self.plan.units().items():
-            if not stages & self._own:
-                register_placeholders(self.copies[name], present)
+            register_placeholders(self.copies[name], () if stages & self._own else present)
         names: dict[nn.Parameter, str] = {}
         for name, old in whole.items():
             names.setdefault(old, clean_fqn(name))

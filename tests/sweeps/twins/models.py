@@ -114,6 +114,25 @@ class RecomputesSelectively(Natural):
         return F.cross_entropy(self.net.head(self.net.norm(x)), batch[1])
 
 
+class Asking(nn.Linear):
+    """Converts what it gets to its own dtype, as modules of transformers and of diffusion models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float().to(next(self.parameters()).dtype))
+
+
+class AskingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / sum(1 for _ in self.parameters())
+
+
+@case()
+class AsksForParameters(Natural):
+    def build(self) -> None:
+        super().build()
+        self.net.embed, self.net.layers = Asking(6, WIDTH), nn.ModuleList(AskingBlock() for _ in range(2))
+
+
 class Decay(nn.Module):
     """Multiplies by functions of parameters alone, as states of Mamba decay."""
 
