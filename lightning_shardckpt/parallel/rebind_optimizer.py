@@ -24,7 +24,7 @@ def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
         UnsupportedCodeError: if the optimizer has a parameter that was never in the module.
     """
     current = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
-    live = set(current.values())
+    live = {*current.values(), *module.gradients.adopted}
     for index, group in enumerate(optimizer.param_groups):
         with user_code():  # it may have been rebound before
             params = [p for p in group["params"] if not isinstance(p, _Dummy)]

@@ -47,6 +47,7 @@ from tests.support.nets import (
 )
 from tests.support.pool import ROOT, run_each, run_ranks
 from tests.support.warm_python import Run
+from tests.sweeps.twins.base import CLASSES, WIDTH, Natural
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 State = dict[str, Tensor]
@@ -427,6 +428,22 @@ def found() -> dict[Any, list[Any]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[Any, list[Any]]:
     return run_each({fn: (1, fn) for fn in ALONE})
+
+
+def train_a_new_head(devices: int) -> State:
+    pl.seed_everything(3, verbose=False)
+    module = Natural().double()
+    for _ in range(2):
+        trainer_for(ShardedStrategy() if devices > 1 else "auto", devices).fit(module)
+        torch.manual_seed(5)
+        trained, module.net.head = full_state(module), nn.Linear(WIDTH, CLASSES).double()
+    return trained
+
+
+def test_a_head_that_is_replaced_after_a_fit_trains_in_the_next_one() -> None:
+    (expected,) = run_ranks(1, train_a_new_head, 1, init_process_group=False)
+    for got in run_ranks(2, train_a_new_head, 2):
+        assert_close(got, expected)
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
