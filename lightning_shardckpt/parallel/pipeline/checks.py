@@ -207,6 +207,18 @@ class StepChecks:
                     "steps, such as on_train_batch_start."
                 )
 
+    def trained(self) -> set[str]:
+        """Return the names of the parameters, those of other stages included, that require a gradient."""
+        return {name for name, parameter in self._root.named_parameters() if parameter.requires_grad}
+
+    def check_trained(self, state: StepState, before: set[str]) -> None:
+        """Raise if the part of the step that the last stage alone runs freezes or thaws a parameter."""
+        if changed := before ^ self.trained():
+            raise UnsupportedCodeError(
+                f"{state.step.name} changes requires_grad of {min(changed)} after its layers, where only the last stage "
+                "of a pipeline runs it. Do so before the layers, or in a hook such as on_train_batch_start."
+            )
+
     def mark_parameters(self) -> None:
         """Compute marks of this rank's parameters. A mark changes with the values, however they are written."""
         by_device: dict[torch.device, list[int]] = {}

@@ -123,13 +123,16 @@ class Pipeline:
         early = step.train and self.backward_early
 
         def work() -> tuple[PickledReport | None, int]:
-            before = self._checks.buffer_marks()
+            before, trained = self._checks.buffer_marks(), self._checks.trained() if self.has_last_stage else set()
             with self._gathering():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
                 self._checks.compare_parameters()
                 if self.has_last_stage and not state.whole_steps:
+                    trained = self._checks.trained()
                     self._finish(state)
+                if self.has_last_stage:
+                    self._checks.check_trained(state, trained)
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
                 self.absent.check_hooks()
