@@ -39,6 +39,7 @@ GUARDED = {
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
         *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers", "KeepsComplexPartsNegative"),
+        "FreezesItsHeadForALoss",
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),

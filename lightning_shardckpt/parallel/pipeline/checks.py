@@ -214,10 +214,7 @@ class StepChecks:
     def check_trained(self, state: StepState, before: set[str]) -> None:
         """Raise if the part of the step that the last stage alone runs freezes or thaws a parameter."""
         if changed := before ^ self.trained():
-            raise UnsupportedCodeError(
-                f"{state.step.name} changes requires_grad of {min(changed)} after its layers, where only the last stage "
-                "of a pipeline runs it. Do so before the layers, or in a hook such as on_train_batch_start."
-            )
+            raise _change_error(state, f"requires_grad of {min(changed)} after its layers")
 
     def mark_parameters(self) -> None:
         """Compute marks of this rank's parameters. A mark changes with the values, however they are written."""
@@ -257,9 +254,8 @@ def _forbids_others(state: StepState) -> bool:
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:
     return UnsupportedCodeError(
-        f"{state.step.name} changes {name}. In a pipeline, parts of a step run once for each microbatch, "
-        "and more often, so it would change more than once. Change parameters in a hook between steps, such as "
-        "on_train_batch_start."
+        f"{state.step.name} changes {name}. In a pipeline, parts of a step run for each microbatch, and more often, and "
+        "its end on the last stage alone. Change parameters in a hook between steps, such as on_train_batch_start."
     )
 
 

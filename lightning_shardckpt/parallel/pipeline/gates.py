@@ -283,7 +283,8 @@ class Gate:
             self._receive(run, leaves)
         ends_after = index == last < run.stop and not run.whole
         if ends_after:
-            run.positions = tuple(position for position, leaf in enumerate(leaves) if _is_plain_tensor(leaf))
+            tensors = [(position, leaf) for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            run.positions = tuple(n for n, tensor in tensors if not isinstance(tensor, Placeholder | DTensor))
         if index == run.stop or ends_after:
             run.outputs = [self._check_plain(leaves[position]) for position in run.positions]
         if index == run.stop:
@@ -379,10 +380,6 @@ class Gate:
         if module.training and run.kind != "probe":
             self._advance(run)  # as in `_compute`, so that all stages draw the same numbers later
         return self._stub(args, kwargs, flat, like=module if self._owned else None)
-
-
-def _is_plain_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | DTensor)
 
 
 def _misplaced_error(names: Sequence[str], place: Where, called: str, needed: Where) -> UnsupportedCodeError:

@@ -162,7 +162,8 @@ class Engine:
             together = defaultdict[Any, list[tuple[str, ShardedTensor]]](list)
             for unit in self._plan():
                 for (dtype, cast_to), leaves in self._group_by_dtype(unit).items():
-                    is_rest = unit.is_rest or (unit.reshard and _is_small(leaves, unit.leaves))
+                    few = sum(p.numel() for p in leaves) <= _SMALL * sum(p.numel() for p in unit.leaves)  # as of norms
+                    is_rest = unit.is_rest or (unit.reshard and few)
                     key = (None, False, dtype, cast_to) if is_rest else (unit.name, unit.reshard, dtype, cast_to)
                     together[key] += [(unit.name, leaf) for leaf in leaves]
             for (_, reshard, _, cast_to), named in together.items():
@@ -231,11 +232,6 @@ class Engine:
             self._root.reset_iter_state()
             for proxy in self._proxies:
                 proxy.end_backward(failed=True)
-
-
-def _is_small(some: Sequence[Tensor], every: Sequence[Tensor]) -> bool:
-    """Return whether ``some`` parameters of a unit, such as norms, are too few for collectives of their own."""
-    return sum(p.numel() for p in some) <= _SMALL * sum(p.numel() for p in every)
 
 
 class FSDPProxy:
@@ -572,7 +568,7 @@ class FSDPProxy:
             self._before_backward(numbers, None, gathers=not copies)
         completed = list[Tensor | None]()
         for n, gradient in zip(numbers, gradients, strict=True):
-            whole = self._wholes[n]
+            whole = self._wholes[n].requires_grad_(self._leaves[n].requires_grad)  # a later forward may have changed it
             if not whole.requires_grad:
                 completed.append(None)
                 continue

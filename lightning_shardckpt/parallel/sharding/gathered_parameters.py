@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -227,7 +227,7 @@ class KeptGathers:
     current: ClassVar[KeptGathers | None] = None
 
     def __init__(self) -> None:
-        self._gathered: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._gathered: dict[tuple[int, ...], tuple[list[Tensor], list[Tensor]]] = {}
         self._requires_grad = False
 
     @contextmanager
@@ -240,14 +240,14 @@ class KeptGathers:
         finally:
             KeptGathers.current = before
 
-    def take(self, module: nn.Module, gather: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the copies for a module, which ``gather`` returns for the first pass."""
-        if id(module) not in self._gathered:
+    def take(self, key: tuple[int, ...], gather: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the copies for a key, a module's for example, which ``gather`` returns for the first pass."""
+        if key not in self._gathered:
             with torch.set_grad_enabled(self._requires_grad):
                 wholes = gather()
             copies = [as_gathered(w.detach().requires_grad_(leaf_of(w).requires_grad), leaf_of(w)) for w in wholes]
-            self._gathered[id(module)] = wholes, copies
-        return self._gathered[id(module)][1]
+            self._gathered[key] = wholes, copies
+        return self._gathered[key][1]
 
     def reduce(self) -> None:
         """Reduce the gradients of all passes. Collective: every rank that has a shard must call it."""

@@ -34,14 +34,13 @@ class Call:
 
     def result(self) -> Any:
         """Return the function's result, or raise its exception; only once."""
-        value, error = self._value, self._error
-        self._value = self._error = None
+        value, self._value = self._value, None
         try:
-            if error is not None:
-                raise error
+            if self._error is not None:
+                raise self._error
             return value
         finally:
-            del error  # whose traceback has this frame: what the frames in it hold would live until a collection
+            self._error = None  # its traceback has this frame: what it holds would live until a collection of garbage
 
 
 class ProxyRoot(nn.Module):

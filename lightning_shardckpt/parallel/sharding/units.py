@@ -169,7 +169,8 @@ class UnitForward:
             _refuse_kept_views(self.unit.name, leaves)
             forward = partial(self.__wrapped__, *args, **kwargs)
             if leaves and KeptGathers.current is not None:
-                wholes = KeptGathers.current.take(self._owner, partial(_gather_to_keep, self.unit, leaves))
+                key = (id(self._owner), *(leaf.requires_grad for leaf in leaves))  # a step may freeze it for one call
+                wholes = KeptGathers.current.take(key, partial(_gather_to_keep, self.unit, leaves))
                 return self._run_with(slots, dict(zip(map(id, leaves), wholes, strict=True)), forward, compiler, {})
             body = partial(self._run_beside, slots, leaves, forward, compiler)
             is_compiled = compiler is not None or self._is_compiled

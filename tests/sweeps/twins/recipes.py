@@ -835,6 +835,19 @@ class SkipsWhatFails(Manual):
 
 
 @case()
+class FreezesItsHeadForALoss(Natural):
+    """A head that trains on classes, and is frozen while a second loss goes through it."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        features = self.net.features(batch[0])
+        loss = F.cross_entropy(self.net.head(features), batch[1])
+        self.net.head.requires_grad_(False)
+        loss = loss + 0.1 * self.net.head(features).square().mean()
+        self.net.head.requires_grad_(True)
+        return loss
+
+
+@case()
 class FreezesBetweenForwards(Natural):
     """A layer is frozen for the second of two forwards, and trained again when their losses go back."""
 
