@@ -330,6 +330,13 @@ class KeptForBatch(Good):
         return super().before(tokens) + self.offsets
 
 
+class FreezesAtItsEnd(Good):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, index)
+        self.embed.requires_grad_(False)
+        return loss
+
+
 class BatchNorm(Good):
     def layer(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(LENGTH), Layer())
@@ -815,6 +822,7 @@ CASES = {
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
     ),
     "metric of a step": Case(MeteredLate, ("training_step registers a metric, MeanMetric", "Make it in __init__")),
+    "freezes at its end": Case(FreezesAtItsEnd, ("changes requires_grad of embed.weight after its layers", "hook")),
     "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
     "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
     "other data": Case(RankData, DIFFERENT),

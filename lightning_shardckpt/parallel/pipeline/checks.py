@@ -254,7 +254,7 @@ def _forbids_others(state: StepState) -> bool:
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:
     return UnsupportedCodeError(
-        f"{state.step.name} changes {name}. In a pipeline, parts of a step run for each microbatch, and more often, and "
+        f"{state.step.name} changes {name}. In a pipeline, parts of a step run for each microbatch and more often, and "
         "its end on the last stage alone. Change parameters in a hook between steps, such as on_train_batch_start."
     )
 
