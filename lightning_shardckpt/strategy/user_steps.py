@@ -164,6 +164,7 @@ class LightningStep:
     ) -> None:
         self.name, self.train = name, name == "training_step"
         self._module, self._context, self._effects = module, context, _SideEffects(pipeline)
+        self._scheduled = _scheduled_epochs(module.trainer)
         self._log_calls: list[_LogCall] = []
         self._logger_calls: list[LoggerCall] = []
         # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
@@ -205,6 +206,11 @@ class LightningStep:
 
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         trainer = self._module.trainer
+        if _scheduled_epochs(trainer) != self._scheduled:
+            raise UnsupportedCodeError(
+                f"{self.name} steps a learning rate scheduler, which pipeline stages would do several times or not at "
+                "all. Let the Trainer do it, or do it in a hook such as on_train_batch_end."
+            )
         return StepReport(
             output=_encode("the result of the step", _merge_outputs(self.name, outputs)),
             log_calls=self._log_calls,
@@ -365,6 +371,10 @@ def _encode(name: str, value: Any) -> Any:
     if placeholder is not None:
         raise leak_error(name, placeholder)
     return to_portable(tree_map(_detach, value))
+
+
+def _scheduled_epochs(trainer: pl.Trainer) -> list[int]:
+    return [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
 
 
 def _get_hyperparameters(trainer: pl.Trainer) -> list[dict[str, Any]]:

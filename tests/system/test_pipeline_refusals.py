@@ -734,6 +734,17 @@ class LogsInLayers(AddsToNotes):
     training_step = Good.training_step
 
 
+class StepsItsScheduler(Good):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+        return loss
+
+
 class Scripted(Good):
     def layer(self) -> nn.Module:
         with warnings.catch_warnings():
@@ -854,6 +865,7 @@ CASES = {
     "hooks for a forward": Case(HooksForAForward, HOOKED),
     "hooks arguments late": Case(HooksArgumentsLate, HOOKED),
     "adds to a shared object": Case(AddsToNotes, ("the result of the step depends on", "not in objects of other")),
+    "steps its scheduler": Case(StepsItsScheduler, ("training_step steps a learning rate scheduler", "in a hook")),
     "logs in layers": Case(LogsInLayers, ("the value logged as 'size' depends on", "not in objects of other classes")),
     "collects outside": Case(CollectsOutside, ("embed", "not in objects of other classes"), ONE_MICROBATCH),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
