@@ -138,8 +138,7 @@ class PipelinedSteps:
     @contextmanager
     def _set_gradients_aside(self) -> Iterator[None]:
         """Keep new gradients for `backward`, since Lightning zeroes gradients between the step and the backward."""
-        own = (p for _, p in own_parameters(self._module))
-        parameters = [p for p in own if p.requires_grad]
+        parameters = [p for _, p in own_parameters(self._module)]  # also frozen ones, which the step may thaw
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -726,6 +726,15 @@ class AddsToNotes(Good):
         return loss_of(logits, batch) + self.notes.penalty
 
 
+class AddsByValues(AddsToNotes):
+    """Layers whose operations depend on values before they add to the object, as those of experts do."""
+
+    class Layer(AddsToNotes.Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            positive = x[(x > 0).nonzero(as_tuple=True)]
+            return super().forward(x) + 0.1 * positive.mean()
+
+
 class LogsInLayers(AddsToNotes):
     def __init__(self) -> None:
         super().__init__()
@@ -834,6 +843,9 @@ CASES = {
     ),
     "metric of a step": Case(MeteredLate, ("training_step registers a metric, MeanMetric", "Make it in __init__")),
     "freezes at its end": Case(FreezesAtItsEnd, ("changes requires_grad of embed.weight after its layers", "hook")),
+    "freezes at its end, microbatches": Case(
+        FreezesAtItsEnd, ("changes requires_grad of embed.weight after its layers", "hook"), BY_MICROBATCH
+    ),
     "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
     "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
     "other data": Case(RankData, DIFFERENT),
@@ -866,6 +878,9 @@ CASES = {
     "hooks arguments late": Case(HooksArgumentsLate, HOOKED),
     "adds to a shared object": Case(AddsToNotes, ("the result of the step depends on", "not in objects of other")),
     "steps its scheduler": Case(StepsItsScheduler, ("training_step steps a learning rate scheduler", "in a hook")),
+    "adds to a shared object by values": Case(
+        AddsByValues, ("layers.0 writes into an object that other modules have", "Return"), ONE_MICROBATCH
+    ),
     "logs in layers": Case(LogsInLayers, ("the value logged as 'size' depends on", "not in objects of other classes")),
     "collects outside": Case(CollectsOutside, ("embed", "not in objects of other classes"), ONE_MICROBATCH),
     "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
@@ -965,7 +980,7 @@ def refused(request: pytest.FixtureRequest) -> Found:
 QUICK = (
     *("two passes", "returns inside", "all_reduce", "long skip", "branches", "noise", "batch norm", "other data"),
     *("no layers", "layer breaks, 1f1b", "hooks for a forward", "hooks arguments late", "collects outside"),
-    *("adds to a shared object", "logs in layers"),
+    *("adds to a shared object", "logs in layers", "adds to a shared object by values"),
 )
 SLOW = [case for case in CASES if case not in QUICK]
 every_case = pytest.mark.parametrize(

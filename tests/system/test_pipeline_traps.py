@@ -264,6 +264,55 @@ class LooksUpWeights(Plain):
     Layer = Shifted
 
 
+class ThawsAtStart(Plain):
+    """A step thaws a layer of each stage before it runs them; each microbatch goes back at once."""
+
+    trained = "head"
+    strategy = (("pipeline_loss", "microbatch"), ("pipeline_schedule", "1f1b"))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 1:
+            self.layers[0].requires_grad_(True)
+            self.layers[3].requires_grad_(True)
+        return super().training_step(batch, index)
+
+
+class Depth:
+    """How many layers a forward has run."""
+
+    count = 0
+
+
+class CountsLayers(Plain):
+    """Layers add numbers to an object, a dict and a list that they have in common with the module."""
+
+    class Layer(Layer):
+        common: tuple[Depth, dict[str, int], list[int]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            depth, numbers, seen = self.common
+            depth.count += 1
+            numbers["layers"] += 1
+            seen.append(depth.count)
+            return super().forward(x) * (1 + 0.1 * depth.count + 0.01 * numbers["layers"] + 0.001 * len(seen))
+
+    def build(self) -> None:
+        self.depth, self.numbers, self.seen = Depth(), dict[str, int](), list[int]()
+        for layer in self.layers:
+            layer.depth, layer.numbers, layer.seen = self.depth, self.numbers, self.seen
+            layer.common = self.depth, self.numbers, self.seen
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.depth.count = 0
+        self.numbers["layers"] = 0
+        self.seen.clear()
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        super().on_train_batch_end(outputs, batch, index)
+        self.kept = [self.depth.count, dict(self.numbers), list(self.seen)]
+
+
 class DetachedHead(Plain):
     def trunk(self, x: Any) -> Any:
         return super().trunk(x).detach()

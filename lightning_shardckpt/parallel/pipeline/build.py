@@ -96,6 +96,7 @@ class StagedModule:
         modules: the layers and other modules with parameters, by clean FQN.
         copies: copies of these modules without weights, made while the module was whole.
         placeholders: by id of the whole module's parameters and buffers.
+        shared: see `_shared_objects`.
         holders: the stages of each parameter, by the name that is registered first.
     """
 
@@ -106,6 +107,7 @@ class StagedModule:
     modules: dict[str, nn.Module]
     copies: dict[str, nn.Module]
     placeholders: dict[int, Placeholder]
+    shared: Mapping[int, Any]
     holders: Mapping[str, frozenset[int]]
 
     @property
@@ -172,7 +174,8 @@ class StagedModule:
         for name, stages in self.plan.units().items():
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.copies[name]
-            add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
+            stub = Stub(self.copies[name], name, list(self.shared.values()))
+            add_gate(module, Gate(gates, name, places[name], stub, owned=owned))
         staged = [m for name, m in root.named_modules() if is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
@@ -229,7 +232,8 @@ def split_into_stages(
     placeholders: dict[int, Placeholder] = {}
     shared = _shared_objects(root, units)
     copies = {name: copy_without_weights(module, name, device, placeholders, shared) for name, module in units.items()}
-    return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, _holders(root, plan, units))
+    holders = _holders(root, plan, units)
+    return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, shared, holders)
 
 
 def _shared_objects(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, Any]:

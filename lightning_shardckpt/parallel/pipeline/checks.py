@@ -58,7 +58,7 @@ class StepChecks:
         self._root = root
         self._marks: list[tuple[list[int], Tensor]] = []  # by device, with indices of this rank's parameters
         self._changed: list[tuple[list[int], HostCopy]] = []
-        self._own: list[tuple[str, nn.Parameter]] = []
+        self._own, self._trained = list[tuple[str, nn.Parameter]](), set[str]()
         units = plan.units()
         whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers, self._norms = list[tuple[str, nn.Module, str]](), list[tuple[str, nn.Module]]()
@@ -207,13 +207,15 @@ class StepChecks:
                     "steps, such as on_train_batch_start."
                 )
 
-    def trained(self) -> set[str]:
-        """Return the names of the parameters, those of other stages included, that require a gradient."""
-        return {name for name, parameter in self._root.named_parameters() if parameter.requires_grad}
+    def note_trained(self) -> None:
+        """Note the names of the parameters, those of other stages included, that require a gradient."""
+        self._trained = {name for name, parameter in self._root.named_parameters() if parameter.requires_grad}
 
-    def check_trained(self, state: StepState, before: set[str]) -> None:
-        """Raise if the part of the step that the last stage alone runs freezes or thaws a parameter."""
-        if changed := before ^ self.trained():
+    def check_trained(self, state: StepState) -> None:
+        """Raise if the step freezes or thaws a parameter after `note_trained`, where the last stage alone runs it."""
+        before = self._trained
+        self.note_trained()
+        if changed := before ^ self._trained:
             raise _change_error(state, f"requires_grad of {min(changed)} after its layers")
 
     def mark_parameters(self) -> None:

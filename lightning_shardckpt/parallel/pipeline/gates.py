@@ -12,8 +12,10 @@ Outside of a stage run a gate only calls its module.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Literal
 from weakref import ref
 
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.pipeline.attribute_owners import MAX_ITEMS, attributes_of
 from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
@@ -138,11 +141,13 @@ class Gates:
 class Stub:
     """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments.
 
-    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_has_effect`.
+    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_has_effect`. The copy has
+    the ``shared`` objects in common with the module and with others.
     """
 
-    def __init__(self, copy: nn.Module, fqn: str) -> None:
-        self._copy, self._fqn = copy, fqn
+    def __init__(self, copy: nn.Module, fqn: str, shared: Sequence[Any] = ()) -> None:
+        self._copy, self._fqn, self._shared = copy, fqn, shared
+        self._is_guessed = self._writes = False
         self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._calls = 0
 
@@ -163,6 +168,7 @@ class Stub:
         except TypeError:  # an argument that cannot be hashed
             cached, key = None, None
         if cached is None:
+            before = self._shared_values()
             with note_placeholders() as new:
                 out = self._infer(args, kwargs, leaves, new)
             out_leaves, out_spec = tree_flatten(out)
@@ -172,7 +178,7 @@ class Stub:
             if key is None or None in recipe:
                 return out
             del out, out_leaves
-            if not self._has_effect(new):
+            if not self._has_effect(new) and _are_same(before, self._shared_values()):
                 self._cache[key] = recipe, out_spec
             cached = recipe, out_spec
         recipe, out_spec = cached
@@ -187,6 +193,30 @@ class Stub:
         alive = [one() for one in new if one is not None]
         return len(alive) < len(new) or any(one is not None and id(one) not in attributes for one in alive)
 
+    def compute(self, forward: Callable[[], Any]) -> Any:
+        """Return the result of ``forward``, the module's own; refuse effects on shared objects that the copy may lack."""
+        before = self._shared_values()
+        out = forward()
+        self._writes |= not _are_same(before, self._shared_values())
+        self._check_effects()
+        return out
+
+    def _check_effects(self) -> None:
+        if self._writes and self._is_guessed:
+            raise UnsupportedCodeError(
+                f"{self._fqn} writes into an object that other modules have, too, and its shapes or operations depend "
+                "on values, so other stages of the pipeline can't do the same. Return such values from the layer, "
+                "or use pipeline_parallel_size=1."
+            )
+
+    def _shared_values(self) -> list[Any]:
+        found = list[Any]()
+        for owner in self._shared:
+            held = owner if isinstance(owner, list | dict | set | deque) else attributes_of(owner)
+            if len(held) <= MAX_ITEMS:
+                found += (*held, *held.values()) if isinstance(held, Mapping) else held
+        return found
+
     def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any], new: Sequence[Any]) -> Any:
         try:
             with torch.no_grad(), derive_rng(self._fqn):  # it draws only for new shapes
@@ -198,6 +228,8 @@ class Stub:
             # Shapes depend on values, as in experts, or the forward looks up weights in _buffers, as in PEFT. Assume
             # that the layer returns the shape of its input; `Gate._receive` compares. Other errors are raised by the
             # stage that runs the layer.
+            self._is_guessed = True
+            self._check_effects()
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
@@ -291,7 +323,7 @@ class Gate:
             if run.draws:
                 run.checks = (rng_checksum(),)
             raise StageExit
-        out = self._compute(module, forward, args, kwargs)
+        out = self._stub.compute(lambda: self._compute(module, forward, args, kwargs))
         if ends_after:
             run.outputs += [self._check_plain(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
             raise StageExit
@@ -400,6 +432,10 @@ def add_gate(module: nn.Module, gate: Gate) -> None:
         return gate.call(module, forward, args, kwargs)
 
     intercept_calls(module, call)
+
+
+def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _cache_key(leaf: Any) -> Any:

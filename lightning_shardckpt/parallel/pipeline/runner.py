@@ -119,20 +119,20 @@ class Pipeline:
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
+        state.before_last = self._checks.note_trained
         attributes, failure = self._checks.parameter_attributes(), None
         early = step.train and self.backward_early
 
         def work() -> tuple[PickledReport | None, int]:
-            before, trained = self._checks.buffer_marks(), self._checks.trained() if self.has_last_stage else set()
+            before = self._checks.buffer_marks()
             with self._gathering():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
                 self._checks.compare_parameters()
                 if self.has_last_stage and not state.whole_steps:
-                    trained = self._checks.trained()
                     self._finish(state)
                 if self.has_last_stage:
-                    self._checks.check_trained(state, trained)
+                    self._checks.check_trained(state)
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
                 self.absent.check_hooks()

@@ -54,7 +54,7 @@ class Change:
     owner: Path
     name: str
     buffer: bool
-    kind: Literal["set", "extend", "delete", "state"]
+    kind: Literal["set", "fill", "extend", "delete", "state"]
     value: Any = None
 
 
@@ -267,8 +267,9 @@ class ModuleSnapshot:
                 elif old is not None and value is old.value and isinstance(value, list) and old.is_prefix_of(value):
                     extended.add(id(value))
                     changes.append(Change(path, name, buffer, "extend", to_portable(value[len(old.items or ()) :])))
-                else:
-                    changes.append(Change(path, name, buffer, "set", to_portable(value)))
+                else:  # a container stays the same object, which layers may have, too
+                    is_same = old is not None and value is old.value and isinstance(value, list | dict | set | deque)
+                    changes.append(Change(path, name, buffer, "fill" if is_same else "set", to_portable(value)))
             changes += [Change(path, *key, "delete") for key in saved if key[0] not in _slots(owner, key)]
         return changes
 
@@ -289,8 +290,10 @@ class ModuleSnapshot:
             value = from_portable(change.value, device)
             if change.kind == "delete":
                 del slots[change.name]
-            elif change.kind == "extend":
-                old.extend(value)
+            elif change.kind in ("extend", "fill"):
+                if change.kind == "fill":
+                    old.clear()
+                old.update(value) if isinstance(old, dict | set) else old.extend(value)
             elif change.kind == "state":
                 set_generator_state(old, change.value)
             elif change.buffer and _have_same_layout(old, value):

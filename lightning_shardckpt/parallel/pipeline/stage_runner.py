@@ -7,7 +7,6 @@ receives, and sends the failure instead of each result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,7 +98,12 @@ class StageRunner:
         start, stop = self._plan.ranges[stage]
         whole = stage == self._last and state.whole_steps
         positions = state.positions.get(stage, ())
-        receive = partial(self._transport.receive, Receive("forward", stage - 1, microbatch))
+
+        def receive() -> Message:
+            if (stage, microbatch) == (self._last, 0):
+                state.before_last()
+            return self._transport.receive(Receive("forward", stage - 1, microbatch))
+
         run = StageRun("run", start, stop, whole=whole, positions=positions, receive=receive, draws=state.draws)
         share = state.shares[microbatch]
         batch = copy_batch(state.batches[microbatch])
