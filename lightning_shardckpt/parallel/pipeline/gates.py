@@ -194,7 +194,7 @@ class Stub:
         return len(alive) < len(new) or any(one is not None and id(one) not in attributes for one in alive)
 
     def compute(self, forward: Callable[[], Any]) -> Any:
-        """Return the result of ``forward``, the module's own; refuse effects on shared objects that the copy may lack."""
+        """Return the result of ``forward``, the module's own; refuse effects on ``shared`` that the copy may lack."""
         before = self._shared_values()
         out = forward()
         self._writes |= not _are_same(before, self._shared_values())
