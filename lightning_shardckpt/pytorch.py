@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -250,7 +251,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def restores() -> bool:
             return not self._ranks.step(phase, needs_weights, any)
 
-        pretrained = None if pretrained is not None and restores() else pretrained
+        if pretrained is not None:
+            pretrained = None if restores() else replace(pretrained, before_checkpoint=self._checkpoints.will_load)
         sharded = self._shard_module(
             module, self._build.take_deferred(), pretrained, precision=self.precision_plugin, restores=restores
         )

@@ -226,7 +226,7 @@ def watch_epoch_ends(
     """
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
-    if trainer.val_check_batch is None:
+    if trainer.val_check_batch is None and trainer.enable_validation:
         epoch_loop.__dict__["_should_check_val_fx"] = lambda fetcher: any_rank(validates(fetcher))
 
     def end_batch(_: Any, end: EndBatch) -> None:

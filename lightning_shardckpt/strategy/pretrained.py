@@ -40,11 +40,12 @@ from lightning_shardckpt.system.text import count_text, list_some
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """The arguments of ``ShardedStrategy`` that start with ``pretrained``."""
+    """The arguments of ``ShardedStrategy`` that start with ``pretrained``; if a checkpoint is loaded afterwards."""
 
     path: str
     key_mapping: KeyMapping = field(default_factory=KeyMapping)
     strict: bool = False
+    before_checkpoint: bool = False
 
 
 class PretrainedWeights:
@@ -148,7 +149,8 @@ def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple
     accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}
     match.unexpected = [name for name in match.unexpected if name not in accepted]
     fix = "was computed by PEFT from the weights that these replace: begin with from_pretrained, not pretrained="
-    match.problems += [f"{name}  {fix}" for name in made_from_base(module, state.keys() - match.names)]
+    computed = () if pretrained.before_checkpoint else made_from_base(module, state.keys() - match.names)
+    match.problems += [f"{name}  {fix}" for name in computed]
     for name in sorted(name for name in match.names if not by_code(name)):
         spec, live = stored[name], state[name]
         dtype = DTYPES.get(live.dtype)

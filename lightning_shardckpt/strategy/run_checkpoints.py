@@ -209,6 +209,11 @@ class RunCheckpoints:
         assert self._run is not None, "no run has begun"
         return self._run
 
+    @property
+    def will_load(self) -> bool:
+        """True if the run was given a checkpoint."""
+        return self._current.path_to_resume is not None
+
     def needs_weights(self, io: ShardCkptIO) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
         run = self._current

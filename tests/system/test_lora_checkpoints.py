@@ -182,6 +182,28 @@ def test_adapters_with_values_of_the_base_are_not_left_as_they_are(kind: str, tm
         assert found["from_pretrained"] == found["pretrained"] == found["ckpt_path"]
 
 
+def go_on_with_both(base: str, path: str) -> dict[str, list[float]]:
+    """Return the losses of the second step by the way in which the base model was loaded before the adapters."""
+    options, found = {"target_modules": ["q_proj"], "use_dora": True}, dict[str, list[float]]()
+    for way in ("save", "from_pretrained", "pretrained"):
+        pl.seed_everything(5, verbose=False)
+        module = adapters.Adapted(None if way == "pretrained" else base, options)
+        module.strict_loading = False
+        strategy = {"pretrained": base} if way == "pretrained" else {}
+        run = tiny.trainer(strategy, max_steps=1 + (way != "save"), plugins=[ShardCkptIO(adapters_only=True)])
+        run.fit(module, tiny.loader(shuffle=False), ckpt_path=None if way == "save" else path)
+        if way == "save":
+            run.save_checkpoint(path)
+        found[way] = module.losses
+    return found
+
+
+def test_a_checkpoint_of_adapters_fills_what_peft_computed_from_pretrained_weights(tmp_path: Path) -> None:
+    run_ranks(1, save_base, str(tmp_path))
+    (losses,) = run_ranks(1, go_on_with_both, str(tmp_path), str(tmp_path / "a.ckpt"))
+    assert losses["from_pretrained"] == losses["pretrained"] and len(losses["pretrained"]) == 1
+
+
 # ── differences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
