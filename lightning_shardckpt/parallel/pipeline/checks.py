@@ -59,6 +59,8 @@ class StepChecks:
         self._marks: list[tuple[list[int], Tensor]] = []  # by device, with indices of this rank's parameters
         self._changed: list[tuple[list[int], HostCopy]] = []
         self._own, self._trained = list[tuple[str, nn.Parameter]](), set[str]()
+        last = frozenset({plan.stages - 1})
+        self._of_last = {name for name, _ in root.named_parameters() if plan.holders(clean_fqn(name)) == last}
         units = plan.units()
         whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers, self._norms = list[tuple[str, nn.Module, str]](), list[tuple[str, nn.Module]]()
@@ -208,8 +210,9 @@ class StepChecks:
                 )
 
     def note_trained(self) -> None:
-        """Note the names of the parameters, those of other stages included, that require a gradient."""
-        self._trained = {name for name, parameter in self._root.named_parameters() if parameter.requires_grad}
+        """Note which parameters of other stages require a gradient."""
+        trained = (name for name, parameter in self._root.named_parameters() if parameter.requires_grad)
+        self._trained = set(trained) - self._of_last
 
     def check_trained(self, state: StepState) -> None:
         """Raise if the step freezes or thaws a parameter after `note_trained`, where the last stage alone runs it."""
