@@ -40,7 +40,7 @@ from lightning_shardckpt.system.text import count_text, list_some
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """The arguments of ``ShardedStrategy`` that start with ``pretrained``; if a checkpoint is loaded afterwards."""
+    """The arguments of ``ShardedStrategy`` that start with ``pretrained``, and whether a checkpoint is loaded after."""
 
     path: str
     key_mapping: KeyMapping = field(default_factory=KeyMapping)

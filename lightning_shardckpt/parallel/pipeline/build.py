@@ -239,8 +239,8 @@ def split_into_stages(
 def _shared_objects(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, Any]:
     """Return modules outside of units, and objects and containers that several units or those modules have, by id.
 
-    A layer that writes into them must do so on stages that only infer its outputs, too: there the step, which may use
-    what was written, gets an error.
+    A layer that writes into them does so on stages that only infer its outputs, too: there the step finds numbers that
+    the layer wrote, and gets an error if it uses tensors.
     """
     unit_of = {module: name for name, unit in units.items() for module in unit.modules()}
     groups: dict[str, dict[str, nn.Module]] = {"": {}}

@@ -332,7 +332,7 @@ def _hook_error(name: str) -> UnsupportedCodeError:
     return UnsupportedCodeError(
         f"{name} got a forward or backward hook. In a pipeline layers, and modules called before them, run on "
         "microbatches, and modules of other stages do not run, so the hook would see other tensors than on one "
-        "process. Remove it; a hook of a package that it registers itself needs pipeline_parallel_size=1."
+        "process. Remove it; if a package registers it, use pipeline_parallel_size=1."
     )
 
 

@@ -241,7 +241,7 @@ class KeptGathers:
             KeptGathers.current = before
 
     def take(self, key: tuple[int, ...], gather: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the copies for a key, a module's for example, which ``gather`` returns for the first pass."""
+        """Return the gathered copies for ``key``. The first pass that asks for them gets them from ``gather``."""
         if key not in self._gathered:
             with torch.set_grad_enabled(self._requires_grad):
                 wholes = gather()
