@@ -55,7 +55,6 @@ def _parser() -> ArgumentParser:
 
     _add_digest(tools)
     _add_diff(tools)
-    _add_explain(tools)
     _add_map(tools)
     _add_prove_resume(tools)
     tools.add_subcommand("consolidate", command_parser(), help="export files for torch.load, safetensors, transformers")
@@ -104,21 +103,10 @@ def _add_diff(tools: Any) -> None:
     tools.add_subcommand("diff", diff, help="list the differences of two checkpoints")
 
 
-def _add_explain(tools: Any) -> None:
-    explain = ArgumentParser(description="Shows the reads of a resume on another topology. Reads indexes only.")
-    explain.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
-    _add_onto(explain, required=True)
-    explain.add_argument("--all", action="store_true", help="every rank")
-    explain.add_argument("--json", action="store_true", help="everything, for programs")
-    add_storage_options(explain)
-    tools.add_subcommand("explain", explain, help="show the reads of a resume on another topology")
-
-
 def _add_map(tools: Any) -> None:
     page = ArgumentParser(description="Draws which rank has which slice of every tensor, as one page for a browser.")
     page.add_argument("path", type=str, help="the checkpoint: a directory or a URL")
     page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
-    _add_onto(page, required=False)
     add_storage_options(page)
     tools.add_subcommand("map", page, help="draw which rank has which slices")
 
@@ -127,10 +115,6 @@ def _add_listing(parser: ArgumentParser) -> None:
     parser.add_argument("--tensors", type=str, metavar="PATTERN", help="only tensors whose name has this")
     parser.add_argument("--all", action="store_true", help="long tables in full")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
-
-
-def _add_onto(parser: ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--onto", type=str, required=required, metavar="TOPOLOGY", help="such as tp=4,fsdp=2,dp=1")
 
 
 def _add_digest(tools: Any) -> None:
@@ -192,19 +176,11 @@ def _diff(arguments: Namespace) -> int:
     return int(not is_same(report))
 
 
-def _explain(arguments: Namespace) -> int:
-    from lightning_shardckpt.tools.explain import explain, render
-
-    report = explain(arguments.path, arguments.onto, storage_options=arguments.storage_options)
-    _print(report, arguments.json, lambda: render(report, arguments.all))
-    return 0
-
-
 def _map(arguments: Namespace) -> int:
     from lightning_shardckpt.tools.map import write_map
 
-    options = {"onto": arguments.onto, "storage_options": arguments.storage_options}
-    print(f"{write_map(arguments.path, arguments.output, **options)} shows {arguments.path}: open it in a browser")
+    page = write_map(arguments.path, arguments.output, storage_options=arguments.storage_options)
+    print(f"{page} shows {arguments.path}: open it in a browser")
     return 0
 
 
@@ -233,7 +209,6 @@ _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "verify": _verify,
     "digest": _digest,
     "diff": _diff,
-    "explain": _explain,
     "map": _map,
     "prove-resume": _prove_resume,
     "consolidate": run_command,

@@ -27,7 +27,6 @@ from lightning_shardckpt.format.layout import Layout, Part, as_holders, parts_of
 from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
-from lightning_shardckpt.tools.explain import explain, topology_text
 from lightning_shardckpt.tools.listing import aliases_by_key
 from lightning_shardckpt.transfer.reader import Checkpoint
 
@@ -39,7 +38,6 @@ def write_map(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    onto: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page about a checkpoint and return its path; an existing file is replaced.
@@ -47,7 +45,6 @@ def write_map(
     Args:
         path: the checkpoint.
         output: the page; may not be inside a checkpoint.
-        onto: a topology such as ``tp=4,fsdp=2``; the page then shows the reads of a resume there.
         storage_options: for URLs, see ``ShardCkptIO``.
 
     Returns:
@@ -55,7 +52,6 @@ def write_map(
 
     Raises:
         CheckpointNotFoundError: if there is no checkpoint; describes the content of the path.
-        TopologyError: if ``onto`` is malformed, or has another pipeline than the checkpoint.
         ValueError: if the page would be inside a checkpoint.
     """
     target = Path(output)
@@ -63,9 +59,6 @@ def write_map(
         raise ValueError(f"{os.fspath(output)!r} lies inside a checkpoint: write the page somewhere else")
     with open_checkpoint(path, storage_options=storage_options) as checkpoint:
         content = _describe(checkpoint)
-    if onto is not None:
-        plan = explain(path, onto, storage_options=storage_options)
-        content["onto"] = _describe_resume(plan)
     target.write_text(_fill_template(content), encoding="utf-8")
     return target
 
@@ -187,10 +180,3 @@ def _layout_text(layout: Layout) -> str:
             blocks = f" in {cut.blocks} blocks" if cut.blocks > 1 else ""
             by_dim[cut.dim] = by_dim.get(cut.dim, f"dim {cut.dim}") + f" ÷ {axis.name} {axis.size}{blocks}"
     return ", ".join(by_dim.values()) or "whole"
-
-
-def _describe_resume(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a result of ``explain`` that the page shows."""
-    ranks = [{"needs": one["needs"], "reads": one["reads"], "from": list(one["from"].items())} for one in plan["ranks"]]
-    about = {"topology": topology_text(plan["onto"]), "imbalance": plan["imbalance"], **plan["totals"]}
-    return {**about, "ranks": ranks, "notes": plan["assumed"] + plan["continues"]}

@@ -104,8 +104,7 @@ def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytes
         ),
         ["verify"],
         ["diff", "."],
-        ["explain", "--onto", "fsdp=3"],
-        ["map", "-o", os.devnull, "--onto", "tp=2"],
+        ["map", "-o", os.devnull],
     ],
     ids=" ".join,
 )

@@ -39,12 +39,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tools(path: Path, whole: Path, output: Path) -> list[list[str]]:
-    onto = ["--onto", "pp=1,dp=2,fsdp=2,tp=2"]
     return [
         ["inspect", str(path)],
         ["inspect", str(path), "--tensors", "*", "--json"],
-        ["explain", str(path), *onto],
-        ["map", str(path), "-o", str(output), *onto],
+        ["map", str(path), "-o", str(output)],
         ["diff", str(path), str(whole)],
         ["diff", str(whole), str(path)],
     ]
@@ -77,5 +75,4 @@ def test_long_names_take_no_time_and_no_stack(
     small.edit(path, small.ROOT, rename)
     assert main(["inspect", str(path), "--tensors", "a.a"]) == 0
     assert main(["map", str(path), "-o", str(tmp_path / "map.html")]) == 0
-    assert main(["explain", str(path), "--onto", "fsdp=2"]) == 1, "no index has it"
     capsys.readouterr()

@@ -24,7 +24,6 @@ from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, Roo
 from lightning_shardckpt.format.index_json import root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.tools.explain import explain
 from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds, zoo
@@ -93,7 +92,7 @@ def zoo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict[s
     """All kinds of cuts, on 4 ranks, in several files each; and what the ranks held."""
     path = tmp_path_factory.mktemp("map") / "zoo.ckpt"
     held = run_ranks(4, save_and_list, str(path))
-    return Page(write_map(path, path.parent / "zoo.html", onto="fsdp=3"), path), held
+    return Page(write_map(path, path.parent / "zoo.html"), path), held
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +169,6 @@ def test_odd_layouts_are_shown_as_they_are(odd: Page) -> None:
             assert odd.elements(kind["held"], kind["shape"], rank) == elements(shape, boxes), (shape, rank)
 
 
-def test_a_resume_costs_what_explain_says(page: Page) -> None:
-    expected = explain(page.checkpoint, "fsdp=3")
-    found = page.about["onto"]
-    ranks = [(one["needs"], one["reads"], dict(one["from"])) for one in found["ranks"]]
-    assert ranks == [(one["needs"], one["reads"], one["from"]) for one in expected["ranks"]]
-    assert (found["topology"], found["reads"]) == ("shard 3", expected["totals"]["reads"])
-
-
 # ── the page ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -245,9 +236,9 @@ def test_the_command_writes_or_replaces_a_page_but_never_inside_a_checkpoint(
 ) -> None:
     saved, output = page.checkpoint, tmp_path / "page.html"
     output.write_text("old")
-    assert main(["map", str(saved), "-o", str(output), "--onto", "tp=2"]) == 0
+    assert main(["map", str(saved), "-o", str(output)]) == 0
     assert f"{output} shows {saved}" in capsys.readouterr().out
-    assert Page(output, saved).about["onto"]["topology"] == "tensor 2"
+    assert Page(output, saved).about["name"] == saved.name
     refused = (saved / "page.html", "lies inside a checkpoint"), (tmp_path / "no" / "x.html", "No such file")
     for wrong, said in refused:
         assert main(["map", str(saved), "--output", str(wrong)]) == 1
