@@ -12,7 +12,7 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
-    from lightning_shardckpt.callbacks import CheckpointMonitor, CheckpointRetention, DropoutBySample
+    from lightning_shardckpt.callbacks import CheckpointMonitor, CheckpointRetention
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.export.peft_export import export_adapters
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.lightning_cli import ShardedCLI
-    from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
     from lightning_shardckpt.parallel.tensors.values import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
 
@@ -30,8 +29,6 @@ __all__ = [
     "ShardedCLI",
     "CheckpointMonitor",
     "CheckpointRetention",
-    "DropoutBySample",
-    "ShardedDropout",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -50,8 +47,6 @@ _HOMES = {
     "ShardedCLI": "lightning_cli",
     "CheckpointMonitor": "callbacks",
     "CheckpointRetention": "callbacks",
-    "DropoutBySample": "callbacks",
-    "ShardedDropout": "parallel.sharding.keyed_dropout",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

@@ -1,45 +1,28 @@
-"""Callbacks: log the cost of saves, delete older checkpoints by rules, and make dropout depend on the sample.
+"""Callbacks: log the cost of saves, and delete older checkpoints by rules.
 
 `CheckpointMonitor` and `CheckpointRetention` read the list of finished saves of ``ShardCkptIO``, without communication
-between ranks. `DropoutBySample` makes dropout depend on the sample and the module, and not on the topology.
+between ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.save_series import FinishedSave
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.lightning_loops import train_loaders
 from lightning_shardckpt.compat.lightning_trainer import save_directory
-from lightning_shardckpt.errors import ShardCkptError, UnsupportedCodeError
-from lightning_shardckpt.format.clean_fqn import matching_fqns
+from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.parallel.pipeline.microbatch import count_samples
-from lightning_shardckpt.parallel.sharding.fqn import named_modules
-from lightning_shardckpt.parallel.sharding.keyed_dropout import (
-    OTHER_RANDOM,
-    DropoutSettings,
-    can_key_dropout,
-    key_dropout,
-    unkey_dropout,
-)
-from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers, other_draws_error, set_running_samples
-from lightning_shardckpt.state.data_position import ResumableLoader
 from lightning_shardckpt.storage.router import file_path, is_url
-from lightning_shardckpt.system.random_generators import rng_checksum
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 # ── cost of saves ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -287,167 +270,3 @@ def _protected(trainer: pl.Trainer) -> Iterator[str]:
             yield from callback.best_k_models
     if trainer.ckpt_path:
         yield file_path(trainer.ckpt_path)
-
-
-# ── dropout ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class DropoutBySample(Callback):
-    """Makes each ``nn.Dropout`` of the model, in training, a function of seed, epoch, sample, module and element.
-
-    The same elements are dropped for the same position in the epoch's order of samples on any number of data-parallel
-    ranks, in any microbatch, under tensor parallelism, and under Lightning's own strategies. A run that continues on
-    another topology has the same dropout as without the interruption. No random numbers are drawn.
-
-    The samples must be a dim of their own in the input of each dropout. Under tensor parallelism, declare a dropout of
-    columns or heads as ``ShardedDropout`` in ``tensor_parallel_plan``. Several calls of a module in one step are
-    distinguished by their order.
-
-    Args:
-        seed: the seed. A resumed run uses the seed of the original run.
-        samples_dim: the dim of the dropouts' inputs that holds the samples: one for all, or by patterns of module names
-            (0 for modules that match none).
-        strict: raise an error if the model draws other random numbers: before training for modules that are known to
-            draw, else in the step that draws. Random numbers in the loss of a pipeline, after its layers, are not
-            detected. If False, other random numbers are drawn as without the callback.
-    """
-
-    def __init__(self, seed: int = 0, samples_dim: int | Mapping[str, int] = 0, strict: bool = True) -> None:
-        self.seed, self.samples_dim, self.strict = seed, samples_dim, strict
-        self._keyed: list[nn.Module] = []
-        self._rng_before: int | None = None
-        self._batch_size = 0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replace the random numbers of the model's dropouts.
-
-        Raises:
-            MisconfigurationException: if other modules of the model draw random numbers, or a pattern matches no
-                dropout.
-        """
-        modules = named_modules(pl_module)
-        if self.strict:
-            self._check(modules)
-        dims, group = self._dims(modules), _tensor_group(trainer.strategy)
-        for fqn, module in modules.items():
-            if can_key_dropout(module):
-                key_dropout(module, DropoutSettings(fqn, self.seed, dims.get(fqn, 0), group))
-                self._keyed.append(module)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Set the numbers of the batch's samples."""
-        numbers = self._sample_numbers(trainer, batch, batch_idx)
-        set_running_samples(SampleNumbers(trainer.current_epoch, numbers, alone=self.strict))
-        topology = getattr(trainer.strategy, "topology", None)
-        is_pipelined = topology is not None and topology.pipeline > 1
-        # a pipeline draws random numbers of its own, and checks the layers itself
-        self._rng_before = rng_checksum() if self.strict and not is_pipelined else None
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that the step drew no random numbers.
-
-        Raises:
-            UnsupportedCodeError: if it did.
-        """
-        if self._rng_before is not None and self._rng_before != rng_checksum():
-            raise other_draws_error("the training step")
-
-    @override
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Clear the numbers of the batch's samples."""
-        set_running_samples(None)
-
-    @override
-    def on_train_end(self, *args: Any) -> None:
-        """Restore the dropouts."""
-        self._restore()
-
-    @override
-    def on_exception(self, *args: Any) -> None:
-        """Restore the dropouts."""
-        self._restore()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Use the seed of the run that is resumed."""
-        if state_dict["seed"] != self.seed:
-            rank_zero_warn(
-                f"DropoutBySample(seed={self.seed}) continues with seed {state_dict['seed']} from the checkpoint"
-            )
-        self.seed = state_dict["seed"]
-
-    def _restore(self) -> None:
-        set_running_samples(None)
-        for module in self._keyed:
-            unkey_dropout(module)
-        self._keyed.clear()
-
-    def _check(self, modules: Mapping[str, nn.Module]) -> None:
-        others = {fqn: text for fqn, module in modules.items() if (text := _describe_other_draws(module)) is not None}
-        if others:
-            listed = ", ".join(f"{fqn} ({text})" for fqn, text in others.items())
-            raise MisconfigurationException(
-                f"DropoutBySample can key nn.Dropout and nn.Dropout1d to 3d, but these draw random numbers by "
-                f"themselves: {listed}. Set their probability to 0, use nn.Dropout modules in their place, or allow "
-                "them with strict=False."
-            )
-
-    def _dims(self, modules: Mapping[str, nn.Module]) -> dict[str, int]:
-        dropouts = {fqn: module for fqn, module in modules.items() if can_key_dropout(module)}
-        if isinstance(self.samples_dim, int):
-            return dict.fromkeys(dropouts, self.samples_dim)
-        dims: dict[str, int] = {}
-        for pattern, dim in self.samples_dim.items():
-            matched = matching_fqns(dropouts, pattern)
-            if not matched:
-                raise MisconfigurationException(
-                    f"DropoutBySample(samples_dim=…): {pattern!r} matches none of the dropouts {sorted(dropouts)}"
-                )
-            dims |= dict.fromkeys(matched, dim)
-        return dims
-
-    def _sample_numbers(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the positions of this rank's samples in the epoch's order of samples over all data-parallel ranks."""
-        try:
-            count = count_samples(batch)
-        except UnsupportedCodeError as error:
-            raise MisconfigurationException(
-                f"DropoutBySample must know the samples of a batch, and the first dims of its tensors differ: {error}"
-            ) from error
-        share = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        ranks, rank = share["num_replicas"], share["rank"]
-        loaders = train_loaders(trainer)
-        first: int | None = loaders[0].first_sample(batch_idx) if isinstance(loaders[0], ResumableLoader) else None
-        if first is None:
-            self._batch_size = getattr(loaders[0], "batch_size", None) or max(count, self._batch_size)
-            first = batch_idx * ranks * self._batch_size
-        return torch.arange(first + rank, first + rank + count * ranks, ranks)
-
-
-def _describe_other_draws(module: nn.Module) -> str | None:
-    """Return a description of a module that draws random numbers without a dropout module; None for other modules."""
-    if isinstance(module, OTHER_RANDOM) and getattr(module, "p", 1.0) > 0:
-        return type(module).__name__
-    inner = getattr(module, "dropout", 0.0)
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and inner > 0:
-        return f"{type(module).__name__} with dropout={inner}"
-    return None
-
-
-def _tensor_group(strategy: Any) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group of ShardedStrategy or Lightning's ModelParallelStrategy, if there is one."""
-    mesh: Any = getattr(strategy, "device_mesh", None)
-    for name in ("tensor", "tensor_parallel"):
-        if mesh is not None and name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1:
-            group: dist.ProcessGroup = mesh.get_group(name)
-            return group
-    return None

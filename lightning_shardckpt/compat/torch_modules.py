@@ -29,13 +29,6 @@ def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
-def mix_out(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Undo `mix_in`, if nothing was mixed in after it."""
-    first, *rest = type(module).__bases__
-    if first is mixin:
-        (module.__class__,) = rest
-
-
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
     """Replace the call of one module by ``call(original, *args, **kwargs)``, with hooks inside of ``original``.
 

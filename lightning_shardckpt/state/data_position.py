@@ -386,13 +386,6 @@ class ResumableLoader(IndexedLoader):
         left = samples - begun.samples - used
         return EpochPosition(samples - left, division.steps(samples) - division.steps(left))
 
-    def first_sample(self, batch: int) -> int | None:
-        """Return the position of a batch's first sample in the order of all ranks; None if the order is unknown."""
-        division, samples = self.global_batches(), self.samples
-        if division is None or samples is None:
-            return None
-        return self._begun.samples + division.used(samples - self._begun.samples, batch - self._begun.batches)
-
     # --- random states ---
 
     def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_shardckpt import DropoutBySample
 from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.test_training import REPLICAS
@@ -103,19 +102,3 @@ def _moved() -> tuple[list[float], list[float]]:
 def test_the_stream_of_a_rank_continues_on_another_device() -> None:
     ((expected, found),) = run_on_gpus(1, _moved, pretend={"devices": 2})
     assert found == expected
-
-
-class _Drops(TinyLM):
-    """Has a dropout that no module of torch does, so that it is not keyed by sample."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(nn.functional.dropout(self.embed(tokens), 0.5, self.training))
-
-
-def _drop() -> Any:
-    trainer({}, accelerator="cuda", max_steps=1, callbacks=[DropoutBySample()]).fit(_Drops(frozen=False), loader())
-
-
-def test_dropout_by_sample_sees_draws_on_the_device() -> None:
-    (outcome,) = run_on_gpus(1, _drop, expect_errors=True)
-    assert outcome.error.type == "UnsupportedCodeError", outcome.error

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
-from lightning_shardckpt.callbacks import DropoutBySample
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.recording import RunRecorder
 from lightning_shardckpt.tools.prove_resume import RunPlan, compare_runs, read_records
@@ -263,7 +262,7 @@ def run(folder: Path, first: int, last: int, fault: Fault | None = None, **optio
         devices=1,
         strategy=ShardedStrategy(),
         plugins=[ShardCkptIO(resume=kept), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0))],
-        callbacks=[Average(), DropoutBySample(strict=False), recorder, Plant(fault.hook, fault.change)],
+        callbacks=[Average(), recorder, Plant(fault.hook, fault.change)],
         max_steps=STEPS,
         logger=False,
         enable_checkpointing=False,

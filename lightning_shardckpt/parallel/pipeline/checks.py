@@ -40,7 +40,6 @@ from lightning_shardckpt.parallel.pipeline.layer_attributes import LayerAttribut
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, own_parameters
-from lightning_shardckpt.parallel.sharding.sample_numbers import other_draws_error
 from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.system.tensor_digest import bit_digests
 
@@ -130,7 +129,7 @@ class StepChecks:
 
     def refuses_draws(self, state: StepState) -> bool:
         """Return True if the step must not draw random numbers before its layers."""
-        return _forbids_others(state) or (not state.whole_steps and len(state.batches) > 1)
+        return not state.whole_steps and len(state.batches) > 1
 
     def check_draws(self, state: StepState) -> None:
         """Check random numbers that the step draws before its layers.
@@ -140,8 +139,6 @@ class StepChecks:
         """
         if not state.draws or not self.refuses_draws(state):
             return
-        if _forbids_others(state):
-            raise other_draws_error(state.step.name)
         raise UnsupportedCodeError(
             f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
             "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
@@ -250,11 +247,6 @@ class StepChecks:
         pairs = [pair for indices, flags in self._changed for pair in zip(indices, flags.read().tolist(), strict=True)]
         index = min((index for index, is_changed in pairs if is_changed), default=None)
         return None if index is None else self._own[index][0]
-
-
-def _forbids_others(state: StepState) -> bool:
-    samples = state.samples[0]
-    return samples is not None and samples.alone
 
 
 def _change_error(state: StepState, name: str) -> UnsupportedCodeError:

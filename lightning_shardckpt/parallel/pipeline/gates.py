@@ -30,7 +30,6 @@ from lightning_shardckpt.parallel.pipeline.attribute_owners import MAX_ITEMS, at
 from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
-from lightning_shardckpt.parallel.sharding.sample_numbers import forbid_other_draws
 from lightning_shardckpt.parallel.tensors.placeholder import (
     GraphEntry,
     Placeholder,
@@ -398,7 +397,7 @@ class Gate:
         if run is None or run.kind != "probe":  # a probe looks for draws outside of modules
             self._advance(run)
         # Draws of a module must not shift the draws outside of modules, which all stages make.
-        with derive_rng(self._fqn), forbid_other_draws(self._fqn):
+        with derive_rng(self._fqn):
             return forward(*args, **kwargs)
 
     def _advance(self, run: StageRun | None) -> None:

@@ -94,7 +94,7 @@ class MicrobatchCheck:
         """
         step = _TrialStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
-        trial.samples, trial.forwards = [None] * _SLICES, {}
+        trial.forwards = {}
         gradients: list[list[list[Tensor | None]]] = [[] for _ in range(_SLICES)]  # of autograd functions, by slice
         trial.watch_attributes = lambda stage, number: self._restore_modules(gradients[number])
         precision, bounds = _Precision(), (0, 0, 0)

@@ -42,7 +42,6 @@ from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples, split_running_samples
 from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, seed_and_watch
 
 LossOf = Literal["batch", "microbatch"]
@@ -280,7 +279,6 @@ class Pipeline:
         state.batches, sizes = split_batch(state.step.batch, len(state.batches))
         state.sizes = sizes
         state.shares = [size / sum(sizes) for size in sizes]
-        state.samples = split_running_samples(sizes)
         self._probe(state)
         self._checks.check_start(state)
         if len(sizes) > 1:
@@ -293,11 +291,11 @@ class Pipeline:
         boundary; `_finish` does so before the last layer.
         """
         for stage in self._schedule.stages_of(self._rank):
-            if stage == self._last and not (state.whole_steps and state.samples[0] is not None):
+            if stage == self._last:
                 continue
             run = StageRun("probe", 0, self._plan.ranges[stage][1])
             has_drawn = seed_and_watch(state.seed)
-            with torch.no_grad(), for_samples(state.samples[0], counted=False), state.running(0):
+            with torch.no_grad(), state.running(0):
                 self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
                 state.draws = state.draws or has_drawn(0) or state.step.drew
             state.positions[stage] = run.positions

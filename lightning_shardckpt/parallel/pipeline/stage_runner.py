@@ -19,7 +19,6 @@ from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Sc
 from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
-from lightning_shardckpt.parallel.sharding.sample_numbers import for_samples
 from lightning_shardckpt.system.random_generators import seed_rng
 
 
@@ -109,7 +108,7 @@ class StageRunner:
         batch = copy_batch(state.batches[microbatch])
         seed_rng(state.seed + microbatch)
         in_microbatch = state.running(microbatch)
-        with for_samples(state.samples[microbatch]), state.watch_attributes(stage, microbatch), in_microbatch:
+        with state.watch_attributes(stage, microbatch), in_microbatch:
             self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
         outputs = run.outputs
         if whole:
@@ -141,17 +140,15 @@ class StageRunner:
         entries = {p: entry for p, entry in forward.entries.items() if entry is not None}
         if pairs:  # else the loss does not depend on this stage
             outputs, grads = [o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs]
-            with for_samples(state.samples[microbatch]):  # activation checkpointing may run layers again
-                if op.kind == "backward_input" and entries:
-                    tokens = [entry.token for entry in entries.values()]
-                    state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
-                else:
-                    torch.autograd.backward(outputs, grads)
+            if op.kind == "backward_input" and entries:
+                tokens = [entry.token for entry in entries.values()]
+                state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
+            else:
+                torch.autograd.backward(outputs, grads)
         self._send(op, Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None}))
 
     def _finish_weights(self, state: StepState, keys: Sequence[tuple[int, int]]) -> None:
         for key in keys:
             deferred = state.deferred.pop(key, None)  # None if the whole backward ran at once
             if deferred is not None:
-                with for_samples(state.samples[key[1]]):
-                    backward_weight(deferred)
+                backward_weight(deferred)

@@ -14,7 +14,6 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
-from lightning_shardckpt.parallel.sharding.sample_numbers import SampleNumbers
 from lightning_shardckpt.parallel.tensors.placeholder import GraphEntry
 
 
@@ -89,7 +88,6 @@ class StepState:
     draws: bool = False
     watch_attributes: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
     before_last: Callable[[], None] = lambda: None
-    samples: list[SampleNumbers | None] = field(default_factory=list)
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forwards: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from lightning_shardckpt.compat.torch_modules import (
     child_slots,
     compiled_from,
     is_compiled,
+    mix_in,
     parameter_slots,
     result_hooks,
 )
@@ -36,7 +37,6 @@ from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, suggest_names
-from lightning_shardckpt.parallel.sharding.keyed_dropout import ShardedDropout
 from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import Scatter, sharding_of
@@ -408,8 +408,30 @@ def _lora_styles(layer: nn.Module, style: ParallelStyle) -> dict[str, ParallelSt
     styles |= {f"{sharded}.{adapter}": style for adapter, _ in layer.get_submodule(sharded).named_children()}
     if isinstance(style, RowwiseParallel) and style.input_layouts[0] == Shard(-1):
         dropouts = layer.get_submodule("lora_dropout").named_children()
-        styles |= {f"lora_dropout.{name}": ShardedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
+        styles |= {f"lora_dropout.{name}": _SharedDropout() for name, m in dropouts if isinstance(m, nn.Dropout)}
     return styles
+
+
+class _SharedDropout(ParallelStyle):
+    """A style for a dropout whose input is this rank's columns: it drops what a dropout of all columns would drop.
+
+    Without it, all ranks would drop the same places of their columns.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.__dict__["_shardckpt_columns"] = device_mesh.size(), device_mesh.get_local_rank()
+        mix_in(module, _DropoutOfColumns)
+        return module
+
+
+class _DropoutOfColumns(nn.Module):
+    """A mixin for dropout modules: draws for the columns of all ranks, and uses this rank's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        module: Any = self
+        (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
+        noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
+        return x * noise.narrow(-1, rank * width, width)
 
 
 # ── whole weights in place of sharded ones ──────────────────────────────────────────────────────────────────────────
