@@ -57,7 +57,6 @@ def save(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -93,7 +92,6 @@ def save(
         also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it; see ``ShardCkptIO``.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
             rank's.
-        incremental: hard-link shard files whose content is in an earlier checkpoint in the same directory.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
         storage_options: for URLs, passed to ``fsspec.filesystem``.
@@ -107,7 +105,7 @@ def save(
     """
     group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
-    options = SaveOptions(size_per_shard, also, replicas, incremental)
+    options = SaveOptions(size_per_shard, also, replicas)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = checkpoint.save(
@@ -118,7 +116,6 @@ def save(
         options=options,
         storage=storage,
         plans=group.plans,
-        history=group.history,
     )
     _warn(group, [*nested.notes, *notes])
 
@@ -134,7 +131,6 @@ def save_async(
     sync_files: bool = True,
     also: ExtraFormat | None = None,
     replicas: Replicas = "same",
-    incremental: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
@@ -157,7 +153,6 @@ def save_async(
         also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
             rank's.
-        incremental: hard-link shard files whose content is in an earlier checkpoint in the same directory.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
         storage_options: for URLs, passed to ``fsspec.filesystem``.
@@ -172,7 +167,7 @@ def save_async(
     Raises:
         Exception: the failure of an earlier save, on every rank; otherwise as ``save`` does.
     """
-    options = SaveOptions(size_per_shard, also, replicas, incremental)
+    options = SaveOptions(size_per_shard, also, replicas)
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group, check_max_pending(max_pending))
     storage = _storage(sync_files, storage_options, throttle_uploads)
@@ -186,7 +181,6 @@ def save_async(
         background=background,
         storage=storage,
         plans=group.plans,
-        history=group.history,
     )
     _warn(group, [*nested.notes, *background.notes()])
     done: Future[None] = Future()
@@ -302,7 +296,6 @@ def load(
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
-    group.history.add(path)
     _warn(group, result.notes)
     for note in result.skipped if group.ranks.rank == 0 else ():
         _log.info(note)

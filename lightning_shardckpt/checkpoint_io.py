@@ -47,7 +47,7 @@ from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
-_FIXED = {"size_per_shard", "verify", "also", "replicas", "incremental", "use_async", "max_pending"}
+_FIXED = {"size_per_shard", "verify", "also", "replicas", "use_async", "max_pending"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -83,11 +83,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         adapters_only: save only the state that training changes: adapters of PEFT, other trained parameters, buffers,
             optimizers and the rest of the trainer's state. Frozen parameters of the base model are left out, and a load
             does not change them, so the module must have their values from another source. For ``ShardedStrategy``.
-        incremental: hard-link shard files whose content is in an earlier checkpoint of this run in the same directory
-            (a frozen base model, for example) instead of writing them again. Equality is determined by checksums of the
-            tensors in memory. Linked files share their bytes on disk, so damage to one is damage to all; deleting one
-            checkpoint leaves the others complete. Where there are no hard links, as on object stores, every save writes
-            all files, with a note.
         also: with "huggingface", every rank writes its slices of the model a second time, into the files that
             ``from_pretrained`` reads, in the same directory: transformers can load the checkpoint once it is committed.
             For a LightningModule that has a Hugging Face model; not on object stores.
@@ -122,7 +117,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         sync_files: bool = True,
         replicas: Replicas = "same",
         adapters_only: bool = False,
-        incremental: bool = False,
         also: ExtraFormat | None = None,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
@@ -131,7 +125,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         resume_skip: Sequence[str] = (),
         pickle_objects: bool = False,
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, also, replicas, incremental)
+        self.save_options = SaveOptions(size_per_shard, also, replicas)
         max_pending = check_max_pending(max_pending)
         self.saves = SaveSeries(max_pending if use_async else None)
         self.load_options = LoadOptions(verify=bool(verify))
@@ -340,7 +334,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             weights_only=weights_only is not False,
             storage=self.storage,
         )
-        self.saves.add_loaded(path)
         if not is_torch_file(path) and (frozen := checkpoint.pop(FROZEN, None)):
             self._warn([f"{path!r} lacks {count_text(len(frozen), 'frozen parameter')}: {_WITHOUT_STRATEGY}"])
         return checkpoint
@@ -387,7 +380,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             pick_rank=pick_rank,
             storage=self.storage,
         )
-        self.saves.add_loaded(file_path(path))
         self._warn(result.notes)
         return result
 

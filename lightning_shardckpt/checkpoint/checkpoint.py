@@ -18,7 +18,6 @@ import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.load_job import LoadJob
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
@@ -38,7 +37,7 @@ from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.threads import signals_deferred
 
 
-def _ignore(nbytes: int, linked_nbytes: int) -> None:
+def _ignore(nbytes: int) -> None:
     """Do nothing: the size of a save does not matter."""
 
 
@@ -55,8 +54,7 @@ def save(
     options: SaveOptions = _SAVE_DEFAULTS,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
-    history: SaveHistory | None = None,
-    on_complete: Callable[[int, int], None] = _ignore,
+    on_complete: Callable[[int], None] = _ignore,
 ) -> list[str]:
     """Write a checkpoint at ``path``; it is complete when this returns, and durable if ``storage`` syncs.
 
@@ -71,9 +69,7 @@ def save(
         options: the options of the save.
         storage: of ``path``; by default the file system, or an object store for a URL.
         plans: cached plans of earlier saves by the same caller.
-        history: earlier saves and loads by the same caller, whose files may be linked; used after ``agree``.
-        on_complete: called on every rank when the checkpoint is complete, with the bytes of all files of all ranks, and
-            of those that were linked instead of written.
+        on_complete: called on every rank when the checkpoint is complete, with the bytes of all files of all ranks.
 
     Returns:
         On rank 0, sentences for the user about leftovers of earlier saves; see ``Draft.notes``.
@@ -83,7 +79,7 @@ def save(
         MismatchError: if replicas differ, naming tensors and ranks.
         Exception: the first failure of any rank, on every rank, naming it; see ``Ranks.step``.
     """
-    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache(), history or SaveHistory())
+    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
     with gc_paused(), job:
         agreed = _agree(job, describe, ranks)
         return _write_and_commit(job, agreed, on_complete, ranks)
@@ -99,8 +95,7 @@ def save_async(
     background: Background,
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
-    history: SaveHistory | None = None,
-    on_complete: Callable[[int, int], None] = _ignore,
+    on_complete: Callable[[int], None] = _ignore,
 ) -> Future[list[str]]:
     """Save like ``save``, with its arguments, but return when the state is copied to host memory.
 
@@ -119,7 +114,7 @@ def save_async(
             begin. Otherwise as ``save`` does.
     """
     background.settle(ranks, room_for=path)
-    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache(), history or SaveHistory())
+    job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agree(job, describe, ranks)
@@ -143,13 +138,9 @@ def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agre
     return agreed
 
 
-def _write_and_commit(
-    job: SaveJob, agreed: Agreement, on_complete: Callable[[int, int], None], ranks: Ranks
-) -> list[str]:
+def _write_and_commit(job: SaveJob, agreed: Agreement, on_complete: Callable[[int], None], ranks: Ranks) -> list[str]:
     with job:
-        nbytes, linked_nbytes = ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit)
-        job.remember()
-        on_complete(nbytes, linked_nbytes)
+        on_complete(ranks.step(f"saving {job.path!r}", lambda: job.write(agreed), job.commit))
         return job.notes
 
 

@@ -22,7 +22,6 @@ class SaveOptions:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         also: a format in which the model is written a second time, into the same directory, by the same ranks.
         replicas: "same" requires equal replicas of each tensor; "first" stores the first rank's.
-        incremental: link shard files of an earlier checkpoint in the same directory.
 
     Raises:
         ValueError: for an invalid value, naming the option.
@@ -31,7 +30,6 @@ class SaveOptions:
     size_per_shard: float = 1024
     also: ExtraFormat | None = None
     replicas: Replicas = "same"
-    incremental: bool = False
 
     def __post_init__(self) -> None:
         if self.size_per_shard <= 0:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -35,7 +34,6 @@ class SaveGroup:
     members: tuple[int, ...] | None
     """Their ranks in the default process group; None if they are all its ranks, in order."""
     plans: PlanCache = field(default_factory=PlanCache)
-    history: SaveHistory = field(default_factory=SaveHistory)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
     background: Background | None = None
 
@@ -115,7 +113,6 @@ def _add_prefix(described: Snapshot, prefix: str) -> Snapshot:
         {prefix + key: tensor for key, tensor in leaves.tensors.items()},
         {prefix + alias: prefix + key for alias, key in leaves.aliases.items()},
         frozenset(prefix + key for key in leaves.pinned),
-        frozen=frozenset(prefix + key for key in leaves.frozen),
     )
     values = {prefix + key: value for key, value in described.documents["model"].items()}
     versions = {f"{prefix}{name}".removesuffix("."): v for name, v in (described.documents["versions"] or {}).items()}

@@ -200,7 +200,6 @@ class WriteReport(TypedDict):
     elements: int
     shard_bytes: int
     """The size of all shard files."""
-    linked_bytes: int
     """The size of the shard files that were linked instead of written."""
     notes: list[str]
     """Sentences for the user; empty on rank 0, which keeps its own."""

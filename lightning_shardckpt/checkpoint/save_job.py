@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
@@ -15,7 +15,6 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, plan_mirror, single_model
-from lightning_shardckpt.checkpoint.incremental import RankFiles, SaveHistory, write_files
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
@@ -49,7 +48,7 @@ from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.transfer.writer import MB, StagePiece
+from lightning_shardckpt.transfer.writer import MB, write_component
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,6 @@ class Content:
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
         documents: by file name.
-        frozen: keys of parameters that need no gradient, by component.
         mirror: writes the model a second time, if requested.
         shared: digests of tensors that other groups of ranks hold, too.
     """
@@ -79,7 +77,6 @@ class Content:
     plan: SavePlan
     tensors: dict[int, torch.Tensor]
     documents: dict[str, bytes]
-    frozen: dict[str, frozenset[str]]
     mirror: HFMirror | None
     shared: Digests
 
@@ -104,11 +101,9 @@ class SaveJob:
         options: SaveOptions,
         storage: Storage,
         plans: PlanCache,
-        history: SaveHistory,
     ) -> None:
         self.path, self._ranks, self._run, self._storage = path, ranks, run, storage
         self._options, self._plans = options, plans
-        self._history = history
         self.replicas = Digests()
         self._snapshot: Snapshot
         self._tables: Tables  # of its tensors, as if every rank had the same
@@ -231,9 +226,7 @@ class SaveJob:
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
-        frozen = {name: leaves.frozen for name, leaves in snapshot.leaves.items()}
-        documents = dict(self._documents(agreed))
-        return Content(agreed["save_id"], plan, tensors, documents, frozen, mirror, shared)
+        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), mirror, shared)
 
     def write(self, agreed: Agreement) -> WriteReport:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
@@ -244,7 +237,11 @@ class SaveJob:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
-        written = self._write_files(draft, content, lambda piece: windows.bytes_of(id(piece)))
+        indexes = {
+            name: write_component(draft, name, self._ranks.rank, save_id, files, lambda p: windows.bytes_of(id(p)))
+            for name, files in plan.files.items()
+            if files
+        }
         documents = []
         for name, text in content.documents.items():
             draft.write(name, [text])
@@ -253,27 +250,13 @@ class SaveJob:
             pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces]
             content.mirror.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
         return {
-            "indexes": {name: _info_to_json(info) for name, info in written.indexes.items()},
+            "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
             "documents": documents,
             "shared": content.shared,
             "elements": plan.elements,
-            "shard_bytes": written.nbytes,
-            "linked_bytes": written.linked_nbytes,
+            "shard_bytes": sum(file.nbytes for files in plan.files.values() for file in files),
             "notes": [] if draft is self._draft else draft.notes,
         }
-
-    def _write_files(self, draft: Draft, content: Content, stage: StagePiece) -> RankFiles:
-        rank, options = self._ranks.rank, self._options
-        write = partial(write_files, draft, content.plan, stage, content.save_id, rank)
-        if not options.incremental:
-            return write()
-        with self._history.open_base(self.path, draft, self._storage, rank) as base:
-            return write(base=base, divided=content.frozen, size_per_shard=options.size_per_shard)
-
-    def remember(self) -> None:
-        """Let later saves link the files of this one. Called once the save is complete on all ranks."""
-        if self._options.incremental:
-            self._history.add(self.path)
 
     def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
         rank, documents = self._ranks.rank, dict(self._snapshot.documents)
@@ -290,13 +273,13 @@ class SaveJob:
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
                 yield name, content
 
-    def commit(self, reports: list[WriteReport]) -> tuple[int, int]:
+    def commit(self, reports: list[WriteReport]) -> int:
         """Check completeness, write the root index, and publish the draft.
 
         Runs on rank 0, when all ranks have written.
 
         Returns:
-            The bytes of all files, and of the linked ones.
+            The bytes of all files.
 
         Raises:
             MismatchError: if groups of ranks hold different values of a tensor.
@@ -336,8 +319,7 @@ class SaveJob:
         listed = [*root.documents.values(), *root.mirror.values()]
         listed += [info for component in components.values() for info in component.indexes.values()]
         shard_bytes = sum(report["shard_bytes"] for report in reports)
-        linked_bytes = sum(report["linked_bytes"] for report in reports)
-        return shard_bytes + sum(info.nbytes for info in listed) + len(content), linked_bytes
+        return shard_bytes + sum(info.nbytes for info in listed) + len(content)
 
     def __enter__(self) -> Self:
         return self

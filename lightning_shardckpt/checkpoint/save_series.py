@@ -1,6 +1,6 @@
 """The successive saves and removals of one CheckpointIO.
 
-Each save reuses the plan, the files that may be linked, and the writing thread of earlier saves.
+Each save reuses the plan and the writing thread of earlier saves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import save, save_async
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -41,7 +40,6 @@ class FinishedSave:
             whole save.
         nbytes: of all files of the checkpoint, over all ranks.
         pending: the number of asynchronous saves that waited to be written when this one was complete.
-        linked_nbytes: the part of ``nbytes`` in files that were linked instead of written; see ``incremental``.
     """
 
     path: str
@@ -50,7 +48,6 @@ class FinishedSave:
     blocked_s: float
     nbytes: int
     pending: int
-    linked_nbytes: int = 0
 
 
 class FinishedSaves:
@@ -64,7 +61,7 @@ class FinishedSaves:
         return tuple(self._latest)
 
     @contextmanager
-    def measure(self, path: str, step: int | None, waiting: Callable[[], int]) -> Iterator[Callable[[int, int], None]]:
+    def measure(self, path: str, step: int | None, waiting: Callable[[], int]) -> Iterator[Callable[[int], None]]:
         """Measure a save that is called in this context.
 
         Args:
@@ -77,17 +74,17 @@ class FinishedSaves:
         """
         began, lock = time.monotonic(), threading.RLock()  # reentrant: a signal handler may save
         returned_s: float | None = None
-        completion: tuple[float, int, int, int] | None = None
+        completion: tuple[float, int, int] | None = None
 
         def record() -> None:
             if returned_s is not None and completion is not None:
-                duration_s, nbytes, linked, pending = completion
-                self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending, linked))
+                duration_s, nbytes, pending = completion
+                self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending))
 
-        def complete(nbytes: int, linked_nbytes: int = 0) -> None:
+        def complete(nbytes: int) -> None:
             nonlocal completion
             with lock:
-                completion = time.monotonic() - began, nbytes, linked_nbytes, waiting()
+                completion = time.monotonic() - began, nbytes, waiting()
                 record()
 
         try:
@@ -113,7 +110,7 @@ class SaveSeries:
         self.background: Background | None = None
         self.finished = FinishedSaves()
         self._max_pending, self._noted_waiting = max_pending, False
-        self._plans, self._history = PlanCache(), SaveHistory()
+        self._plans = PlanCache()
 
     @property
     def is_async(self) -> bool:
@@ -166,10 +163,6 @@ class SaveSeries:
             )
         return ["\n".join(notes)] if notes else []
 
-    def add_loaded(self, path: str) -> None:
-        """Let later saves link the files of a checkpoint that was loaded."""
-        self._history.add(path)
-
     def save(
         self,
         path: str,
@@ -190,7 +183,7 @@ class SaveSeries:
         background = self.background
         waiting = background.waiting_saves if background is not None else lambda: 0
         with self.finished.measure(path, run.step, waiting) as complete:
-            shared: dict[str, Any] = {"plans": self._plans, "history": self._history, "on_complete": complete}
+            shared: dict[str, Any] = {"plans": self._plans, "on_complete": complete}
             shared |= {"ranks": ranks, "run": run, "options": options, "storage": storage}
             if background is None:
                 notes = save(path, describe, **shared)

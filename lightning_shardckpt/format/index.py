@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_header_type
-from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_save_id, check_size
+from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_size
 
 ROOT_NAME = "checkpoint.index.json"
 MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
@@ -26,25 +26,16 @@ _BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """Base name, size and xxh3-64 of a file; a shard file's checksum covers only its header.
-
-    ``save_id`` names the earlier save that wrote a shard file; empty if the current save wrote it.
-    """
+    """Base name, size and xxh3-64 of a file; a shard file's checksum covers only its header."""
 
     name: str
     nbytes: int
     checksum: str
-    save_id: str = ""
 
 
 def parse_file_info(name: Any, nbytes: Any, digest: Any) -> FileInfo:
     """Return the FileInfo of values from JSON. Raises FormatError if one is invalid."""
     return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest))
-
-
-def parse_linked_file_info(name: Any, nbytes: Any, digest: Any, save_id: Any) -> FileInfo:
-    """Return the FileInfo of an earlier save's shard file from JSON. Raises FormatError if a value is invalid."""
-    return FileInfo(check_file_name(name), check_size(nbytes), check_digest(digest), check_save_id(save_id))
 
 
 def shard_file_name(component: str, rank: int, number: int) -> str:

@@ -26,7 +26,6 @@ from lightning_shardckpt.format.index import (
     document_name,
     documents_by_rank,
     parse_file_info,
-    parse_linked_file_info,
     rank_index_name,
 )
 from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
@@ -52,7 +51,7 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
-_RANK_VERSIONS = (1, 3)
+_RANK_VERSIONS = (1,)
 _Extent = tuple[Box, Shape, str, str, int, int]
 _EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
@@ -61,11 +60,11 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     """Return the bytes of a rank index. Raises FormatError if it is too large for a reader."""
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": 3 if any(file.save_id for file in index.files.values()) else 1,
+        "version": 1,
         "save_id": index.save_id,
         "component": index.component,
         "rank": index.rank,
-        "files": {f.name: [f.nbytes, f.checksum] + [f.save_id] * bool(f.save_id) for f in index.files.values()},
+        "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
     }
     fields: dict[tuple[int, Shape, str, str], str] = {}  # shared by entries whose fields are equal
     metadata = []
@@ -109,10 +108,7 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
     for key, first in value["metadata"].items():
         items = (first, *first["more"]) if "more" in first else (first,)
         shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
-    described = parse_linked_file_info if value["version"] == 3 else parse_file_info
-    files = {
-        name: (described if len(info) > 2 else parse_file_info)(name, *info) for name, info in value["files"].items()
-    }
+    files = {name: parse_file_info(name, *info) for name, info in value["files"].items()}
     sizes = {name: file.nbytes for name, file in files.items()}
     left = dict(sizes)
     for key, entries in shards.items():

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_shardckpt.compat import dtensor
-from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, shared_names
 from lightning_shardckpt.state.dtensor_layout import local_tensor
@@ -118,9 +117,7 @@ def model_leaves(
     for alias in aliases:
         del tensors[alias]
     pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
-    with without_torch_function():
-        fixed = {clean_fqn(name) for name, parameter in parameters if not parameter.requires_grad}
-    leaves = Leaves(tensors, aliases, frozenset(pinned), frozen=frozenset(tensors.keys() & fixed))
+    leaves = Leaves(tensors, aliases, frozenset(pinned))
     if module is not None and whole is not None and whole.ties:
         leaves = _tied_over_stages(leaves, module, whole.ties)
     return leaves, other
@@ -150,7 +147,6 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         {renamed.get(key, key): tensor for key, tensor in leaves.tensors.items()},
         aliases | {name: first for name, first in renamed.items() if name != first},
         frozenset(renamed.get(key, key) for key in leaves.pinned),
-        frozenset(renamed.get(key, key) for key in leaves.frozen),
     )
 
 

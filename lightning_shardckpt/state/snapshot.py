@@ -25,13 +25,11 @@ class Leaves:
         tensors: live, sharded or replicated, by stored key.
         aliases: stored key by further name.
         pinned: keys of buffers, whose replicas may differ, so that the lowest rank that holds one writes it.
-        frozen: keys of parameters without ``requires_grad``, if the module is known.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pinned: frozenset[str] = frozenset()
-    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

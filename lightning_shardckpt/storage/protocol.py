@@ -69,14 +69,6 @@ class Draft(Protocol):
         Raises ValueError if the backend can only write whole files.
         """
 
-    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
-        """Create a file from a file of another checkpoint, without writing its bytes.
-
-        It is durable on return, and stays when the other checkpoint is deleted.
-
-        Returns the error if the backend cannot link this file; the caller must write the file then.
-        """
-
     def publish(self) -> None:
         """Make the checkpoint appear at its path, in place of an older one.
 

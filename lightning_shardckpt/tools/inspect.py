@@ -87,10 +87,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
 
 
 def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield every file with its size from the indexes; an unreadable index goes to ``problems``.
-
-    A linked or copied file of an earlier save is listed with the id of that save.
-    """
+    """Yield every file with its size from the indexes; an unreadable index goes to ``problems``."""
     root = checkpoint.root
     yield {"name": ROOT_NAME, "rank": None, "bytes": checkpoint.reader.size(ROOT_NAME)}
     for name, component in root.components.items():
@@ -101,9 +98,7 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
             except ShardCkptError as error:
                 problems.append(str(error))
                 continue
-            for file in files:
-                earlier = {"save_id": file.save_id} if file.save_id else {}
-                yield {"name": file.name, "rank": rank, "bytes": file.nbytes, **earlier}
+            yield from ({"name": file.name, "rank": rank, "bytes": file.nbytes} for file in files)
     yield from ({"name": info.name, "rank": None, "bytes": info.nbytes} for info in root.mirror.values())
     for document in sorted(root.documents.values(), key=lambda d: d.name):
         rank_text = document.name.rpartition("-dist-")[2].removesuffix(".json")
@@ -139,8 +134,6 @@ def _summary(report: dict[str, Any]) -> str:
         ("saved with", ", ".join(f"{name} {version}" for name, version in report["software"].items()) or "?"),
         ("save id", report["save_id"]),
     ]
-    if earlier := [file["bytes"] for file in report["files"] if "save_id" in file]:
-        lines.append(("unchanged", f"{size_text(sum(earlier))} in {count_text(len(earlier), 'file')} of earlier saves"))
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
@@ -177,12 +170,9 @@ def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
 
 def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
     def row(file: dict[str, Any]) -> tuple[str, ...]:
-        size, earlier = size_text(file["bytes"]), (file.get("save_id", ""),) * has_earlier
-        return file["name"], "" if file["rank"] is None else str(file["rank"]), size, *earlier
+        return file["name"], "" if file["rank"] is None else str(file["rank"]), size_text(file["bytes"])
 
-    has_earlier = any("save_id" in file for file in files)
-    header = ("file", "rank", "size", *("of the save",) * has_earlier)
-    return long_table(header, files, row, limit=limit, noun="file", right=("rank", "size"))
+    return long_table(("file", "rank", "size"), files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
 def _ranges_text(ranges: list[list[int]]) -> str:

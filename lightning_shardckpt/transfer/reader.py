@@ -163,11 +163,11 @@ class Checkpoint:
             return None
         if header.begins != tuple([entry.begin for _, entry in entries]):
             return None
-        return header.of(info.save_id or self.root.save_id)
+        return header.of(self.root.save_id)
 
     def _compare_header(self, start: bytes, entries: list[tuple[str, ShardEntry]], info: FileInfo, rank: int) -> None:
         header = parse_header(start, self._where(info.name))
-        self._check_save_id(save_id_of(header), info.name, info.save_id)
+        self._check_save_id(save_id_of(header), info.name)
         stored = header.tensors
         expected = {key: entry.stored for key, entry in entries}
         for key in sorted(stored.keys() | expected.keys()):
@@ -199,10 +199,8 @@ class Checkpoint:
         if size != info.nbytes:
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
 
-    def _check_save_id(self, save_id: str, name: str, linked_from: str = "") -> None:
-        if linked_from and save_id != linked_from:
-            raise CorruptionError(f"{self._where(name)}: belongs to save {save_id}, this file is of save {linked_from}")
-        if not linked_from and save_id != self.root.save_id:
+    def _check_save_id(self, save_id: str, name: str) -> None:
+        if save_id != self.root.save_id:
             raise CorruptionError(
                 f"{self._where(name)}: belongs to save {save_id}, this checkpoint is save {self.root.save_id}"
             )

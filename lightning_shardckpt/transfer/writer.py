@@ -60,14 +60,11 @@ class WrittenFile:
 
 
 def plan_files(
-    component: str, rank: int, pieces: list[Piece], size_per_shard: float, *, first: int = 1
+    component: str, rank: int, pieces: list[Piece], size_per_shard: float
 ) -> list[FilePlan]:
-    """Plan the shard files, of at most ``size_per_shard`` MB each, for a rank's pieces.
-
-    ``first`` is the number in the name of the first file.
-    """
+    """Plan the shard files, of at most ``size_per_shard`` MB each, for a rank's pieces."""
     files = []
-    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=first):
+    for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
         entries: list[HeaderEntry] = [(p.key, p.spec.dtype, p.part.box.shape, p.part.box.start) for p in group]
         files.append(FilePlan(shard_file_name(component, rank, number), tuple(group), plan_header(entries)))
     return files
@@ -81,8 +78,6 @@ def write_component(
     files: list[FilePlan],
     stage: StagePiece,
     advance: Callable[[int], Any] = lambda nbytes: None,
-    *,
-    linked: Sequence[WrittenFile] = (),
 ) -> FileInfo:
     """Write a rank's shard files, then their index.
 
@@ -94,7 +89,6 @@ def write_component(
         files: the plans of the files, from ``plan_files``.
         stage: returns the bytes of a piece.
         advance: called with the number of bytes after each part that is passed to the storage.
-        linked: files that are there already.
 
     Returns:
         Name, size and checksum of the index.
@@ -104,7 +98,8 @@ def write_component(
     """
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    for file in (*linked, *(write_file(draft, plan, save_id, stage, advance) for plan in files)):
+    for plan in files:
+        file = write_file(draft, plan, save_id, stage, advance)
         infos[file.info.name] = file.info
         for key, entry in file.entries:
             shards[key] = (*shards[key], entry) if key in shards else (entry,)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.protocol import Bytes, Reader
+from lightning_shardckpt.storage.protocol import Bytes
 
 
 class MemoryReader:
@@ -72,16 +70,6 @@ class MemoryDraft:
         for offset, data in pieces:
             content.extend(bytes(max(offset + len(data) - len(content), 0)))
             content[offset : offset + len(data)] = data
-
-    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
-        """Keep the same bytes."""
-        if not isinstance(source, MemoryReader):
-            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), source_name)
-        try:
-            self.write(name, [source._file(source_name)])
-        except FileNotFoundError as error:
-            return error
-        return None
 
     def publish(self) -> None:
         """Show the files at the path."""

@@ -105,7 +105,7 @@ def trained(folder: str, options: dict[str, Any]) -> tuple[set[str], str]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.sweep), {"use_async": True, "max_pending": 7, "incremental": True}],
+    [pytest.param({}, marks=pytest.mark.sweep), {"use_async": True, "max_pending": 7}],
     ids=["", "asynchronous"],
 )
 def test_a_run_keeps_what_the_rules_say_and_its_best(tmp_path: Path, options: dict[str, Any]) -> None:

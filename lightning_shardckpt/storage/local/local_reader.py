@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.storage.local import locks
-from lightning_shardckpt.storage.local.posix import POSIX, FileSystem, add_path, errors_with_path
+from lightning_shardckpt.storage.local.posix import add_path, errors_with_path
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
 
@@ -73,22 +72,6 @@ class LocalReader:
             if count == 0:
                 raise EOFError(f"{name} ends at byte {at}, expected {offset + len(target)}")
             left, at = left[count:], at + count
-
-    def link(self, name: str, path: str, file_system: FileSystem = POSIX) -> int:
-        """Create a hard link at ``path`` to a file of the directory.
-
-        Returns:
-            A descriptor of the file, valid until this reader reads another file.
-
-        Raises:
-            OSError: if linking fails; nothing is at ``path`` then.
-        """
-        file = self._file(name)
-        file_system.link(name, self._directory, path)
-        if not os.path.samestat(os.fstat(file), os.lstat(path)):
-            os.unlink(path)
-            raise FileNotFoundError(errno.ENOENT, "it was replaced meanwhile", os.path.join(self._path, name))
-        return file
 
     def names(self) -> list[str]:
         """Return every entry of the directory, sorted."""

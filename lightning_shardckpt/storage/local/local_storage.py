@@ -32,7 +32,7 @@ from lightning_shardckpt.storage.local.posix import (
     write_durably,
     write_parts,
 )
-from lightning_shardckpt.storage.protocol import Bytes, Reader
+from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _ATTEMPTS = 20  # for operations that fail if another process replaces the path meanwhile
@@ -192,25 +192,6 @@ class LocalDraft:
                 write_at(file, memoryview(data), offset)
             if self._sync_files:
                 os.fsync(file)
-
-    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
-        """Create a hard link. Unless syncs are disabled, sync its entry and the file, whose writer may not have synced.
-
-        Returns the error if the file system cannot link this file; nothing is there then.
-        """
-        path = os.path.join(self._directory, name)
-        if not isinstance(source, LocalReader):
-            return OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
-        try:
-            file = source.link(source_name, path, self._file_system)
-        except OSError as error:
-            return error
-        self._seen = True
-        with errors_with_path(path):
-            if self._sync_files:
-                os.fsync(file)
-        self._sync(self._directory)
-        return None
 
     @contextmanager
     def _create(self, name: str, *, shared: bool = False) -> Iterator[int]:

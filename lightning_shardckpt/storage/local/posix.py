@@ -86,11 +86,6 @@ def rename_with_flag(source: str, target: str, flag: int) -> bool:
     raise OSError(code, f"{action} {source!r} and {target!r}: {os.strerror(code)}")
 
 
-def link_file(name: str, directory: int, path: str) -> None:
-    """Create a hard link at ``path`` to a file of an open directory; symbolic links are not followed."""
-    os.link(name, path, src_dir_fd=directory, follow_symlinks=False)
-
-
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many per system call; the iterable is consumed batch by batch."""
     for _ in _write_batches(file, parts):
@@ -179,7 +174,6 @@ def has_global_locks(directory: str, mounts_file: str = "/proc/self/mountinfo") 
 class FileSystem:
     """The calls whose behavior differs between file systems; tests pass replacements."""
 
-    link: Callable[[str, int, str], None] = link_file
     rename_with_flag: Callable[[str, str, int], bool] = rename_with_flag
     has_global_locks: Callable[[str], bool] = has_global_locks
 

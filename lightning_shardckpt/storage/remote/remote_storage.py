@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -11,7 +9,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import describe_other_program
-from lightning_shardckpt.storage.protocol import Bytes, Reader
+from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
 from lightning_shardckpt.storage.remote.remote_reader import (
     HEAD_BYTES,
@@ -92,10 +90,6 @@ class RemoteDraft:
     def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
         """Raise ValueError, with the remedy: an object store takes only whole objects."""
         raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
-
-    def link(self, name: str, source: Reader, source_name: str) -> OSError | None:
-        """Return an error, since object stores have no links."""
-        return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), self._path)
 
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.

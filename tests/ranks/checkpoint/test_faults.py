@@ -68,26 +68,8 @@ def swept(name: str, what: str, every: int = 1, codes: Sequence[int] = ERRNOS) -
     return {o.found for o in outcomes}, len(outcomes), problems(outcomes)
 
 
-def survived(name: str) -> tuple[list[int], set[Found], list[str]]:
-    """Files that the action links without a fault; then all deaths, a sample of errors, and losses of power."""
-    each, outcomes = saves.scenario(name), list[Outcome]()
-    with scratch() as folder:
-        template, _ = prepared(each, folder)
-        root = os.path.join(folder, "root")
-        action(each, template, root, 0, NO_FAULT, False)
-        linked = [saves.linked(os.path.join(root, path)) for path in sorted(os.listdir(root))]
-    outcomes = sweep(each, kills, every=3) + sweep(each, partial(errors, codes=ERRNOS), every=31)
-    wrong = problems(outcomes) + [loss.problem for loss in losses(each, every=3) if loss.problem]
-    return linked, {o.found for o in outcomes}, without_names(wrong)
-
-
 def without_names(wrong: list[str]) -> list[str]:
     return [said for said in wrong if ": message: " not in said]
-
-
-def test_a_save_that_links_files_survives_deaths_errors_and_losses_of_power() -> None:
-    linked, found, wrong = in_a_fork(survived, "incremental save over an older one, 1 rank")
-    assert linked == [1] and found == {"old", "new"} and wrong == []
 
 
 # ── deaths ────────────────────────────────────────────────────────────────────────────────────────────────────────

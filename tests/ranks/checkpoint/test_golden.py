@@ -30,9 +30,8 @@ from lightning_shardckpt.checkpoint.checkpoint import load, load_full
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import Component, FileInfo, RankIndex, RootIndex, ShardEntry, TensorSpec
-from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
+from lightning_shardckpt.format.index import Component, FileInfo, RootIndex, TensorSpec
+from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout
 from lightning_shardckpt.format.strict_json import VERSION
 from lightning_shardckpt.state.model import WholeNames
@@ -44,7 +43,6 @@ from tests.support.pool import run_ranks
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 MADE = {
     "v1": "76450e70483cbdb2e0b4cf89bb3cbb9af39b3f3e645766d69d9473a2b6df5e7a",
-    "v3": "a1693cd006d1fe96567676529b370f7d5ff48c28f371dd8250f261760984c205",
     "v4": "ecc2b258f257fc3fec10cfb15a94d3f9bd1cf6f9e41abe638220b6cd04789b88",
 }
 """Digest of all files of each directory, so that none is made again unnoticed."""
@@ -238,25 +236,6 @@ def test_the_root_index_of_a_large_world_is_read_and_still_written_so() -> None:
     assert root_from_json(content, "golden") == large_root()
     assert root_to_json(large_root()) == content
     assert b'"version":4' in content and len(content) < 13_000
-
-
-def linking_index() -> RankIndex:
-    """Of a rank that wrote one file, and linked another one."""
-
-    def entry(file: str, start: int, digest: str) -> ShardEntry:
-        return ShardEntry(Box((start, 0), (start + 2, 4)), (8, 4), "F32", file, 128, 4096, 32, digest * 4)
-
-    names = [f"model-dist-00002-shard-0000{n}.safetensors" for n in (1, 2)]
-    files = FileInfo(names[0], 160, "00112233" * 2, "0123" * 8), FileInfo(names[1], 160, "44556677" * 2)
-    shards = {"base": (entry(names[0], 4, "89ab"),), "lora": (entry(names[1], 4, "cdef"),)}
-    return RankIndex("5afe" * 8, "model", 2, {file.name: file for file in files}, shards)
-
-
-def test_the_index_of_a_rank_that_linked_files_is_read_and_still_written_so() -> None:
-    content = (GOLDEN / "v3" / "model-meta-dist-00002.index.json").read_bytes()
-    assert rank_index_from_json(content, "golden") == linking_index()
-    assert rank_index_to_json(linking_index()) == content
-    assert b'"version":3' in content
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ FaultKind = Literal["none", "kill", "half", "errno", "sticky", "short", "short f
 # Where the descriptor or the path is among the arguments; of two paths, the second is what changes for a link only.
 _OF_DESCRIPTORS = {"write": 0, "writev": 0, "pwrite": 0, "pwritev": 0, "sendfile": 0, "copy_file_range": 1}
 _OF_DESCRIPTORS |= {"posix_fallocate": 0, "truncate": 0, "ftruncate": 0, "fsync": 0, "fdatasync": 0}
-_OF_PATHS = {"unlink": 0, "remove": 0, "rmdir": 0, "mkdir": 0, "rename": 0, "replace": 0, "link": 1, "symlink": 1}
+_OF_PATHS = {"unlink": 0, "remove": 0, "rmdir": 0, "mkdir": 0, "rename": 0, "replace": 0, "symlink": 1}
 _COUNTS = {"sendfile": 3, "copy_file_range": 2}  # the argument that says how many bytes
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 READING = "open-to-read"  # counts where the fault is survivable
@@ -61,7 +61,7 @@ class Change:
     """A call that succeeded; paths are relative to the root. Clocks of all processes of a host are one."""
 
     at_ns: int
-    name: Literal["create", "write", "truncate", "sync", "move", "exchange", "link", "symlink", "remove", "mkdir"]
+    name: Literal["create", "write", "truncate", "sync", "move", "exchange", "symlink", "remove", "mkdir"]
     path: str
     other: str = ""
     offset: int = 0
@@ -116,7 +116,7 @@ class Interposer:
         place = (_OF_DESCRIPTORS | _OF_PATHS)[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            path = self._inside(args[place], kwargs.get("dst_dir_fd") if name == "link" else _directory(kwargs))
+            path = self._inside(args[place], _directory(kwargs))
             if path is None:
                 return original(*args, **kwargs)
             if name in _OF_DESCRIPTORS:
@@ -218,8 +218,6 @@ class Interposer:
     def _record_path(self, name: str, path: str, args: Any, kwargs: Any) -> None:
         if name in ("rename", "replace"):
             self._record("move", path, self._inside(args[1], kwargs.get("dst_dir_fd")) or "")
-        elif name == "link":
-            self._record("link", path, self._inside(args[0], kwargs.get("src_dir_fd")) or "")
         elif name == "symlink":
             self._record("symlink", path, os.fsdecode(args[0]))
         else:

@@ -89,9 +89,6 @@ class Disk:
             case "symlink":
                 parent.entries[name] = File(change.other, change.other)
                 parent.changed()
-            case "link":
-                parent.entries[name] = self._file(change.other)
-                parent.changed()
             case "remove":
                 del parent.entries[name]
                 parent.changed()

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.checkpoint_options import ExtraFormat, SaveOptions
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -32,8 +30,6 @@ from lightning_shardckpt.tools.verify import verify
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
-FROZEN = torch.arange(36.0).reshape(12, 3) + 0.5
-"""What no step of an incremental save changes."""
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
 _CAUSAL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
@@ -54,10 +50,9 @@ def whole(step: int) -> dict[str, Any]:
     }
 
 
-def of_rank(step: int, ranks: Ranks, **tensors: torch.Tensor) -> dict[str, Any]:
+def of_rank(step: int, ranks: Ranks) -> dict[str, Any]:
     """What a rank has of it: a shard of each matrix. The mesh needs no process group, since nothing communicates."""
     found = whole(step)
-    found["state_dict"] |= tensors
     if ranks.world > 1:
         mesh = DeviceMesh("cpu", torch.arange(ranks.world), _init_backend=False, _rank=ranks.rank)
         for name, tensor in found["state_dict"].items():
@@ -76,23 +71,17 @@ def save_step(
     *,
     sync_files: bool = True,
     also: ExtraFormat | None = None,
-    base: str | None = None,
 ) -> None:
-    """Collective: every rank of ``ranks`` must call it. ``base``: of a run that goes on; a tensor stays."""
-    state = of_rank(step, ranks, **({} if base is None else {"frozen": FROZEN}))
-    history = SaveHistory()
-    history.add(base or "")
+    """Collective: every rank of ``ranks`` must call it."""
+    state = of_rank(step, ranks)
     storage = LocalStorage(sync_files=sync_files)
 
     def describe() -> Snapshot:
         found = snapshot(state)
-        if base is not None:
-            model = replace(found.leaves["model"], frozen=frozenset({"frozen"}))
-            found = replace(found, leaves={**found.leaves, "model": model})
         return replace(found, documents={**found.documents, "huggingface": HUB} if also else found.documents)
 
-    options = SaveOptions(SIZE_PER_SHARD, also, incremental=base is not None)
-    save(path, describe, ranks=ranks, run=RunInfo(step), options=options, storage=storage, history=history)
+    options = SaveOptions(SIZE_PER_SHARD, also)
+    save(path, describe, ranks=ranks, run=RunInfo(step), options=options, storage=storage)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -116,8 +105,6 @@ def loads(path: str) -> Literal["old", "new", "mixed", "nothing", "broken"]:
 
 
 def _which(found: Any) -> Literal["old", "new", "mixed"]:
-    if "frozen" in found["state_dict"] and not equal(found["state_dict"].pop("frozen"), FROZEN):
-        return "mixed"
     is_of = [equal(found, whole(step)) for step in (OLD, NEW)]
     return "old" if is_of[0] else "new" if is_of[1] else "mixed"
 
@@ -192,32 +179,6 @@ def _newest(root: str) -> Found:
     if old not in ("old", "nothing") or new not in ("new", "nothing"):
         return "mixed" if "mixed" in (old, new) else "lost"
     return "new" if new == "new" else "old" if old == "old" else "lost"
-
-
-def _save_linked(root: str, ranks: Ranks, step: int) -> None:
-    save_step(_one(root), step, ranks, base=_one(root))
-
-
-def _save_linked_again(root: str) -> None:
-    _save_linked(root, Ranks.alone(), NEW)
-
-
-def _rotate_linked(root: str, ranks: Ranks) -> None:
-    save_step(_step(root, NEW), NEW, ranks, base=_step(root, OLD))
-    if ranks.rank == 0:
-        LocalStorage().remove(_step(root, OLD))
-
-
-def _rotate_linked_again(root: str) -> None:
-    save_step(_step(root, NEW), NEW, Ranks.alone(), base=_step(root, OLD))
-    if loads(_step(root, OLD)) == "old":
-        LocalStorage().remove(_step(root, OLD))
-
-
-def linked(path: str) -> int:
-    """How many files of a checkpoint are files of another save."""
-    indexes = [json.loads(file.read_text()) for file in Path(path).glob("*-meta-*.index.json")]
-    return sum(len(info) == 3 for index in indexes for info in index["files"].values())
 
 
 def _link(root: str, step: int) -> None:
@@ -363,22 +324,6 @@ _MIRRORED = Scenario(
     _save_mirrored_again,
 )
 _ROTATE = Scenario("rotation", 1, lambda r, k: save_step(_step(r, OLD), OLD, k), _rotate, _newest, _rotate_again)
-_REPLACE_LINKED = Scenario(
-    "incremental save over an older one",
-    1,
-    partial(_save_linked, step=OLD),
-    partial(_save_linked, step=NEW),
-    _replaced,
-    _save_linked_again,
-)
-_ROTATE_LINKED = Scenario(
-    "rotation of incremental saves",
-    1,
-    lambda r, k: save_step(_step(r, OLD), OLD, k, base=_step(r, OLD)),
-    _rotate_linked,
-    _newest,
-    _rotate_linked_again,
-)
 _LINK = Scenario(
     "rotation with a link", 1, _save_and_link, _rotate_and_link, _linked, _rotate_and_link_again, named=False
 )  # since the errors are Lightning's in part
@@ -393,8 +338,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        incremental = _REPLACE_LINKED, _ROTATE_LINKED
-        for kind in (_FIRST, _REPLACE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK, *incremental):
+        for kind in (_FIRST, _REPLACE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)

@@ -163,18 +163,6 @@ def with_twins(files: Files) -> None:
     put_index(files, json.dumps(value).encode())
 
 
-def linked(*, version: int = 3, in_index: str = "0" * 32, in_header: str = "0" * 32) -> Callable[[Files], None]:
-    """A shard file that an earlier save wrote, as its header says and as the index says."""
-
-    def apply(files: Files) -> None:
-        with_header(lambda header: header.replace(SAVE_ID.encode(), in_header.encode()))(files)
-        value = json.loads(files[INDEX])
-        value["version"], value["files"][SHARD] = version, [*value["files"][SHARD], in_index]
-        put_index(files, json.dumps(value).encode())
-
-    return apply
-
-
 LAYOUT = "layouts/1"
 TENSOR = "components/model/tensors/weight"
 BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
@@ -280,11 +268,6 @@ BROKEN: list[tuple[str, Callable[[Files], None], type[ShardCkptError], str]] = [
     ("F22", with_root("components/model/aliases", {"tied": "none"}), FormatError, "alias 'tied' of 'none'"),
     ("F22", with_root("components/model/aliases", {"bias": "weight"}), FormatError, "alias 'bias' of 'weight'"),
     ("F23", with_root("components/other", {}), FormatError, "unknown component 'other'"),
-    ("F25", linked(version=1), FormatError, f"{INDEX}: a part is missing or malformed"),
-    ("F25", linked(version=2), FormatError, f"{INDEX}: format version 2, this package reads 1 and 3"),
-    ("F25", linked(in_index="0" * 31), FormatError, f"{INDEX}: .* is not a save id"),
-    ("F25", linked(in_index="1" * 32), CorruptionError, f"{SHARD}: belongs to save 0000.*, this file is of save 1111"),
-    ("F25", linked(in_header=SAVE_ID), CorruptionError, f"{SHARD}: belongs to save 5afe.*, this file is of save 0000"),
 ]
 
 
@@ -297,13 +280,6 @@ def test_a_broken_rule_is_one_error(
     change(files)
     with pytest.raises(kind, match=f"(?s){words}"):
         load(files)
-
-
-def test_f25_a_file_of_an_earlier_save_is_read_as_any_other() -> None:
-    files = saved()
-    linked()(files)
-    assert b'"version": 3' in files[INDEX]
-    load(files)
 
 
 def test_f6_a_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -376,7 +352,7 @@ COLUMNS = to_packed_columns({rank: FileInfo("x", 1000 + rank, "fb" * 7 + f"{rank
         ("sizes", lambda text: b64encode(b"\xff" * 80).decode(), "18446744073709551615 is not a size"),
     ],
 )
-def test_f26_a_packed_column_has_one_text(column: str, change: Callable[[str], Any], words: str) -> None:
+def test_f25_a_packed_column_has_one_text(column: str, change: Callable[[str], Any], words: str) -> None:
     tensors = {"w": TensorSpec("F32", (300,), REPLICATED, ((0, 300),))}
     files = {r: FileInfo(rank_index_name("model", r), *info) for r, info in read_by_the_text(COLUMNS).items()}
     root = RootIndex("5afe" * 8, 300, {"model": Component(tensors, {}, files)}, {})
@@ -388,7 +364,7 @@ def test_f26_a_packed_column_has_one_text(column: str, change: Callable[[str], A
         root_from_json(sealed(json.dumps(value).encode()), "file x")
 
 
-def test_f26_a_column_with_one_other_character_is_refused_or_of_other_files() -> None:
+def test_f25_a_column_with_one_other_character_is_refused_or_of_other_files() -> None:
     refused = 0
     for column, text in (("sizes", COLUMNS["sizes"]), ("checksums", COLUMNS["checksums"])):
         for at, other in product(range(len(text)), "Ab/+=-\n é"):

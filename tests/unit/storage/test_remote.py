@@ -18,7 +18,6 @@ import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.incremental import SaveHistory
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
@@ -230,13 +229,6 @@ def test_what_another_program_wrote_is_refused_with_what_to_do(url: str, name: s
     for read in (lightning_shardckpt.load, lightning_shardckpt.metadata):
         with pytest.raises(CheckpointNotFoundError, match="can't be read at a URL: download it first"):
             read(place)
-
-
-def test_every_save_to_a_store_writes_all_and_a_note_says_so(url: str) -> None:
-    options, history = SaveOptions(1, incremental=True), SaveHistory()
-    notes = [save(f"{url}-{n}", 1.0, options=options, history=history) for n in range(3)]
-    assert [len(note) for note in notes] == [0, 1, 0] and "files can't be linked in" in notes[1][0]
-    assert load(f"{url}-1") == 1.0
 
 
 def test_a_missing_object_is_named(url: str) -> None:

@@ -109,24 +109,6 @@ def test_what_was_published_is_read_back(storage: Storage, path: str) -> None:
     assert content(storage, path) == {"a": b"onetwothree", "empty": b"", ROOT_NAME: bytes(range(5))}
 
 
-def test_a_file_of_another_checkpoint_stays_when_that_is_deleted_or_is_to_be_written(
-    storage: Storage, path: str
-) -> None:
-    put(storage, path, a=b"old", b=b"more")
-    draft, other = storage.draft(f"{path}-2", OTHER_ID), storage.open(path)
-    draft.begin()
-    (there,) = (name for name in other.names() if plain(name) == "a")
-    error = draft.link("c", other, there)
-    if error is not None:
-        draft.write("c", [b"old"])  # nothing is there
-    assert isinstance(draft.link("d", other, "missing"), OSError)
-    other.close()
-    draft.write(ROOT_NAME, [root_of(OTHER_ID)])
-    draft.publish()
-    storage.remove(path)
-    assert content(storage, f"{path}-2") == {"c": b"old", ROOT_NAME: root_of(OTHER_ID)}
-
-
 def test_nothing_is_there_before_it_is_published(storage: Storage, path: str) -> None:
     draft = storage.draft(path, ID)
     draft.begin()
