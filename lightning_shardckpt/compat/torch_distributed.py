@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _object_to_tensor, _tensor_to_object
 
+from lightning_shardckpt.system.tensor_digest import byte_view
+
 # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -29,6 +31,8 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
     """Fill ``output`` with the ``own`` of each rank in turn. Collective: every rank of ``group`` must call it.
 
+    Sends bytes, since NCCL and gloo do not support all dtypes.
+
     Args:
         output: contiguous, with as many elements as all ranks have.
         own: contiguous, of the same shape on every rank.
@@ -38,7 +42,7 @@ def all_gather_single(output: Tensor, own: Tensor, *, group: dist.ProcessGroup |
     Returns:
         The work to wait for, with ``async_op``; else None.
     """
-    return getattr(dist, _ALL_GATHER)(_bytes(output), _bytes(own), group=group, async_op=async_op)
+    return getattr(dist, _ALL_GATHER)(byte_view(output), byte_view(own), group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
@@ -58,11 +62,6 @@ def reduce_scatter_single(
     if output.is_complex():  # not supported by NCCL
         output, all_parts = torch.view_as_real(output), torch.view_as_real(all_parts)
     return getattr(dist, _REDUCE_SCATTER)(output, all_parts, group=group, async_op=async_op)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, since NCCL and gloo do not support all dtypes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 _COLLECTIVES = [

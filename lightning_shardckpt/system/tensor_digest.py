@@ -17,6 +17,14 @@ _STEP = 0x1E3779B97F4A7C15  # odd: the sum of a later chunk can't cancel that of
 _CHUNK = 1 << 20  # words; a chunk with its keys and products fits into the cache of a GPU
 
 
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a flat view of uint8.
+
+    A tensor of one element is contiguous whatever its strides are, and ``view`` keeps these and refuses another dtype.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def bit_digest(tensor: Tensor) -> Tensor:
     """Return a digest of the values of a dense tensor in row-major order, of any shape, dtype and strides.
 
@@ -30,9 +38,7 @@ def bit_digest(tensor: Tensor) -> Tensor:
 
 def bit_digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return the `bit_digest` of each tensor, as one tensor on their device; at least one, all on the same device."""
-    contents = [
-        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in tensors
-    ]
+    contents = [byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
     if not contents[0].is_cpu:
         return torch.stack([keyed_sum(content) for content in contents])
     digests = [xxhash.xxh3_64_intdigest(content.numpy().data) for content in contents]

@@ -22,6 +22,7 @@ from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.sharding.references import REGISTRIES
+from lightning_shardckpt.system.tensor_digest import byte_view
 
 CopySlice = Callable[[Tensor, Tensor], None]
 """Copies this rank's slices of the second, full tensor into the first."""
@@ -47,7 +48,7 @@ def broadcast_weights(root: nn.Module, device: torch.device) -> None:
             continue
         seen.add(id(tensor))
         buffer = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
-        dist.broadcast(buffer.view(-1).view(torch.uint8), src=0)  # as bytes: gloo supports neither bool nor fp8
+        dist.broadcast(byte_view(buffer), src=0)  # as bytes: gloo supports neither bool nor fp8
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, Schedule
+from lightning_shardckpt.system.tensor_digest import byte_view
 
 _HEADER = 256  # int64 numbers
 _HEADER_AND_TENSORS = 2048  # int64 numbers of a header with small tensors
@@ -113,14 +114,14 @@ class Transport:
         ranges = self._inline_ranges([tensor.nbytes for tensor in tensors])
         if ranges is not None:
             for tensor, (start, stop) in zip(tensors, ranges, strict=True):
-                header.view(torch.uint8)[start:stop] = _as_bytes(tensor)
+                header.view(torch.uint8)[start:stop] = byte_view(tensor)
             tensors = []
         while self._pending and self._pending[0][0].is_completed():
             self._pending.pop(0)[0].wait()
         self._post_send(header, peer, self.header_group, tag)
         for part, tensor in enumerate(tensors):
             if tensor.numel():
-                self._post_send(_as_bytes(tensor), peer, self.group, tag + 1 + part if self._has_tags else 0)
+                self._post_send(byte_view(tensor), peer, self.group, tag + 1 + part if self._has_tags else 0)
 
     def post_header(self, place: Receive) -> None:
         """Post the receive of a message's header, which arrives while this rank computes; `receive` must follow."""
@@ -206,10 +207,10 @@ class Transport:
         for part, tensor in enumerate(values):
             if ranges is not None:
                 start, stop = ranges[part]
-                _as_bytes(tensor).copy_(header.view(torch.uint8)[start:stop])
+                byte_view(tensor).copy_(header.view(torch.uint8)[start:stop])
             elif tensor.numel():
                 own_tag = tag + 1 + part if self._has_tags else 0
-                works.append(dist.irecv(_as_bytes(tensor), group=self.group, group_src=source, tag=own_tag))
+                works.append(dist.irecv(byte_view(tensor), group=self.group, group_src=source, tag=own_tag))
         tensors = {position: (tensor, flag) for tensor, (position, flag, _, _) in zip(values, parts, strict=True)}
         return _Incoming(Message(tensors, checks), [work for work in works if work is not None])
 
@@ -232,11 +233,6 @@ class Transport:
 def _tag(place: Receive) -> int:
     channel = 2 * place.boundary + (place.direction == "backward")
     return (channel * _MICROBATCHES + place.microbatch) * _TAGS
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as bytes, since gloo and NCCL don't support every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _encode_header(message: Message | None, tensors: Sequence[Tensor]) -> list[int]:

@@ -28,6 +28,7 @@ from lightning_shardckpt.parallel.tensors.placement import (
     local_part,
     resolve_sharding,
 )
+from lightning_shardckpt.system.tensor_digest import byte_view
 
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 """Plain tensors that were equal on all ranks: their version then, and the id of the sharding."""
@@ -140,7 +141,7 @@ def is_equal_on_ranks(value: Tensor, sharding: Sharding, what: str) -> bool:
     mark = (version_of(value), id(sharding))
     if _equal.get(value) == mark:
         return True
-    content = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    content = byte_view(value.detach().contiguous()).cpu().numpy()
     own = float(zlib.crc32(content.tobytes()))
     same = True
     for peers in _axes(sharding):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import lightning_shardckpt as ckpt
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
@@ -218,3 +219,35 @@ def test_what_was_tied_and_is_not_any_more_has_state_of_its_own(tmp_path: Path) 
         found.second(found.first(torch.ones(2, 4))).sum().backward()
         after.step()
         assert first["step"] == second["step"] == 4
+
+
+class Sliced(torch.optim.SGD):
+    """Keeps every third element of each parameter, as Prodigy does with ``slice_p=3``: one, of a bias of three."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slice"] = parameter.detach().flatten()[::3]
+        return loss
+
+
+def keep_slices(path: str) -> bool:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    optimizer = Sliced(module.parameters(), lr=0.1)
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[module.bias]["slice"].stride() == (3,)
+    ckpt.save(path, {"model": module, "optimizer": optimizer})
+    twin = nn.Linear(3, 3)
+    loaded = Sliced(twin.parameters(), lr=0.1)
+    ckpt.load(path, {"model": twin, "optimizer": loaded})
+    return all(
+        torch.equal(loaded.state[there]["slice"], here.detach().flatten()[::3])
+        for here, there in zip(module.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_state_of_one_element_is_saved_whatever_its_stride(tmp_path: Path) -> None:
+    assert run_ranks(2, keep_slices, str(tmp_path / "a.ckpt")) == [True, True]

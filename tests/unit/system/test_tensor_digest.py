@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_shardckpt.parallel.sharding.consistency import fingerprint
-from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values, keyed_sum
+from lightning_shardckpt.system.tensor_digest import bit_digest, byte_view, digest_values, keyed_sum
 
 Digest = Callable[[Tensor], Tensor]
 
 
 def on_an_accelerator(tensor: Tensor) -> Tensor:
     """Return the digest that a tensor would have there."""
-    return keyed_sum(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+    return keyed_sum(byte_view(tensor.resolve_conj().resolve_neg().contiguous()))
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128, torch.int32, torch.uint8]
@@ -124,3 +124,16 @@ def test_sparse_and_nested_tensors_are_compared_by_what_they_hold(kind: int) -> 
     same, other, elsewhere = (kinds_of(y)[kind] for y in (x.clone(), x * 2, x.flip(1)))
     assert fingerprint([kinds_of(x)[kind]]) == fingerprint([same])
     assert len({fingerprint([y]) for y in (same, other, elsewhere)}) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bytes_of_one_element_do_not_depend_on_its_strides(dtype: torch.dtype) -> None:
+    three, size = drawn(3, dtype), dtype.itemsize
+    expected = three.view(torch.uint8)[size : 2 * size].tolist()
+    for one in (three[1::3], three.as_strided((1, 1, 1), (7, 0, 9), 1), three[1]):
+        assert one.is_contiguous()
+        assert byte_view(one).tolist() == expected
+        assert bit_digest(one).equal(bit_digest(three[1:2]))
+    assert byte_view(three[:0]).tolist() == []
+    byte_view(three[1::3]).fill_(1)  # writable, in place
+    assert byte_view(three[1:2]).tolist() == [1] * dtype.itemsize
