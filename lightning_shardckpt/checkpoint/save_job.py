@@ -42,7 +42,7 @@ from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
+from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, check_readable
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
@@ -68,7 +68,7 @@ class Content:
         save_id: of the save.
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
-        documents: by file name.
+        documents: roles and contents, by file name.
         mirror: writes the model a second time, if requested.
         shared: digests of tensors that other groups of ranks hold, too.
     """
@@ -76,7 +76,7 @@ class Content:
     save_id: str
     plan: SavePlan
     tensors: dict[int, torch.Tensor]
-    documents: dict[str, bytes]
+    documents: dict[str, tuple[str, bytes]]
     mirror: HFMirror | None
     shared: Digests
 
@@ -243,7 +243,8 @@ class SaveJob:
             if files
         }
         documents = []
-        for name, text in content.documents.items():
+        for name, (role, text) in content.documents.items():
+            check_readable(role, text, f"the {role} state of rank {self._ranks.rank}")
             draft.write(name, [text])
             documents.append(_info_to_json(FileInfo(name, len(text), checksum(text))))
         if content.mirror is not None:
@@ -258,7 +259,7 @@ class SaveJob:
             "notes": [] if draft is self._draft else draft.notes,
         }
 
-    def _documents(self, agreed: Agreement) -> Iterator[tuple[str, bytes]]:
+    def _documents(self, agreed: Agreement) -> Iterator[tuple[str, tuple[str, bytes]]]:
         rank, documents = self._ranks.rank, dict(self._snapshot.documents)
         names = {"rank": f"trainer-state-dist-{rank:05d}.json"}
         if rank == 0:
@@ -271,7 +272,7 @@ class SaveJob:
             if documents.get(role) or (role == "optimizer" and role in documents):  # an empty list of optimizers, too
                 content = json.dumps(documents[role], separators=(",", ":"), allow_nan=False).encode()
                 check_json_size(content, f"the {role} state of rank {rank}, which is not tensors")
-                yield name, content
+                yield name, (role, content)
 
     def commit(self, reports: list[WriteReport]) -> int:
         """Check completeness, write the root index, and publish the draft.

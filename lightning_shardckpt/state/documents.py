@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.strict_json import parse_json
@@ -29,6 +29,7 @@ _TAG = "$"
 _MAPPINGS = ("map", "odict", "counter", "namespace")
 _SEQUENCES = ("tuple", "deque")
 _PLAIN = ("frozen", "versions", "peft", "huggingface")
+_ENCODED = ("trainer", "rank", "model", "optimizer", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,23 @@ def parse_document(role: str, content: bytes, where: str) -> Any:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     return value
+
+
+def check_readable(role: str, content: bytes, where: str) -> None:
+    """Decode a document as a load does, before it becomes part of a checkpoint.
+
+    Pickles in it are not unpickled. Imports torch.
+
+    Raises:
+        StateError: if a load would refuse the document, with the reason.
+    """
+    from lightning_shardckpt.state.json_tree import decode
+
+    try:
+        value = parse_document(role, content, where)
+        decode(value if role in _ENCODED else {}, lambda key: key)
+    except FormatError as error:
+        raise StateError(f"nothing is saved, since a load would refuse it: {error}") from None
 
 
 def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:

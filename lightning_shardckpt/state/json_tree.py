@@ -35,6 +35,7 @@ INLINE_BYTES = 1024
 
 _MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of pairs
 _BIG_INT = 1 << 53
+_MOST_BITS = 14_000  # Python refuses to write and read more than 4300 digits
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
 TAG = "$"
 _FEW = 1000
@@ -42,6 +43,8 @@ _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 _INTEGER = re.compile(r"-?\d{1,4300}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?", re.ASCII)
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""Conversions of instances of subclasses to the type itself, by the type's own methods."""
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "map": dict,
     "odict": collections.OrderedDict,
@@ -76,7 +79,7 @@ class Encoder:
     Args:
         droppable: prefixes of paths where an unstorable value becomes a placeholder instead of an error.
         inline_bytes: plain tensors up to this size are stored inside the JSON; None: all of them.
-        pickles: whether to pickle other values, if possible.
+        pickles: whether to pickle other values, if possible; None where this is no option, so that no error advises it.
 
     Attributes:
         tensors: to store beside the JSON, by path.
@@ -86,7 +89,7 @@ class Encoder:
     """
 
     def __init__(
-        self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES, *, pickles: bool = False
+        self, droppable: tuple[str, ...] = (), inline_bytes: int | None = INLINE_BYTES, *, pickles: bool | None = None
     ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain: dict[str, torch.Tensor] = {}
@@ -100,7 +103,7 @@ class Encoder:
         if value is None or type(value) in (bool, str):
             return value
         if type(value) is int:
-            return value if abs(value) <= _BIG_INT else {TAG: "int", "v": str(value)}
+            return self._int(value, path)
         if type(value) is float:
             return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
         if self._depth >= _MAX_DEPTH:
@@ -123,7 +126,7 @@ class Encoder:
                 + "\n  ".join(self.unstorable)
                 + "\nReturn plain values "
                 "(numbers, strings, lists, dicts, tensors, …) from the state_dict or on_save_checkpoint that holds it"
-                + (", or pass ShardCkptIO(pickle_objects=True)." if not self._pickles else ".")
+                + (", or pass ShardCkptIO(pickle_objects=True)." if self._pickles is False else ".")
             )
 
     def _tagged(self, value: Any, path: str) -> Any:
@@ -144,20 +147,24 @@ class Encoder:
                 return {k: self.encode(v, f"{path}/{k}" if path else k) for k, v in value.items()}
             return self._pairs("map", value, path)
         if isinstance(value, argparse.Namespace):
+            if not all(isinstance(key, str) for key in vars(value)):
+                return self._refuse(value, path)
             return self._pairs("namespace", vars(value), path)
         if isinstance(value, collections.deque):
             return {TAG: "deque", "v": self.encode(list(value), path), "maxlen": value.maxlen}
         if isinstance(value, tuple | set | frozenset):
             tag = next(tag for tag, kind in SEQUENCES.items() if isinstance(value, kind))
             items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
+            if not isinstance(value, tuple) and not all(map(_is_hashable, items)):
+                return self._refuse(value, path)
             # the order of a set of strings differs between processes
             return {TAG: tag, "v": items if isinstance(value, tuple) else sorted(items, key=json.dumps)}
         return self._scalar(value, path)
 
     def _scalar(self, value: Any, path: str) -> Any:  # a table of types
-        if isinstance(value, bool | int | float | str):  # subclasses, numpy's float64 among them
-            plain = next(kind for kind in (bool, int, float, str) if isinstance(value, kind))
-            return self.encode(plain(value), path)
+        for kind, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
+            if isinstance(value, kind):
+                return self.encode(plain(value), path)
         if isinstance(value, complex):
             return {TAG: "complex", "v": [self.encode(value.real), self.encode(value.imag)]}
         if isinstance(value, bytes | bytearray):
@@ -168,10 +175,8 @@ class Encoder:
             return {TAG: "device", "v": str(value)}
         if isinstance(value, pathlib.PurePath):
             return {TAG: "path", "v": str(value)}
-        if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-            return {TAG: type(value).__name__, "v": value.isoformat()}
-        if isinstance(value, datetime.timedelta):
-            return {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+        if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
+            return self._time(value, path)
         if isinstance(value, range | slice):
             return {TAG: type(value).__name__, "v": [self.encode(x) for x in (value.start, value.stop, value.step)]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -181,8 +186,30 @@ class Encoder:
             return {TAG: "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "v": content}
         return self._refuse(value, path)
 
+    def _int(self, value: int, path: str) -> Any:
+        if abs(value) <= _BIG_INT:
+            return value
+        if value.bit_length() > _MOST_BITS:
+            return self._refuse(value, path)
+        return {TAG: "int", "v": str(value)}
+
+    def _time(self, value: datetime.date | datetime.time | datetime.timedelta, path: str) -> Any:
+        """Return a date or time under the tag of its base class, unless its own class holds more, as pandas' do."""
+        if isinstance(value, datetime.timedelta):
+            encoded = {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+        else:
+            base = next(base for base in (datetime.datetime, datetime.date, datetime.time) if isinstance(value, base))
+            encoded = {TAG: base.__name__, "v": base.isoformat(value)}  # type: ignore[arg-type]  # one of its own
+        if type(value).__module__ != "datetime" and not bool(value == decode_small(encoded)):  # nanoseconds, NaT
+            return self._refuse(value, path)
+        return encoded
+
     def _pairs(self, tag: str, value: dict[Any, Any], path: str) -> Any:
-        return {TAG: tag, "v": [[self.encode(k, path), self.encode(v, f"{path}/{k}")] for k, v in value.items()]}
+        keys = [self.encode(key, path) for key in value]
+        if not all(map(_is_hashable, keys)):
+            return self._refuse(value, path)
+        values = [self.encode(item, f"{path}/{key}") for key, item in value.items()]
+        return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         dtype = dtype_name(value, path)
@@ -213,6 +240,15 @@ class Encoder:
             return {TAG: "dropped", "type": kind, "v": repr(value)[:200]}
         self.unstorable.append(f"{path}: {kind}")
         return None
+
+
+def _is_hashable(encoded: Any) -> bool:
+    """Return whether an encoded value can be a key of a dict after a load: a dataclass comes back as a dict."""
+    try:
+        hash(decode(encoded, lambda key: key))
+    except TypeError:
+        return False
+    return True
 
 
 def encode_small(value: Any, path: str) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
+from lightning_shardckpt.state.json_tree import TAG, Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
@@ -38,7 +38,7 @@ def snapshot(
     whole: WholeNames | None = None,
     *,
     adapters_only: bool = False,
-    pickle_objects: bool = False,
+    pickle_objects: bool | None = None,
 ) -> Snapshot:
     """Return this rank's part of a save of Lightning's checkpoint dict.
 
@@ -48,13 +48,15 @@ def snapshot(
         rank_state: state of this rank alone, such as its random state.
         whole: names of the model over all pipeline stages.
         adapters_only: leave out the parameters of ``module`` that training does not change.
-        pickle_objects: pickle objects that JSON cannot hold.
+        pickle_objects: pickle objects that JSON cannot hold; None if the caller has no such option.
 
     Raises:
         StateError: listing all values that cannot be stored, by path, or all callbacks whose key cannot.
     """
     _check_state_keys(checkpoint, module)
     encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
+    if odd := [key for key in checkpoint if not isinstance(key, str) or key == TAG]:
+        raise StateError(f"the checkpoint has an entry {odd[0]!r}, but only strings other than {TAG!r} can name one")
     tree = {k: encoder.encode(v, k) for k, v in checkpoint.items() if _is_trainer_state(k, v)}
     encoder.check()
     dropped = (

@@ -159,6 +159,35 @@ class Items(list[int]):
     pass
 
 
+class Day(datetime.date):
+    pass
+
+
+class Moment(datetime.datetime):
+    """Has a text of its own, like pandas' timestamps."""
+
+    def isoformat(self, *args: Any, **kwargs: Any) -> str:
+        return "long ago"
+
+
+class Clock(datetime.time):
+    pass
+
+
+class Length(datetime.timedelta):
+    pass
+
+
+class Title(str):
+    def __str__(self) -> str:
+        return "another text"
+
+
+class Count(int):
+    def __int__(self) -> int:
+        return 7
+
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -181,6 +210,12 @@ class Config:
         (numpy.float64(0.5), 0.5),
         (numpy.str_("x"), "x"),
         (bytearray(b"x"), b"x"),
+        (Day(2024, 2, 29), datetime.date(2024, 2, 29)),
+        (Moment(2024, 2, 29, 1, tzinfo=datetime.UTC), datetime.datetime(2024, 2, 29, 1, tzinfo=datetime.UTC)),
+        (Clock(1, 2), datetime.time(1, 2)),
+        (Length(1, 2, 3), datetime.timedelta(1, 2, 3)),
+        (Title("x"), "x"),
+        (Count(3), 3),
         (torch.nn.Parameter(torch.ones(2)), torch.ones(2)),
     ],
     ids=lambda value: type(value).__name__,
@@ -198,7 +233,7 @@ def function() -> None:
 
 
 def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None:
-    encoder = Encoder()
+    encoder = Encoder(pickles=False)
     state = {
         "callbacks": {"A": [1, Custom()], "B": {"f": function}},
         "loops": (lambda: 0, {1: object()}),
@@ -224,6 +259,67 @@ def test_everything_that_cannot_be_stored_is_named_at_once_by_its_path() -> None
     ]
     assert "without pickle" in lines[0]
     assert "state_dict or on_save_checkpoint" in lines[-1]
+    assert "ShardCkptIO(pickle_objects=True)" in lines[-1]
+
+
+def test_an_option_of_another_door_is_not_advised() -> None:
+    with pytest.raises(StateError) as caught:
+        encode_small(Custom(), "optimizer_states/0/step")
+    assert "pickle_objects" not in str(caught.value)
+
+
+class NotATime(datetime.datetime):
+    """Like pandas' NaT: a datetime that equals none."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = datetime.datetime.__hash__
+
+
+class Nanoseconds(datetime.timedelta):
+    """Like pandas' Timedelta: holds more than a timedelta."""
+
+    nanoseconds = 5
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Nanoseconds)
+
+    __hash__ = datetime.timedelta.__hash__
+
+
+def numbered_namespace() -> argparse.Namespace:
+    namespace = argparse.Namespace()
+    vars(namespace)[1] = "one"
+    return namespace
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Can be a key, but its fields come back as a dict, which can't."""
+
+    name: str
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NotATime(1, 1, 1),
+        Nanoseconds(1),
+        {Key("a"): 1},
+        {Key("a")},
+        frozenset({(1, Key("a"))}),
+        collections.Counter({Key("a"): 1}),
+        numbered_namespace(),
+        10**5000,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_would_come_back_as_another_or_not_at_all_is_named(value: Any) -> None:
+    encoder = Encoder()
+    encoder.encode({"callbacks": {"a": [value]}}, "")
+    with pytest.raises(StateError, match=f"callbacks/a/0: .*{type(value).__name__}"):
+        encoder.check()
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
