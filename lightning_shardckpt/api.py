@@ -240,7 +240,7 @@ def load(
 
     Collective: every rank of ``process_group`` must call it. Each rank reads its own slices. Modules, optimizers and
     tensors are filled in place, ``load_state_dict`` of other objects is called, plain values are replaced in the dict.
-    All differences are collected, and all bytes verified, before any object changes.
+    All differences are collected before any object changes; bytes are verified while they fill the objects.
 
     Every entry of ``state`` must be in the checkpoint and match. Other modules, optimizers and tensors of the
     checkpoint are not read, so ``{"model": model}`` loads only the weights; other plain state is returned.
@@ -277,7 +277,8 @@ def load(
         KeyError: with ``strict``, for keys of ``state`` that the checkpoint does not have.
         MismatchError: with ``strict``, listing all other differences; for a pattern of ``skip`` that matches nothing.
         ValueError: for ``skip`` without a state.
-        CorruptionError: naming file, tensor and rank; no object has changed.
+        CorruptionError: naming file, tensor and rank. Modules and optimizers that are filled in part then refuse to be
+            used or saved until they are loaded in full.
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -20,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
+from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     ExtraFormat,
     LoadOptions,
@@ -65,10 +64,8 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
     Args:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        verify: compare all loaded bytes with their checksums. Under ``ShardedStrategy`` each tensor is filled as it is
-            verified; if the checkpoint is corrupted, the run ends, and the module can't be used until it has loaded
-            another checkpoint. With "first", and always in Fabric, no live tensor changes until all bytes are verified,
-            and the bytes of live tensors are read twice.
+        verify: compare all loaded bytes with their checksums. Each tensor is filled as it is verified; if the
+            checkpoint is corrupted, the run ends, and the module can't be used until it has loaded another one.
         use_async: return from a save when its state is copied to host memory; a thread of every rank writes and commits
             it while training goes on. Its error is raised on all ranks by the next save, by ``wait`` or at the end of
             the run. Loads wait for pending saves, removals run after the saves before them, and the process exits when
@@ -111,7 +108,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def __init__(
         self,
         size_per_shard: float = 1024,
-        verify: bool | Literal["first"] = True,
+        verify: bool = True,
         use_async: bool = False,
         max_pending: int = 1,
         sync_files: bool = True,
@@ -128,10 +125,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         self.save_options = SaveOptions(size_per_shard, also, replicas)
         max_pending = check_max_pending(max_pending)
         self.saves = SaveSeries(max_pending if use_async else None)
-        self.load_options = LoadOptions(verify=bool(verify))
-        if verify not in (True, False, "first"):
-            raise ValueError(f'verify is True, False or "first", got {verify!r}')
-        self._verify_first = verify == "first"
+        self.load_options = LoadOptions(verify=verify)
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.resume, self.resume_skip = check_parts(resume), check_patterns("resume_skip", resume_skip)
@@ -347,7 +341,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
         partly: bool = False,
-        filling: Callable[[], AbstractContextManager[None]] = nullcontext,
+        filling: Filling = leave_unmarked,
     ) -> LoadResult:
         """Load a checkpoint of any topology, or of another format, straight into live tensors.
 
@@ -368,9 +362,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         drain_all()
         if partly:
             targets = replace(targets, parts=self.resume, skip=self.resume_skip)
-        options = replace(
-            self.load_options, strict=strict, weights_only=weights_only is not False, verify_first=self._verify_first
-        )
+        options = replace(self.load_options, strict=strict, weights_only=weights_only is not False)
         result = load(
             file_path(path),
             targets,

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import order_of_state
+from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
@@ -355,6 +356,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def describe() -> str:
             objects = collect_objects(state).in_order(order)
+            check_loaded([*objects.modules.values(), *objects.optimizers.values()])
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             described.append((objects, whole, names_for(objects, named_by, whole)))
             return file_path(path)

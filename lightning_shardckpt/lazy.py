@@ -333,8 +333,8 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self._source = ShardedSource(self._checkpoint, self._verify)
         if box.numel:
             self._source.checked_shape(component, key)
-        target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), fresh=True, box=box)
-        self._source.read([target])()
+        target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), box=box)
+        self._source.read([target])
         return target.tensor
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduce_tensor
@@ -68,7 +69,6 @@ from lightning_shardckpt.strategy.epoch_ends import EpochEnds
 from lightning_shardckpt.strategy.lightning_module import (
     ModuleBuild,
     attach_sharded,
-    check_filled,
     find_sharded,
     whole_names,
 )
@@ -522,7 +522,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_validation_start(self) -> None:
-        check_filled(self._module)
+        check_loaded([self._module])
         self._steps.begin_evaluation()
         self._checkpoints.start_validation()
         if (group := self._stepping_together) is not None:
@@ -533,7 +533,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_train_start(self) -> None:
-        check_filled(self._module)
+        check_loaded([self._module])
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
         self._preemption.watch(self._trainer)

@@ -1,7 +1,7 @@
 """Save and load, in call order.
 
 ``save``: prepare → agree → (group_table → join_tables →) write → commit. ``save_async`` copies first, and lets a thread
-write and commit. ``load``: open → compare → decide → plan → verify → fill → apply. Each is a ``Ranks.step``: a failure
+write and commit. ``load``: open → compare → decide → plan → fill. Each is a ``Ranks.step``: a failure
 on one rank reaches all ranks before the next step begins.
 """
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -41,7 +41,14 @@ def _ignore(nbytes: int) -> None:
     """Do nothing: the size of a save does not matter."""
 
 
+def leave_unmarked(is_full: bool) -> AbstractContextManager[None]:
+    """Return a context that does nothing: the objects of a load that fails are not used again."""
+    return nullcontext()
+
+
 _STORAGE = StorageRouter()
+Filling: TypeAlias = Callable[[bool], AbstractContextManager[None]]
+"""Makes the context in which live tensors change, given whether all of them get a value."""
 _SAVE_DEFAULTS, _LOAD_DEFAULTS = SaveOptions(), LoadOptions()
 
 
@@ -171,24 +178,22 @@ def load(
     *,
     ranks: Ranks,
     options: LoadOptions = _LOAD_DEFAULTS,
-    filling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    filling: Filling = leave_unmarked,
     pick_rank: Callable[[Any], int] | None = None,
     storage: Storage = _STORAGE,
 ) -> LoadResult:
     """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
-    memory. All differences are collected before any live object changes. With ``options.verify_first``, all bytes are
-    verified on all ranks before that, too. Then live tensors are read twice, the second time from the page cache if it
-    is large enough; small tensors, and optimizer state that the load allocates, are read once.
+    memory, and verifies it on the way. All differences are collected before any live object changes.
 
     Args:
         path: the checkpoint or file, or a URL.
         live: the live objects to fill.
         ranks: the ranks that load together.
         options: the options of the load.
-        filling: entered before any live tensor changes, and left when the load is done, with the error if it fails and
-            leaves a mix of old and new values.
+        filling: makes the context in which live tensors change, given whether all of them get a value. If it is left
+            with an error, they are a mix of old and new values.
         pick_rank: returns the rank whose stored rank state this rank takes, given that of rank 0.
         storage: of ``path``; by default the file system, or an object store for a URL.
 
@@ -198,7 +203,7 @@ def load(
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: listing all differences.
-        CorruptionError: naming file, tensor and rank; with ``options.verify_first`` no live object has changed.
+        CorruptionError: naming file, tensor and rank; some live tensors have changed.
     """
     name = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
@@ -206,25 +211,10 @@ def load(
     with gc_paused(), opening as source:
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
         decision = ranks.step(f"comparing {name} with the model", job.compare, job.decide)
-        targets, fill = list[ReadTarget](), list[Callable[[], None]]()
-
-        def plan() -> None:
-            targets.extend(job.plan(decision, keep_live=options.verify_first))
-
-        def read() -> None:
-            fill.append(job.read(targets))
-
-        def apply() -> None:
-            if not options.verify_first:
-                read()
-            fill[0]()
-            job.apply()
-
-        ranks.step(f"planning to load {name}", plan, _nothing)
-        if options.verify_first:
-            ranks.step(f"verifying {name}", read, _nothing)
-        with filling():
-            ranks.step(f"reading {name}", apply, _nothing)
+        targets = list[ReadTarget]()
+        ranks.step(f"planning to load {name}", lambda: targets.extend(job.plan(decision)), _nothing)
+        with filling(decision["is_full"]):
+            ranks.step(f"reading {name}", lambda: job.fill(targets), _nothing)
         return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.hooked, job.settings)
 
 
@@ -255,8 +245,8 @@ def load_full(
         def whole(component: str, key: str) -> torch.Tensor:
             spec = source.components()[component].tensors[key]
             shape = source.checked_shape(component, key)
-            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]), fresh=True)
-            source.read([target])()
+            target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]))
+            source.read([target])
             return target.tensor
 
         return assemble(source, whole, decode_small, optimizers=optimizers)

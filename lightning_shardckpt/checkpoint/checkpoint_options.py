@@ -58,14 +58,11 @@ class LoadOptions:
     Attributes:
         strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
         verify: compare checksums.
-        verify_first: read and verify all bytes before any live tensor changes, then read them again to fill live
-            tensors. Otherwise each tensor is filled as it is verified, and a failed load leaves a mix of values.
         weights_only: passed to ``torch.load`` for a file of ``torch.save``.
         tuning: sizes of reads and buffers; checkpoints of other programs are read with the defaults.
     """
 
     strict: bool = True
     verify: bool = True
-    verify_first: bool = True
     weights_only: bool = True
     tuning: Tuning = TUNING

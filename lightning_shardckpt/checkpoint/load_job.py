@@ -46,6 +46,8 @@ class RankComparison(TypedDict):
     groups: dict[str, list[list[str]]]
     """The names in each live param group, by optimizer; only of optimizers that are joined over pipeline stages."""
     casts: list[str]
+    is_full: bool
+    """Whether every live tensor gets a value, as far as there are no differences."""
     skipped: Skipped
 
 
@@ -53,6 +55,8 @@ class LoadDecision(TypedDict):
     """Rank 0's decision from the comparisons of all ranks."""
 
     notes: list[str]
+    is_full: bool
+    """Whether every live tensor of all ranks gets a value."""
     skipped: list[str]
     sources: dict[str, list[int] | None]
     joined: dict[str, list[list[str]]]
@@ -111,6 +115,7 @@ class LoadJob:
             "kept": model.kept,
             "groups": groups,
             "casts": model.casts() if model.is_loaded else [],
+            "is_full": model.is_full,
             "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
         }
 
@@ -146,7 +151,8 @@ class LoadJob:
             notes.append(f"{path} has no adapters: {count_text(len(kept), 'tensor')} of adapters left as they are")
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
-        return {"notes": notes, "skipped": skipped, "sources": sources, "joined": joined}
+        is_full = not count and not skipped and all(report["is_full"] for report in reports)
+        return {"notes": notes, "is_full": is_full, "skipped": skipped, "sources": sources, "joined": joined}
 
     def _join_groups(self, reports: list[RankComparison], differences: list[str]) -> dict[str, list[list[str]]]:
         """Return the param groups of the whole model by optimizer, from those of the pipeline stages."""
@@ -158,12 +164,11 @@ class LoadJob:
             if load.is_joined
         }
 
-    def plan(self, decision: LoadDecision, *, keep_live: bool = True) -> list[ReadTarget]:
+    def plan(self, decision: LoadDecision) -> list[ReadTarget]:
         """Allocate missing tensors and read non-tensor state. Changes no live object. Runs on every rank.
 
         Args:
             decision: of rank 0.
-            keep_live: keep the values of live tensors until all bytes are verified.
 
         Returns:
             The tensors to fill.
@@ -197,14 +202,14 @@ class LoadJob:
         of_optimizers = [item for item in new if item[0] == "optimizer"]
         of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON
         _refuse_unfillable(self.source.path, [*live_tensors, *of_trainer, *self._model.hooked.live(), *of_optimizers])
-        targets = [ReadTarget(component, key, tensor, fresh=not keep_live) for component, key, tensor in live_tensors]
+        targets = [ReadTarget(component, key, tensor) for component, key, tensor in live_tensors]
         for target in targets:
             if is_expanded(target.local):
                 raise StateError(
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor share memory (shape "
                     f"{tuple(target.local.shape)}, strides {target.local.stride()}); load into a clone of it"
                 )
-        return targets + unfilled + [ReadTarget(component, key, tensor, fresh=True) for component, key, tensor in new]
+        return targets + unfilled + [ReadTarget(component, key, tensor) for component, key, tensor in new]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""
@@ -290,12 +295,9 @@ class LoadJob:
         """Return True if a key of trainer state belongs to an entry that only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
 
-    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify the targets' bytes; return the function that fills them, in their dtypes. Runs on every rank."""
-        return read_converted(self.source, targets)
-
-    def apply(self) -> None:
-        """Put the filled optimizer state in place; the model's tensors are filled in place already."""
+    def fill(self, targets: list[ReadTarget]) -> None:
+        """Fill the targets, verify their bytes on the way, and put optimizer state in place. Runs on every rank."""
+        read_converted(self.source, targets)
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
             self.settings |= optimizer.settings

@@ -89,6 +89,11 @@ class ModelMatch:
         return "model" in self._targets.parts
 
     @property
+    def is_full(self) -> bool:
+        """True if every live tensor gets a value, unless there are problems: none was left out by the save."""
+        return not self.kept and not self._left_out
+
+    @property
     def keys(self) -> dict[str, str]:
         """The stored keys of the tensors that are filled in place, by live name."""
         return {row.key: row.stored for row in self.rows if row.stored is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns
+from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
@@ -244,8 +246,10 @@ class NestedLoad:
 
         Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.
         """
+        filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
+        filling = partial(mark_partly_loaded, filled, path, hooks=True)
         try:
-            result = load(path, self._live, ranks=ranks, options=options, storage=storage)
+            result = load(path, self._live, ranks=ranks, options=options, filling=filling, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
                 present, missing = (list_some([*map(repr, names)]) for names in (self.present, self.missing))
@@ -264,7 +268,8 @@ class NestedLoad:
             return notes
 
         phase = f"loading the rest of {path!r} into modules and other objects"
-        result.notes.extend(ranks.step(phase, finish, lambda notes: list(dict.fromkeys(chain(*notes)))))
+        with filling():
+            result.notes.extend(ranks.step(phase, finish, lambda notes: list(dict.fromkeys(chain(*notes)))))
         remainder = {key: value for key, value in result.trainer.items() if key not in (KEYS, "rank_state")}
         return remainder, result
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -79,12 +80,13 @@ class NestedSave:
 
         Raises:
             FileExistsError: on rank 0, for an existing checkpoint, without ``overwrite``.
-            StateError: listing state that can't be stored.
+            StateError: listing state that can't be stored; for objects whose load failed.
             TypeError: if the state is not a dict with strings as keys.
         """
         if not self._overwrite and self._group.ranks.rank == 0:
             _refuse_existing(self.path, self._storage)
         objects = check_state(self._state).in_order(self._order)
+        check_loaded([*objects.modules.values(), *objects.optimizers.values()])
         names = names_for(objects, self._named_by, prefix=self._prefix)
         module = objects.root if objects.modules else None
         described = snapshot(checkpoint_of(self._state, objects, names), module)

@@ -135,7 +135,7 @@ class HookedEntries:
         versions = self._source.document("versions") if self._is_needed else None
         state.versions = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
         read = [(key, tensor) for key, tensor in by_key.items() if not tensor.is_meta]
-        return state, [ReadTarget("model", key, tensor, fresh=True) for key, tensor in read]
+        return state, [ReadTarget("model", key, tensor) for key, tensor in read]
 
     def _allocate_one(self, name: str, key: str, *, is_read: bool) -> torch.Tensor:
         spec, live = self._stored.tensors[key], self._live.get(name)

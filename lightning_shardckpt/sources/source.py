@@ -7,16 +7,13 @@ the format; ``open_source`` detects it.
 from __future__ import annotations
 
 import copy
-from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 from lightning_shardckpt.compat.dtensor import shape_of
-from lightning_shardckpt.distributed.liveness import local_rank_count
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
@@ -28,7 +25,6 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, par
 from lightning_shardckpt.state.json_tree import Pickled, decode, lost_values
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
-from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -59,8 +55,8 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     for window in windows(tuple(local_tensor(like).shape), _WINDOW_BYTES // dtype.itemsize):
         first: memoryview | None = None
         for key in keys:
-            target = ReadTarget(component, key, like, fresh=True, region=window, dtype=dtype)
-            source.read([target])()
+            target = ReadTarget(component, key, like, region=window, dtype=dtype)
+            source.read([target])
             content = bytes_of(target.local)
             if first is not None and first != content:
                 return False
@@ -68,7 +64,6 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     return True
 
 
-_HIGH_LATENCY_HELD_SHARE = 2  # with high latency, hold up to 1/2 of a rank's part of the free memory
 _BATCH_BYTES = 64 << 20  # of host copies of device tensors; one larger tensor is a batch of its own
 
 
@@ -84,7 +79,6 @@ class ReadTarget:
         component: of the stored tensor.
         key: of the stored tensor.
         tensor: the live tensor.
-        fresh: whether its content does not matter if the load fails, since it was allocated for this load.
         region: of the local tensor, to fill only that.
         box: of the stored tensor, to fill a plain tensor with only that.
         dtype: of the stored tensor, if it differs from the live one's.
@@ -94,7 +88,6 @@ class ReadTarget:
     component: str
     key: str
     tensor: torch.Tensor
-    fresh: bool = False
     region: Box | None = None
     box: Box | None = None
     dtype: torch.dtype | None = None
@@ -133,14 +126,11 @@ class TensorSource(Protocol):
     def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor after checking that files of its size exist."""
 
-    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify all bytes that the targets need, and change only fresh targets.
-
-        Returns:
-            The function that fills the targets. It reads bytes again that are neither in place nor held in memory.
+    def read(self, targets: list[ReadTarget]) -> None:
+        """Fill the targets, and verify their bytes on the way.
 
         Raises:
-            CorruptionError: naming file, tensor and rank.
+            CorruptionError: naming file, tensor and rank. Some targets are filled then.
         """
 
 
@@ -221,32 +211,17 @@ class ShardedSource:
             self.checkpoint.check_file(component, overlap.writer, file)
         return spec.shape
 
-    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Read and verify every block that the targets touch; without ``verify``, only sizes, headers and save ids.
+    def read(self, targets: list[ReadTarget]) -> None:
+        """Fill the targets; every block that they touch is read once, and verified before its bytes count as loaded.
 
-        Fresh targets are read once, into their memory. Small live targets are read once, too, into memory that is held
-        until they are filled; with high latency all targets, while there is room. Others are read again to fill them.
+        Without ``verify``, only sizes, headers and save ids are checked.
         """
-        held = self._held_memory([target for target in targets if not target.fresh])
-        wanted, rest = list[tuple[torch.Tensor, list[Request]]](), list[tuple[torch.Tensor, list[Request]]]()
+        wanted = []
         for target in targets:
-            local, memory = target.local, held.get(target)
-            is_here = memory is not None or is_host_memory(local)
-            place = memory if memory is not None else bytes_of(local) if is_here else _NO_BYTES
-            requests, indirect = self._requests(target, place), _NOTHING if is_here else local
-            if target.fresh or memory is not None:
-                wanted.append((indirect, requests))
-            else:
-                wanted.append((_NOTHING, [request.untargeted() for request in requests]))
-                rest.append((indirect, requests))
+            is_here = is_host_memory(target.local)
+            memory = bytes_of(target.local) if is_here else _NO_BYTES
+            wanted.append((_NOTHING if is_here else target.local, self._requests(target, memory)))
         fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
-
-        def fill() -> None:
-            for target, memory in held.items():
-                _put(memory, target.local)
-            fetch_into(self.checkpoint, rest, verify=False, tuning=self._tuning)
-
-        return fill
 
     def _requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
         """Return the requests of this rank for one tensor, whose local part is ``memory``."""
@@ -266,14 +241,6 @@ class ShardedSource:
             checkpoint.check_file(name, overlap.writer, entry.file)
             requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
-
-    def _held_memory(self, live: list[ReadTarget]) -> dict[ReadTarget, memoryview]:
-        """Return memory for live targets that are read once."""
-        limit = self._tuning.held_bytes
-        if self.checkpoint.reader.high_latency:
-            return _spare_memory(live, max(_free_share(), limit)) if live else {}
-        small = [t for t in live if t.local.nbytes <= self._tuning.held_tensor_bytes and is_host_memory(t.local)]
-        return _spare_memory(small, limit) if small and self._verify else {}
 
 
 def fetch_into(
@@ -320,27 +287,3 @@ def _flush(
         local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
     batch.clear()
     requests.clear()
-
-
-def _free_share() -> int:
-    """Return this rank's share of the host's available memory."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return free // _HIGH_LATENCY_HELD_SHARE // local_rank_count()
-
-
-def _put(data: memoryview, local: torch.Tensor) -> None:
-    host = local if is_host_memory(local) else torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    bytes_of(host)[:] = data
-    if host is not local:
-        local.copy_(host)
-
-
-def _spare_memory(targets: list[ReadTarget], room: int) -> dict[ReadTarget, memoryview]:
-    """Return memory for as many targets as fit into ``room`` bytes, the smallest first."""
-    ordered = sorted(targets, key=lambda target: target.local.nbytes)
-    ends = list(accumulate(target.local.nbytes for target in ordered))
-    count = bisect(ends, room)
-    memory = memoryview(allocate_pages(ends[count - 1] if count else 0))
-    pairs = zip(ordered[:count], ends[:count], strict=True)
-    return {target: memory[end - target.local.nbytes : end] for target, end in pairs}

@@ -98,21 +98,16 @@ class SourceView:
         source, component, key = self.table[component][key]
         return source.checked_shape(component, key)
 
-    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Verify the bytes that the targets need, in their sources; return the function that fills the targets."""
+    def read(self, targets: list[ReadTarget]) -> None:
+        """Fill the targets from their sources, and verify their bytes on the way."""
         by_source: dict[int, tuple[TensorSource, list[ReadTarget]]] = {}
         for target in targets:
             source, component, key = self.table[target.component][target.key]
             same = (component, key) == (target.component, target.key)
             at_source = target if same else target.with_key(component, key)
             by_source.setdefault(id(source), (source, []))[1].append(at_source)
-        fills = [source.read(own_targets) for source, own_targets in by_source.values()]
-
-        def fill() -> None:
-            for one in fills:
-                one()
-
-        return fill
+        for source, own_targets in by_source.values():
+            source.read(own_targets)
 
 
 # ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,33 +127,14 @@ def converts(stored: str, live: str | None) -> bool:
     return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
 
 
-def read_converted(source: Source, targets: list[ReadTarget]) -> Callable[[], None]:
-    """Read like ``source.read``, with targets of other dtypes, through a bounded amount of memory.
-
-    Tensors to convert are verified window by window, and again when they are filled; fresh targets are filled at once,
-    so that nothing is left to verify when live tensors change.
-    """
+def read_converted(source: Source, targets: list[ReadTarget]) -> None:
+    """Read like ``source.read``, with targets of other dtypes, through a bounded amount of memory."""
     specs = {name: component.tensors for name, component in source.components().items()}
     converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
-    if not converted:  # the usual case
-        return source.read(targets)
     others = {*converted}
-    fill_same = source.read([target for target in targets if target not in others])
-    live = [target for target in converted if not target.fresh]
-    for batch in _batches(source, live):
+    source.read([target for target in targets if target not in others] if converted else targets)
+    for batch in _batches(source, converted):
         source.read(batch)
-    _convert(source, [target for target in converted if target.fresh])
-
-    def fill() -> None:
-        fill_same()
-        _convert(source, live)
-
-    return fill
-
-
-def _convert(source: Source, targets: Sequence[ReadTarget]) -> None:
-    for batch in _batches(source, targets):
-        source.read(batch)()
         for window in batch:
             assert window.region is not None
             view_at(local_tensor(window.tensor), window.region).copy_(window.local)
@@ -170,7 +146,7 @@ def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[Rea
     for target in targets:
         dtype = TORCH_DTYPES[source.components()[target.component].tensors[target.key].dtype]
         for region in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
-            window = ReadTarget(target.component, target.key, target.tensor, True, region, dtype=dtype)
+            window = ReadTarget(target.component, target.key, target.tensor, region, dtype=dtype)
             if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _BATCH_BYTES:
                 yield batch
                 batch = []

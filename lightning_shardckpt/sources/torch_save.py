@@ -137,18 +137,14 @@ class TorchFileSource:
         """Return the shape; torch has mapped the tensor."""
         return tuple(self._leaves[component].tensors[key].shape)
 
-    def read(self, targets: list[ReadTarget]) -> Callable[[], None]:
-        """Return the function that fills the targets; there are no checksums to verify first."""
+    def read(self, targets: list[ReadTarget]) -> None:
+        """Fill the targets; there are no checksums to verify."""
         located = self._in_files.components()
         in_files = [target for target in targets if target.key in located[target.component].tensors]
-
-        def fill() -> None:
-            self._in_files.read(in_files)()
-            for target in targets:
-                if target.key not in located[target.component].tensors:
-                    target.copy_from(self._leaves[target.component].tensors[target.key])
-
-        return fill
+        self._in_files.read(in_files)
+        for target in targets:
+            if target.key not in located[target.component].tensors:
+                target.copy_from(self._leaves[target.component].tensors[target.key])
 
 
 def map_file(path: str, weights_only: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""State of a LightningModule across Trainers: its build in ``configure_model``, its shards, and a failed load.
+"""State of a LightningModule across Trainers: its build in ``configure_model`` and its shards.
 
 The sharded module is attached to the LightningModule, so that a second Trainer finds it. Changes by Lightning's own
 callbacks are restored when a run resumes: BaseFinetuning would create new param groups, and unfreezes layers only at
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
-from lightning_shardckpt.errors import StateError, TopologyError
+from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.deferred_init.first_values import broadcast_weights
@@ -28,7 +28,7 @@ from lightning_shardckpt.parallel.sharding.random_streams import share_rng
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.system.tuning import Tuning
 
-_SHARDED, _HALF_FILLED = "_shardckpt_sharded", "_shardckpt_half_filled"
+_SHARDED = "_shardckpt_sharded"
 
 
 def attach_sharded(module: pl.LightningModule, sharded: ShardedModule) -> None:
@@ -57,29 +57,6 @@ def whole_names(sharded: ShardedModule) -> WholeNames:
     """Return the names of the whole model, also on a pipeline stage that has only a part."""
     parameters = dict.fromkeys(sharded.canonical_names.values()) if sharded.pipeline is not None else ()
     return WholeNames(sharded.state_names, sharded.state_ties, tuple(parameters))
-
-
-@contextmanager
-def mark_half_filled(module: pl.LightningModule, path: str) -> Iterator[None]:
-    """Mark a module as half filled from the checkpoint at ``path``; the mark stays if the context raises."""
-    object.__setattr__(module, _HALF_FILLED, path)
-    yield
-    object.__delattr__(module, _HALF_FILLED)
-
-
-def is_half_filled(module: pl.LightningModule) -> bool:
-    """Return True if a load has failed after it changed some tensors, and no load has succeeded since."""
-    return hasattr(module, _HALF_FILLED)
-
-
-def check_filled(module: pl.LightningModule) -> None:
-    """Raise a StateError if the module `is_half_filled`."""
-    if is_half_filled(module):
-        path = getattr(module, _HALF_FILLED)
-        raise StateError(
-            f"loading {path!r} failed after some tensors of {type(module).__name__} were filled. They are a mix of two "
-            "states, which cannot be trained or saved. Load another checkpoint by ckpt_path, or create a new module."
-        )
 
 
 class ModuleBuild:

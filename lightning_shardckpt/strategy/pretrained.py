@@ -79,8 +79,8 @@ class PretrainedWeights:
             hooked, targets = aside.allocate()
             stored = fitted.document("model") or {}
             loaded = {name: decode_small(stored[name]) for name in aside.unhooked(values) if name in stored}
-            targets += [ReadTarget("model", key, tensor, fresh=True) for key, tensor in matched.items()]
-            read_converted(fitted, targets)()
+            targets += [ReadTarget("model", key, tensor) for key, tensor in matched.items()]
+            read_converted(fitted, targets)
 
         def load() -> list[str]:
             now = loaded_state_dict(modules, state_dict, loaded, hooked)

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_shardckpt.checkpoint.partly_loaded import check_loaded, is_partly_loaded, mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import copy_state_dict
 from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful, skip_sigterm_broadcast
@@ -53,12 +54,7 @@ from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
-from lightning_shardckpt.strategy.lightning_module import (
-    check_filled,
-    is_half_filled,
-    keep_param_groups,
-    mark_half_filled,
-)
+from lightning_shardckpt.strategy.lightning_module import keep_param_groups
 from lightning_shardckpt.strategy.resume import Continuation, DataShare, StopPosition
 from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
@@ -270,7 +266,7 @@ class RunCheckpoints:
             return load_remaining(modules, live, state_dict, copies, hooked, names, strict=strict, keep_parameters=fit)
 
         is_first = self._current.share.data_rank == 0
-        with mark_half_filled(module, path), nullcontext() if is_first else reset_loaded_metrics(module):
+        with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
             notes: list[str] = self._current.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
@@ -360,10 +356,10 @@ class RunCheckpoints:
         """
         run = self._current
         trainer = run.trainer
-        if trainer.interrupted and is_half_filled(trainer.lightning_module):
-            rank_zero_warn(f"{os.fspath(path)!r} was not saved: the module was half filled when its load failed")
+        if trainer.interrupted and is_partly_loaded(trainer.lightning_module):
+            rank_zero_warn(f"{os.fspath(path)!r} was not saved: its load failed, and the module is partly loaded")
             return
-        check_filled(trainer.lightning_module)
+        check_loaded([trainer.lightning_module])
         if self.answers_alone and run.share.data_size > 1 and stored_metrics(trainer.lightning_module):
             warnings.warn(
                 "no checkpoint was saved after the exception: the states of metrics that are saved with the module "

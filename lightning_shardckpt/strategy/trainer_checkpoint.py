@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
+from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.format.clean_fqn import clean_fqn
@@ -29,7 +30,7 @@ from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
 from lightning_shardckpt.state.module_io import HookedState, LoadHooks, loaded_state_dict, parameter_names
 from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
-from lightning_shardckpt.strategy.lightning_module import mark_half_filled, restore_param_groups
+from lightning_shardckpt.strategy.lightning_module import restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
 
@@ -128,7 +129,7 @@ def load_checkpoint(
         weights_only=weights_only,
         pick_rank=share.source_rank,
         partly=fitting,
-        filling=partial(mark_half_filled, module, str(path)),
+        filling=partial(mark_partly_loaded, [module], str(path)),
     )
     for note in loaded.skipped:
         rank_zero_info(note)

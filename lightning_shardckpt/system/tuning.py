@@ -26,8 +26,6 @@ class Tuning:
     unread_row_gap_bytes: int = 512  # the same in files that are not in the page cache yet
     threaded_read_bytes: int = 32 << 20  # the least for which a second thread pays off
     high_latency_threads: int = 16  # where reads wait for the network
-    held_bytes: int = 24 << 20  # that a load may keep in memory between verifying and filling tensors
-    held_tensor_bytes: int = 64 << 10  # the largest tensor that is kept: a second read of a larger one is faster
 
     # ── filling large files: exports and consolidation ──
     fill_window_bytes: int = 4 << 20  # two per thread; smaller ones stay in a cache, larger ones take fewer calls

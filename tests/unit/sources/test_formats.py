@@ -48,8 +48,8 @@ def read(source: Source) -> dict[str, Tensor]:
     found = {}
     for key, spec in source.components()["model"].tensors.items():
         dtype = next(t.dtype for t in [*TENSORS.values(), torch.zeros(1)] if _name(t.dtype) == spec.dtype)
-        target = ReadTarget("model", key, torch.empty(spec.shape, dtype=dtype), fresh=True)
-        source.read([target])()
+        target = ReadTarget("model", key, torch.empty(spec.shape, dtype=dtype))
+        source.read([target])
         found[key] = target.tensor
     return found
 

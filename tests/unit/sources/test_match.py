@@ -152,8 +152,8 @@ def parts(tmp_path: Path) -> tuple[ForeignSource, dict[str, Tensor]]:
 
 
 def read(source: ForeignSource, tensor: Any) -> Tensor:
-    target = ReadTarget("model", "x", torch.empty(tensor.shape), fresh=True)
-    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])()
+    target = ReadTarget("model", "x", torch.empty(tensor.shape))
+    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])
     return target.tensor
 
 
@@ -202,6 +202,6 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
     source = open_file(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
-    target = ReadTarget("model", "net.w", tensor, fresh=True)
-    read_converted(apply_match(source, Match({"net.w": "w"})), [target])()
+    target = ReadTarget("model", "net.w", tensor)
+    read_converted(apply_match(source, Match({"net.w": "w"})), [target])
     assert torch.equal(tensor, value.to(live))

@@ -189,8 +189,7 @@ def test_the_prefix_of_a_root_index_is_of_its_save_id() -> None:
             root_from_json(root_to_json(RootIndex(ID, 1, {}, {}, prefix=wrong)), "here")
 
 
-def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: str) -> None:
-    """As what is on a GPU: a verified load of live tensors must not fetch everything twice from far away."""
+def test_neighbours_are_read_by_one_request_in_any_memory_order(url: str) -> None:
     value = torch.arange(60_000.0).view(200, 300)
     state = {"state_dict": {"a": value, "b": value + 1}, "global_step": 1}
     checkpoint.save(url, lambda: snapshot(state), ranks=Ranks.alone(), run=RunInfo(), options=SaveOptions(1))
@@ -215,9 +214,7 @@ def test_neighbours_are_read_by_one_request_and_once_in_any_memory_order(url: st
     live = {"a": torch.zeros(300, 200).t(), "b": torch.zeros(200, 300)}
     targets = [ReadTarget("model", key, tensor) for key, tensor in live.items()]
     source = ShardedSource(found)
-    fill = source.read(targets)
-    assert not any(tensor.any() for tensor in live.values())
-    fill()
+    source.read(targets)
     assert live["a"].equal(value) and live["b"].equal(value + 1)
     assert 480_000 <= sum(reads) <= 1.1 * 480_000 and max(reads) >= 480_000
 
