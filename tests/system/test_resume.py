@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
@@ -93,6 +94,34 @@ def test_resumed_run_equals_the_uninterrupted_one(world: int, name: str, seen: C
         assert resumed["losses"] == straight["losses"][stop * losses_per_step :]
         assert tiny.differences(straight["state"], resumed["state"]) == []
         assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])
+
+
+class Draws(pl.Callback):
+    """Draws from each generator before each batch; with ``seeds``, every rank first seeds them with its own number."""
+
+    def __init__(self, *, seeds: bool) -> None:
+        self._seeds, self.drawn = seeds, list[tuple[float, ...]]()
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._seeds:
+            pl.seed_everything(100 + trainer.global_rank)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
+
+
+def drawn_straight_and_resumed(directory: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    straight, resumed = Draws(seeds=True), Draws(seeds=False)
+    tiny.fit({}, 4, callbacks=[straight, tiny.SaveAt(2, f"{directory}/a.ckpt")])
+    tiny.fit({}, 4, resume=f"{directory}/a.ckpt", seed=99, callbacks=[resumed])
+    return straight.drawn, resumed.drawn
+
+
+def test_each_rank_continues_with_its_own_random_numbers(tmp_path: Path) -> None:
+    ranks = run_ranks(2, drawn_straight_and_resumed, str(tmp_path))
+    for straight, resumed in ranks:
+        assert resumed == straight[2:]
+    assert not {*ranks[0][1]} & {*ranks[1][1]}
 
 
 def with_and_without_saves(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:

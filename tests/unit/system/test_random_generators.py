@@ -12,11 +12,13 @@ import torch
 
 from lightning_shardckpt.system.random_generators import (
     generator_state,
+    get_rng_state,
     preserve_rng,
     rng_checksum,
     seed_and_watch,
     seed_rng,
     set_generator_state,
+    set_rng_state,
 )
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -58,6 +60,18 @@ def test_every_draw_after_a_seed_is_noticed_and_none_leaves_the_generators_as_se
         has_drawn = seed_and_watch(3)
         DRAWS[name]()
         assert has_drawn(0)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_generator_continues_from_its_state(name: str) -> None:
+    with preserve_rng():
+        seed_rng(3)
+        DRAWS[name]()
+        state = get_rng_state()
+        drawn = [DRAWS[name]() for _ in range(3)]
+        seed_rng(4)
+        set_rng_state(state)
+        assert [DRAWS[name]() for _ in range(3)] == drawn
 
 
 @pytest.mark.parametrize("name", GENERATORS)
