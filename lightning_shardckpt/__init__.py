@@ -12,7 +12,7 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
-    from lightning_shardckpt.callbacks import CheckpointMonitor, CheckpointRetention
+    from lightning_shardckpt.callbacks import CheckpointMonitor
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.export.peft_export import export_adapters
@@ -28,7 +28,6 @@ __all__ = [
     "ShardCkptIO",
     "ShardedCLI",
     "CheckpointMonitor",
-    "CheckpointRetention",
     "load_from_checkpoint",
     "save",
     "save_async",
@@ -46,7 +45,6 @@ _HOMES = {
     "ShardCkptIO": "checkpoint_io",
     "ShardedCLI": "lightning_cli",
     "CheckpointMonitor": "callbacks",
-    "CheckpointRetention": "callbacks",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

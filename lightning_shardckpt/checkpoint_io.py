@@ -31,7 +31,7 @@ from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
 from lightning_shardckpt.checkpoint.nested_save import run_info
-from lightning_shardckpt.checkpoint.save_series import FinishedSave, SaveSeries, remove_any
+from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
@@ -147,14 +147,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def resumes_partly(self) -> bool:
         """True if ``fit`` restores only a part of its checkpoint."""
         return bool(self.resume_skip) or self.resume != frozenset(PARTS)
-
-    @property
-    def finished_saves(self) -> tuple[FinishedSave, ...]:
-        """The latest complete saves, at most 100, in the order of completion.
-
-        Available on every rank that saves: all under ``ShardedStrategy``, rank 0 with Lightning's own strategies.
-        """
-        return self.saves.finished.latest()
 
     # --- ranks and module ---
 

@@ -158,11 +158,6 @@ class Background:
             notes, self._notes = self._notes, []
         return notes
 
-    def waiting_saves(self) -> int:
-        """Return the number of saves that wait while another is being written."""
-        with self.lock:
-            return max(sum(job.memory is not None for job in self._jobs) - 1, 0)
-
     def is_idle(self) -> bool:
         """Return True if no job is queued or running."""
         return not self._jobs

@@ -6,11 +6,9 @@ Each save reuses the plan and the writing thread of earlier saves.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,71 +26,21 @@ from lightning_shardckpt.storage.router import StorageRouter, is_url
 _KEPT = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishedSave:
     """A complete save, with times measured on this rank.
 
     Attributes:
-        path: of the checkpoint.
         step: of training, if the saved state has one.
-        duration_s: seconds from the call until the checkpoint was complete on all ranks.
-        blocked_s: seconds for which the call blocked training, including waits for room. Without ``use_async`` the
-            whole save.
+        seconds: from the call until the checkpoint was complete on all ranks.
+        blocked_seconds: in which the call blocked training; set when it has returned.
         nbytes: of all files of the checkpoint, over all ranks.
-        pending: the number of asynchronous saves that waited to be written when this one was complete.
     """
 
-    path: str
     step: int | None
-    duration_s: float
-    blocked_s: float
-    nbytes: int
-    pending: int
-
-
-class FinishedSaves:
-    """The latest complete saves of one caller."""
-
-    def __init__(self) -> None:
-        self._latest: deque[FinishedSave] = deque(maxlen=_KEPT)
-
-    def latest(self) -> tuple[FinishedSave, ...]:
-        """Return at most 100 saves, in the order of completion."""
-        return tuple(self._latest)
-
-    @contextmanager
-    def measure(self, path: str, step: int | None, waiting: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-        """Measure a save that is called in this context.
-
-        Args:
-            path: of the checkpoint.
-            step: of training.
-            waiting: returns the number of saves that wait to be written.
-
-        Yields:
-            The function to call when the save is complete, in any thread, as ``on_complete`` of ``checkpoint.save``.
-        """
-        began, lock = time.monotonic(), threading.RLock()  # reentrant: a signal handler may save
-        returned_s: float | None = None
-        completion: tuple[float, int, int] | None = None
-
-        def record() -> None:
-            if returned_s is not None and completion is not None:
-                duration_s, nbytes, pending = completion
-                self._latest.append(FinishedSave(path, step, duration_s, returned_s, nbytes, pending))
-
-        def complete(nbytes: int) -> None:
-            nonlocal completion
-            with lock:
-                completion = time.monotonic() - began, nbytes, waiting()
-                record()
-
-        try:
-            yield complete
-        finally:
-            with lock:
-                returned_s = time.monotonic() - began
-                record()
+    seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    nbytes: int = 0
 
 
 class SaveSeries:
@@ -103,12 +51,12 @@ class SaveSeries:
 
     Attributes:
         background: writes saves while a caller will collect their errors; None while saves are synchronous.
-        finished: the complete saves.
+        finished: the latest complete saves, until a caller takes them out.
     """
 
     def __init__(self, max_pending: int | None) -> None:
         self.background: Background | None = None
-        self.finished = FinishedSaves()
+        self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
         self._max_pending, self._noted_waiting = max_pending, False
         self._plans = PlanCache()
 
@@ -181,8 +129,13 @@ class SaveSeries:
             Notes for the user as one text, or none; for asynchronous saves those since the last call.
         """
         background = self.background
-        waiting = background.waiting_saves if background is not None else lambda: 0
-        with self.finished.measure(path, run.step, waiting) as complete:
+        began, finished = time.monotonic(), FinishedSave(run.step)
+
+        def complete(nbytes: int) -> None:
+            finished.seconds, finished.nbytes = time.monotonic() - began, nbytes
+            self.finished.append(finished)
+
+        try:
             shared: dict[str, Any] = {"plans": self._plans, "on_complete": complete}
             shared |= {"ranks": ranks, "run": run, "options": options, "storage": storage}
             if background is None:
@@ -190,6 +143,8 @@ class SaveSeries:
                 return ["\n".join(notes)] if notes else []
             save_async(path, describe, background=background, **shared)
             return self.notes()
+        finally:
+            finished.blocked_seconds = time.monotonic() - began
 
 
 # ── removals ──────────────────────────────────────────────────────────────────────────────────────────────────────────

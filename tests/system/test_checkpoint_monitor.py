@@ -8,19 +8,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
-from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.ranks.checkpoint.test_async import Gated, disk_error, gated_io
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 
 Row = dict[str, float]
-SEEN = ("step", "save/bytes", "save/pending")
+SEEN = ("step", "save/bytes")
 
 
 def bytes_of(folder: str) -> int:
@@ -55,11 +53,6 @@ def every_step(folder: str, steps: int = 1) -> ModelCheckpoint:
 def logged_as_they_return(folder: str, strategy: Any) -> list[Row]:
     trainer = run(folder, strategy, callbacks=[every_step(folder), CheckpointMonitor()], enable_checkpointing=True)
     trainer.fit(tiny.TinyLM(), tiny.loader())
-    io = trainer.strategy.checkpoint_io
-    assert isinstance(io, ShardCkptIO)
-    if trainer.is_global_zero or strategy != "ddp":
-        assert [save.path for save in io.finished_saves] == [f"{folder}/step={n}.ckpt" for n in (1, 2, 3)]
-        assert [save.nbytes for save in io.finished_saves] == [bytes_of(save.path) for save in io.finished_saves]
     return rows(trainer.loggers[0].log_dir or "")
 
 
@@ -85,7 +78,7 @@ def test_each_save_is_logged_at_its_step_with_the_bytes_that_are_on_disk(
     logged = logged_by[1][strategy][0]
     saves = saves_in(logged)
     sizes = [bytes_of(f"{logged_by[0]}/{strategy}/step={n}.ckpt") for n in (1, 2, 3)]
-    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, size, 0] for n, size in enumerate(sizes)]
+    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, size] for n, size in enumerate(sizes)]
     assert all(row["save/blocked_seconds"] >= row["save/seconds"] > 0 for row in saves)
     assert len([row for row in logged if "loss" in row]) == 3  # and what the module logs is there as ever
 
@@ -120,8 +113,7 @@ def test_an_asynchronous_save_is_logged_at_its_own_step_when_it_ends(tmp_path: P
     assert kinds == ["loss"] * 3 + ["save"] * 3 + ["loss", "save"]  # three wait for the gate; the last for the end
     saves = saves_in(logged)
     sizes = [bytes_of(f"{tmp_path}/step={n}.ckpt") for n in (1, 2, 3, 4)]
-    waiting = [2, 1, 0, 0]
-    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, sizes[n], waiting[n]] for n in range(4)]
+    assert [[row[key] for key in SEEN] for row in saves] == [[n + 1, sizes[n]] for n in range(4)]
     assert all(0 < row["save/blocked_seconds"] < row["save/seconds"] for row in saves[:3])
 
 
@@ -173,17 +165,3 @@ def refused(folder: str) -> None:
         run(folder, "auto", plugins=[], callbacks=[CheckpointMonitor()]).fit(tiny.TinyLM(), tiny.loader())
     trainer = run(folder, logger=False, callbacks=[CheckpointMonitor()])
     trainer.validate(tiny.TinyLM(), tiny.loader(), verbose=False)  # nothing is saved there
-
-
-def saved_by_fabric(folder: str) -> None:
-    io = ShardCkptIO()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(data_parallel_shard_size=2), plugins=[io])
-    fabric.launch()
-    model = fabric.setup(tiny.Block())
-    fabric.save(f"{folder}/a", {"model": model, "step": 5})
-    (save,) = io.finished_saves
-    assert (save.step, save.nbytes, save.pending) == (5, bytes_of(f"{folder}/a"), 0)
-
-
-def test_a_script_of_fabric_can_ask_for_its_saves(tmp_path: Path) -> None:
-    run_ranks(2, saved_by_fabric, str(tmp_path))

@@ -36,7 +36,7 @@ def trained(kind: str, strategy: dict[str, Any], path: str, options: dict[str, A
     run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, plugins=[io])
     run.fit(Causal(kind), tiny.loader())
     run.save_checkpoint(path)
-    assert io.finished_saves[-1].nbytes == sum(file.stat().st_size for file in Path(path).iterdir())
+    assert io.saves.finished[-1].nbytes == sum(file.stat().st_size for file in Path(path).iterdir())
 
 
 def hub_weights(folder: Path) -> dict[str, Tensor]:
