@@ -1,49 +1,38 @@
 """A directory of ``torch.distributed.checkpoint`` as a source: Lightning's sharded checkpoints, OLMo-core's and others.
 
-No code from it is executed: ``.metadata`` and the pickles of tensors are read as data, values by
-``torch.load(weights_only=True)``, and Lightning's ``meta.pt`` as well, unless the user passes ``weights_only=False``.
+No code from it is executed: ``.metadata`` is read as data, all else by ``torch.load(weights_only=True)``; Lightning's
+``meta.pt`` as well, unless the user passes ``weights_only=False``. Only the chunks that a rank reads are opened.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.value_checks import (
-    bytes_in,
-    check_file_name,
-    check_shape,
-    check_size,
-    check_text,
-    shown,
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
+from lightning_shardckpt.sources.archived_tensors import (
+    ArchivedTensor,
+    ArchiveReader,
+    check_parts,
+    load_file,
+    read_value,
 )
+from lightning_shardckpt.sources.dcp_metadata import DCPMetadata, KeyPath, parse_metadata
 from lightning_shardckpt.sources.detect import DCP_NAME, find_dcp_directory
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
-from lightning_shardckpt.sources.safe_unpickler import Called, Known, Record, make_ordered, record, text, unpickle
-from lightning_shardckpt.sources.torch_pickle import (
-    KNOWN_DTYPES,
-    FilePart,
-    load_or_raise,
-    read_bytes,
-    size_of,
-    tensor_in,
-    value_in,
-)
-from lightning_shardckpt.state.json_tree import encode_small, tensor_from_bytes
+from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.optimizer import optimizer_leaves
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -57,8 +46,6 @@ from lightning_shardckpt.storage.local.local_reader import LocalReader
 #
 # An optimizer has ``param_groups``, as in the result of ``get_optimizer_state_dict``, nested or flattened.
 
-
-KeyPath = tuple[str | int, ...]
 
 _MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
@@ -169,156 +156,12 @@ def _split(key: str, flat: str, model: Collection[str]) -> tuple[str, str]:
     raise FormatError(f"{shown(key)} belongs to no stored parameter")
 
 
-# ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-# ``.metadata`` is a pickle that is parsed as data and never executed.
-#
-# Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` and ``_nested_dict.py``, torch 2.0 to 2.13;
-# ``olmo_core/distributed/checkpoint/filesystem.py``, OLMo-core 1.9 to 3.0, whose ``_StorageInfo`` has the same fields.
-
-
-_MAX_METADATA_BYTES = 1 << 29
-
-_CLASSES = {
-    "Metadata": "metadata",
-    "TensorStorageMetadata": "tensor",
-    "BytesStorageMetadata": "value",
-    "ChunkStorageMetadata": "chunk",
-    "MetadataIndex": "index",
-    "TensorProperties": "properties",
-    "StorageMeta": "about",
-}
-_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_KNOWN: Known = {
-    **KNOWN_DTYPES,
-    **{f"torch.distributed.checkpoint.metadata.{name}": record(kind) for name, kind in _CLASSES.items()},
-    "torch.distributed.checkpoint.filesystem._StorageInfo": record("place"),
-    "olmo_core.distributed.checkpoint.filesystem._StorageInfo": record("place"),
-    **{f"{module}.{name}": record("path") for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES},
-    "torch.Size": Called(lambda lengths=(): tuple(lengths)),
-    "torch.serialization._get_layout": Called(text),
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Called(int),
-    # until torch 2.2
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": record("properties"),
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Called(int),
-    "collections.OrderedDict": Called(make_ordered),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A region of a tensor, and the archive that holds it."""
-
-    box: Box
-    piece: FilePart
-
-
-@dataclass(frozen=True, slots=True)
-class DCPTensor:
-    """A tensor: its dtype, named as in safetensors, its shape, and its distinct non-empty chunks."""
-
-    dtype: str
-    shape: Shape
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DCPMetadata:
-    """The stored entries by flat key, and the path of each in the state dict."""
-
-    tensors: dict[str, DCPTensor]
-    values: dict[str, FilePart]
-    paths: dict[str, KeyPath]
-
-
-def parse_metadata(content: bytes, where: str) -> DCPMetadata:
-    """Parse the content of the file; ``where`` names it in messages.
-
-    Raises:
-        FormatError: if it is malformed, or has content that torch does not write.
-    """
-    unpickled = unpickle(content, _KNOWN, where)
-    try:
-        state = _state(unpickled, "metadata")
-        places = _places(state["storage_data"])
-        tensors, values = dict[str, DCPTensor](), dict[str, FilePart]()
-        for key, stored in _items(state["state_dict_metadata"]):
-            if stored.kind == "value":
-                values[key] = _place(places, key, None)
-            else:
-                tensors[key] = _tensor(key, _state(stored, "tensor"), places)
-        nested = state.get("planner_data")
-        paths = {key: _path(key, nested.get(key) if isinstance(nested, dict) else None) for key in (*tensors, *values)}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: {shown(str(error))}") from None
-    return DCPMetadata(tensors, values, paths)
-
-
-_Places = Mapping[tuple[str, Shape | None], FilePart]
-
-
-def _state(value: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind or not isinstance(value.state, dict):
-        raise FormatError(f"{shown(value)} where a {kind} is expected")
-    return value.state
-
-
-def _items(value: Any) -> list[tuple[str, Record]]:
-    if not isinstance(value, dict):
-        raise FormatError(f"{shown(value)} is not a dict")
-    return [(check_text(key), stored) for key, stored in value.items()]
-
-
-def _places(value: dict[Record, Record]) -> _Places:
-    places: dict[tuple[str, Shape | None], FilePart] = {}
-    for index, place in value.items():
-        key, at = _state(index, "index"), _state(place, "place")
-        if at.get("transform_descriptors"):
-            raise FormatError(f"{shown(key['fqn'])} is stored through {shown(at['transform_descriptors'])}")
-        file, begin, nbytes = check_file_name(at["relative_path"]), check_size(at["offset"]), check_size(at["length"])
-        offset = key.get("offset")
-        places[check_text(key["fqn"]), None if offset is None else check_shape(offset)] = FilePart(file, begin, nbytes)
-    return places
-
-
-def _place(places: _Places, key: str, offset: Shape | None) -> FilePart:
-    place = places.get((key, offset))
-    if place is None:
-        raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
-    return place
-
-
-def _tensor(key: str, state: dict[str, Any], places: _Places) -> DCPTensor:
-    properties = state["properties"]
-    if not isinstance(properties, Record) or properties.kind != "properties":
-        raise FormatError(f"{shown(key)}: {shown(properties)} where its properties are expected")
-    fields = properties.state  # a tuple, or without __getstate__ a dict
-    dtype = fields["dtype"] if isinstance(fields, dict) else fields[0]
-    if dtype not in KNOWN_DTYPES.values():
-        raise FormatError(f"{shown(key)}: dtype {shown(dtype)} is not supported")
-    shape = check_shape(state["size"])
-    bytes_in(shape, dtype)
-    chunks: dict[Shape, Chunk] = {}
-    for one in state["chunks"]:
-        chunk = _state(one, "chunk")
-        start, lengths = check_shape(chunk["offsets"]), check_shape(chunk["sizes"])
-        if 0 not in lengths and start not in chunks:
-            box = Box(start, tuple(a + b for a, b in zip(start, lengths, strict=True)))
-            chunks[start] = Chunk(box, _place(places, key, start))
-    return DCPTensor(dtype, shape, tuple(chunks.values()))
-
-
-def _path(key: str, path: Any) -> KeyPath:
-    """Return the path of a key in the state dict; the key alone if it was not nested, or another planner saved it."""
-    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-        return (key,)
-    return path
-
-
 # ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 META = "meta.pt"
-_SMALL_BYTES = 64 << 20  # limit of tensors that are read as values: settings, and state without a parameter's shape
+_MAX_METADATA_BYTES = 1 << 29
+_MAX_SMALL_BYTES = 64 << 20  # of a tensor that is read as a value: a setting, or state without a parameter's shape
 
 
 def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
@@ -326,12 +169,9 @@ def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
     directory = find_dcp_directory(path)
     if directory is None:
         raise CheckpointNotFoundError(f"{path!r} has no {DCP_NAME}: it is not a checkpoint of torch.distributed")
+    reader = _open(directory)
     try:
-        reader = LocalReader(directory)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"no checkpoint at {path!r}: it was removed just now") from None
-    try:
-        return _Directory(directory, reader).source(_meta(directory, weights_only))
+        return _Directory(directory, reader).source(_meta(reader, weights_only))
     except (FormatError, CorruptionError) as error:
         reader.close()
         has_path = str(error).startswith(repr(directory))
@@ -341,22 +181,40 @@ def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
         raise
 
 
+def _open(directory: str) -> LocalReader:
+    try:
+        return LocalReader(directory)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"no checkpoint at {directory!r}: it was removed just now") from None
+
+
+def _read_metadata(reader: LocalReader) -> DCPMetadata:
+    size = reader.size(DCP_NAME)
+    if size > _MAX_METADATA_BYTES:
+        raise FormatError(f"{DCP_NAME} has {size} bytes, more than {_MAX_METADATA_BYTES}")
+    content = bytearray(size)
+    reader.read_into(DCP_NAME, 0, memoryview(content))
+    return parse_metadata(bytes(content), DCP_NAME)
+
+
 class _Directory:
-    """An open directory: its entries by key, and the places of their chunks in files."""
+    """An open directory: its entries by key. Each chunk of a tensor is a file of ``_archives``."""
 
     def __init__(self, path: str, reader: LocalReader) -> None:
-        self._path, self._reader = path, reader
-        size = size_of(reader, DCP_NAME)
-        if size > _MAX_METADATA_BYTES:
-            raise FormatError(f"{DCP_NAME} has {size} bytes, more than {_MAX_METADATA_BYTES}")
-        self._stored = parse_metadata(read_bytes(reader, DCP_NAME, 0, size), DCP_NAME)
-        self._boxes: dict[str, list[ForeignBox]] = {key: [] for key in self._stored.tensors}
-        self._values: dict[str, Any] = {}
+        self._path, self._files, self._stored = path, reader, _read_metadata(reader)
+        archived = dict[str, ArchivedTensor]()
+        self._tensors = dict[str, ForeignTensor]()
+        for key, tensor in self._stored.tensors.items():
+            boxes = [ForeignBox(box, str(part), 0) for box, part in tensor.chunks]
+            chunks = [ArchivedTensor(tensor.dtype, box.shape, part) for box, part in tensor.chunks]
+            archived.update((str(chunk.part), chunk) for chunk in chunks)
+            self._tensors[key] = ForeignTensor(tensor.dtype, tensor.shape, tuple(boxes))
+        check_parts(reader, [*(chunk.part for chunk in archived.values()), *self._stored.values.values()])
+        self._archives = ArchiveReader(path, reader, archived)
 
     def source(self, meta: dict[str, Any] | None) -> ForeignSource:
         """Return the checkpoint; ``meta`` is the content of ``meta.pt``."""
         layout = layout_of(self._stored.paths, self._stored.tensors, extended=meta is not None)
-        self._locate()
         model, documents = self._model(layout)
         optimizer: dict[str, ForeignTensor] = {}
         if layout.optimizers:
@@ -365,44 +223,23 @@ class _Directory:
         rest = self._rest(layout) | (meta or {})
         if not layout.optimizers and "lr_schedulers" in rest:  # of a Trainer whose optimizers had no state and groups
             documents["optimizer"] = {}
-        tensors = ForeignTensors(self._path, self._reader, {"model": model, "optimizer": optimizer})
+        tensors = ForeignTensors(self._path, self._archives, {"model": model, "optimizer": optimizer})
         return ForeignSource(tensors, documents, rest)
-
-    def _locate(self) -> None:
-        """Locate all chunks and read all values, in the order of the files."""
-        wanted: list[tuple[str, int, str, int]] = []
-        for key, tensor in self._stored.tensors.items():
-            wanted += [(c.piece.file, c.piece.begin, key, i) for i, c in enumerate(tensor.chunks)]
-        wanted += [(piece.file, piece.begin, key, -1) for key, piece in self._stored.values.items()]
-        for _, _, key, number in sorted(wanted):
-            if number < 0:
-                self._values[key] = value_in(self._reader, self._stored.values[key])
-                continue
-            tensor = self._stored.tensors[key]
-            chunk = tensor.chunks[number]
-            pickled, begin = tensor_in(self._reader, chunk.piece)
-            if (pickled.dtype, pickled.shape) != (tensor.dtype, chunk.box.shape):
-                raise FormatError(
-                    f"file {chunk.piece.file}: {pickled.dtype} {pickled.shape} is stored at byte {chunk.piece.begin} "
-                    f"of {shown(key)}, expected {tensor.dtype} {chunk.box.shape}"
-                )
-            self._boxes[key].append(ForeignBox(chunk.box, chunk.piece.file, begin))
-
-    def _tensor(self, key: str) -> ForeignTensor:
-        tensor = self._stored.tensors[key]
-        return ForeignTensor(tensor.dtype, tensor.shape, tuple(self._boxes[key]))
 
     def _value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk and be small."""
-        if key in self._values:
-            return deepcopy(self._values[key])
-        tensor = self._tensor(key)
-        whole = ForeignTensors(self._path, self._reader, {"trainer": {key: tensor}}).boxes("trainer", key)
-        nbytes = sum(box.place.nbytes for box in whole)
-        if len(whole) > 1 or nbytes > _SMALL_BYTES:
+        if key in self._stored.values:
+            return deepcopy(read_value(self._files, self._stored.values[key]))
+        tensor = self._stored.tensors[key]
+        if not prod(tensor.shape):
+            return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        if len(tensor.chunks) != 1 or prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] > _MAX_SMALL_BYTES:
             raise FormatError(f"{shown(key)} is a tensor of shape {tensor.shape}, where a small one is expected")
-        content = read_bytes(self._reader, tensor.boxes[0].file, tensor.boxes[0].begin, nbytes) if whole else b""
-        return tensor_from_bytes(content, tensor.dtype, list(tensor.shape))
+        value = read_value(self._files, tensor.chunks[0][1])
+        found = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value)
+        if found != (TORCH_DTYPES[tensor.dtype], tensor.shape):
+            raise FormatError(f"{shown(key)}: {found} is stored, expected {tensor.dtype} {tensor.shape}")
+        return value
 
     def _model(self, layout: DCPKeys) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
         tensors: dict[str, ForeignTensor] = {}
@@ -412,7 +249,7 @@ class _Directory:
             if fqn in tensors or fqn in other:
                 raise FormatError(f"two entries have the canonical name {shown(fqn)}")
             if key in self._stored.tensors and not is_extra_state(fqn):
-                tensors[fqn] = self._tensor(key)
+                tensors[fqn] = self._tensors[key]
             else:
                 other[fqn] = encode_small(self._value(key), f"state_dict/{fqn}")
         return tensors, {"model": other}
@@ -427,7 +264,7 @@ class _Directory:
             param, small = numbers.get(name, clean_fqn(name)), dict[str, Any]()
             for entry, key in entries.items():
                 if self._is_leaf(entry, key, layout.model.get(name)):
-                    tensors[f"{number}/{f'#{name}' if name in numbers else param}/{entry}"] = self._tensor(key)
+                    tensors[f"{number}/{f'#{name}' if name in numbers else param}/{entry}"] = self._tensors[key]
                 else:
                     small[entry] = self._value(key)
             state[param] = small
@@ -475,29 +312,22 @@ class _Directory:
         return rest
 
 
-def _meta(directory: str, weights_only: bool) -> dict[str, Any] | None:
+def _meta(reader: LocalReader, weights_only: bool) -> dict[str, Any] | None:
     """Return the content of Lightning's ``meta.pt``; None if there is no such file."""
-    path = os.path.join(directory, META)
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        reader.size(META)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise FormatError(f"file {META}: {os.strerror(error.errno or 0)}; a link?") from None
-    with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise FormatError(f"file {META} is not a regular file")
-        meta = load_or_raise(lambda: torch.load(opened, map_location="cpu", weights_only=weights_only), _refusal)
+    try:
+        meta = load_file(reader, META, weights_only)
+    except FormatError as error:
+        raise FormatError(
+            f"{error}. If you trust its author, pass weights_only=False to the Trainer's method, which then executes "
+            "code from the file."
+        ) from None
     if not isinstance(meta, dict):
         raise FormatError(f"file {META} holds a {type(meta).__name__}, not a dict")
     return meta
-
-
-def _refusal(reason: str) -> FormatError:
-    return FormatError(
-        f"file {META} is not read: {reason}. If you trust its author, pass weights_only=False to the Trainer's method, "
-        "which then executes code from the file."
-    )
 
 
 def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
@@ -506,11 +336,11 @@ def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
     Raises:
         ShardCkptError: if it is not a complete sharded checkpoint of Lightning.
     """
-    with suppress(OSError):
-        content = Path(path, DCP_NAME).read_bytes()
-        stored = parse_metadata(content, f"{path!r}, {DCP_NAME}")
-        meta = _meta(path, weights_only)
-        if meta is not None and type(meta.get("global_step")) is int:
-            layout = layout_of(stored.paths, stored.tensors, extended=True)
-            return meta["global_step"], bool(layout.optimizers)
-    raise CheckpointNotFoundError(f"{path!r} is not a complete sharded checkpoint of Lightning")
+    try:
+        with closing(LocalReader(path)) as reader:
+            stored, meta = _read_metadata(reader), _meta(reader, weights_only)
+    except OSError:
+        meta = None
+    if meta is None or type(meta.get("global_step")) is not int:
+        raise CheckpointNotFoundError(f"{path!r} is not a complete sharded checkpoint of Lightning")
+    return meta["global_step"], bool(layout_of(stored.paths, stored.tensors, extended=True).optimizers)
