@@ -7,10 +7,9 @@ other's model and optimizers.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from itertools import chain
 from typing import Any
@@ -39,8 +38,6 @@ from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
-
-_log = logging.getLogger(__name__)
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
 _ALONE = SaveGroup(Ranks.alone(), None)
@@ -226,7 +223,6 @@ def load(
     state: dict[str, Any] | None = None,
     *,
     strict: bool = True,
-    skip: Sequence[str] = (),
     prefix: str = "",
     key_mapping: KeyMappingLike | None = None,
     named_by: nn.Module | None = None,
@@ -253,9 +249,6 @@ def load(
             order. A state dict may take the place of its object here; one that was saved loads into such alone. Without
             a state, the whole checkpoint is returned with whole tensors on the CPU, and the call is not collective.
         strict: raise one error for all differences instead of loading the rest.
-        skip: patterns of tensor names that are not loaded, such as ``"head.*"``, along with their optimizer state;
-            names as ``metadata`` lists them, so ``"optimizer/0/param_groups/*"`` keeps learning rates and other
-            settings. To skip other state, leave it out of ``state``. The skipped names are logged as information.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular
             expressions to new names (None leaves a tensor out), a function, its import path, or a file. All names are
@@ -275,16 +268,13 @@ def load(
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
         KeyError: with ``strict``, for keys of ``state`` that the checkpoint does not have.
-        MismatchError: with ``strict``, listing all other differences; for a pattern of ``skip`` that matches nothing.
-        ValueError: for ``skip`` without a state.
+        MismatchError: with ``strict``, listing all other differences.
         CorruptionError: naming file, tensor and rank. Modules and optimizers that are filled in part then refuse to be
             used or saved until they are loaded in full.
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
     if state is None:
-        if skip:
-            raise ValueError(f"skip={skip!r} needs a state: without one, the whole checkpoint is returned")
         full = checkpoint.load_full(file_path(path), verify=verify, weights_only=weights_only, storage=storage)
         return states_of_checkpoint(full)
     group, path = _group_of(process_group), file_path(path)
@@ -292,14 +282,12 @@ def load(
 
     def make() -> NestedLoad:
         mapping = KeyMapping.of(key_mapping)
-        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole, skip=skip)
+        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole)
 
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
     _warn(group, result.notes)
-    for note in result.skipped if group.ranks.rank == 0 else ():
-        _log.info(note)
     return remainder
 
 

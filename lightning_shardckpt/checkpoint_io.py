@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +29,10 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 )
 from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_parts, check_patterns
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
@@ -89,14 +88,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
             once per node. Later loads reuse them; the save id in their names excludes stale files.
-        resume: the parts of ``ckpt_path`` that ``fit`` restores, by default all: "model", "optimizer" (the state of
-            parameters), "param_groups" (learning rates and other hyper-parameters of optimizers), "schedulers",
-            "loops" (epochs and steps), "data" (the position in it, and the state of a LightningDataModule),
-            "callbacks" and "random" (states of random number generators). Other parts stay as the Trainer made them.
-            For ``ShardedStrategy``; ``validate``, ``test`` and ``predict`` always load the model.
-        resume_skip: patterns of tensor names that ``fit`` does not restore, such as ``"head.*"``, along with their
-            optimizer state; names as ``metadata`` lists them, so ``"optimizer/0/param_groups/*/lr"`` keeps the new
-            learning rates. A pattern that matches nothing is an error. For ``ShardedStrategy``.
         pickle_objects: pickle objects that are not plain values (encoders, scalers, classes) in hyper-parameters, the
             state of callbacks and schedulers, and the entries that ``on_save_checkpoint`` adds. Without it, such
             objects are refused, except in hyper-parameters, where they are left out. They are read only with
@@ -118,8 +109,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
-        resume: Sequence[str] | None = None,
-        resume_skip: Sequence[str] = (),
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, also, replicas)
@@ -128,7 +117,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         self.load_options = LoadOptions(verify=verify)
         if adapters_only and also is not None:
             raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
-        self.resume, self.resume_skip = check_parts(resume), check_patterns("resume_skip", resume_skip)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
@@ -142,11 +130,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def names(self) -> WholeNames:
         """Names of the whole model, also on ranks of a pipeline stage, which have a part of it."""
         return self._attached.names
-
-    @property
-    def resumes_partly(self) -> bool:
-        """True if ``fit`` restores only a part of its checkpoint."""
-        return bool(self.resume_skip) or self.resume != frozenset(PARTS)
 
     # --- ranks and module ---
 
@@ -282,13 +265,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
         Raises:
             TypeError: for a ``map_location`` of another type.
-            StateError: with ``resume`` or ``resume_skip``.
         """
-        if self.resumes_partly:
-            raise StateError(
-                "ShardCkptIO(resume=…, resume_skip=…) apply to fit alone, and Lightning's own strategies don't tell a "
-                "CheckpointIO which function of the Trainer loads. Use ShardedStrategy, also with one device."
-            )
         checkpoint = self.load_whole(path, map_location, weights_only)
         if self._is_fabric:
             return states_of_checkpoint(checkpoint)
@@ -332,7 +309,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         strict: bool,
         weights_only: bool | None = None,
         pick_rank: Callable[[Any], int] | None = None,
-        partly: bool = False,
         filling: Filling = leave_unmarked,
     ) -> LoadResult:
         """Load a checkpoint of any topology, or of another format, straight into live tensors.
@@ -345,15 +321,12 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             strict: raise one MismatchError for all differences instead of loading the rest.
             weights_only: for a file of ``torch.save``, as in ``torch.load``; True by default.
             pick_rank: see ``checkpoint.load``.
-            partly: apply ``resume`` and ``resume_skip``.
             filling: see ``checkpoint.load``.
 
         Returns:
             The rest of the checkpoint; see ``checkpoint.load``.
         """
         drain_all()
-        if partly:
-            targets = replace(targets, parts=self.resume, skip=self.resume_skip)
         options = replace(self.load_options, strict=strict, weights_only=weights_only is not False)
         result = load(
             file_path(path),

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint.load_targets import PARTS
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import order_of_state
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
@@ -390,8 +389,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         Collective: every rank must call it.
         """
         path, io = self.broadcast(path), self.checkpoint_io
-        if io.resume != frozenset(PARTS):
-            raise ValueError("ShardCkptIO(resume=…) is for a Trainer; leave parts out of the state that is loaded")
         self.reshard()
         if not state and not isinstance(state, nn.Module | Optimizer):
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
@@ -402,8 +399,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def make() -> NestedLoad:
             objects = collect_objects(states).in_order(order)
             whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            skip = io.resume_skip
-            return NestedLoad(states, objects, named_by=named_by, whole=whole, skip=skip, keep_parameters=True)
+            return NestedLoad(states, objects, named_by=named_by, whole=whole, keep_parameters=True)
 
         nested = NestedLoad.prepare(self._ranks, make)
         is_first = self.meshes.data_parallel_rank == 0
@@ -416,6 +412,4 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             )
         for note in result.notes:
             rank_zero_warn(note)
-        for note in result.skipped:
-            rank_zero_info(note)
         return remainder if isinstance(state, dict) else {}

@@ -245,11 +245,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         module = self.precision_plugin.convert_module(self._module)
         if syncs_batch_norms(self) and self._trainer.state.fn == TrainerFn.FITTING:
             synchronize_batch_norms(module, self.meshes.data_parallel_group, self.root_device)
-        pretrained, needs_weights = self._pretrained, partial(self._checkpoints.needs_weights, self.checkpoint_io)
-        phase = "deciding whether initial weights are needed"
+        pretrained, phase = self._pretrained, "deciding whether initial weights are needed"
 
         def restores() -> bool:
-            return not self._ranks.step(phase, needs_weights, any)
+            return not self._ranks.step(phase, self._checkpoints.needs_weights, any)
 
         if pretrained is not None:
             pretrained = None if restores() else replace(pretrained, before_checkpoint=self._checkpoints.will_load)

@@ -159,7 +159,6 @@ class LoadResult:
         trainer: the trainer's state dict.
         extra_state: non-tensor state of modules, by name.
         notes: sentences for the user about differences and conversions.
-        skipped: sentences for the user about state that was skipped on request.
         hooked: the state that load hooks need, tensors included.
         settings: the hyper-parameters of optimizers that were loaded: optimizer, param group and key.
     """
@@ -167,7 +166,6 @@ class LoadResult:
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
-    skipped: list[str]
     hooked: HookedState
     settings: set[tuple[int, int, str]]
 
@@ -215,7 +213,7 @@ def load(
         ranks.step(f"planning to load {name}", lambda: targets.extend(job.plan(decision)), _nothing)
         with filling(decision["is_full"]):
             ranks.step(f"reading {name}", lambda: job.fill(targets), _nothing)
-        return LoadResult(job.trainer, job.extra_state, job.notes, job.skipped, job.hooked, job.settings)
+        return LoadResult(job.trainer, job.extra_state, job.notes, job.hooked, job.settings)
 
 
 def load_full(

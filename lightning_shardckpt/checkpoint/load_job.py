@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets, Skips, note_of_skipped
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.model_match import ModelMatch
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
@@ -28,13 +28,6 @@ from lightning_shardckpt.system.text import count_text, list_some
 _LISTED = 20
 
 
-class Skipped(TypedDict):
-    """The patterns of ``skip`` that matched on one rank, and the names that they skip."""
-
-    used: list[str]
-    names: list[str]
-
-
 class RankComparison(TypedDict):
     """The comparison of stored and live state on one rank, as JSON for a step of ranks."""
 
@@ -48,7 +41,6 @@ class RankComparison(TypedDict):
     casts: list[str]
     is_full: bool
     """Whether every live tensor gets a value, as far as there are no differences."""
-    skipped: Skipped
 
 
 class LoadDecision(TypedDict):
@@ -57,7 +49,6 @@ class LoadDecision(TypedDict):
     notes: list[str]
     is_full: bool
     """Whether every live tensor of all ranks gets a value."""
-    skipped: list[str]
     sources: dict[str, list[int] | None]
     joined: dict[str, list[list[str]]]
     """The names in each param group of the whole model, by joined optimizer."""
@@ -82,9 +73,7 @@ class LoadJob:
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
-        self._skips = Skips(live.skip)
         self.notes: list[str] = []
-        self.skipped: list[str] = []
         self.hooked = HookedState()
         self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
@@ -100,11 +89,11 @@ class LoadJob:
             self.source, problems = self._live.fit_source(self.source)
             differences += problems
         self._components = self.source.components()
-        model = self._model = ModelMatch(self.source, self._live, self._skips, self._elsewhere, strict=self._strict)
+        model = self._model = ModelMatch(self.source, self._live, self._elsewhere, strict=self._strict)
         differences += model.problems if model.is_loaded else []
         if self._live.optimizers is not None:
             reshaped = model.reshaped()
-            for name in sorted(name for name in reshaped if not model.is_loaded and not self._skips(name)):
+            for name in sorted(name for name in reshaped if not model.is_loaded):
                 differences.append(f"{name}  has another shape in the checkpoint, and so has its state in optimizers")
             self._compare_optimizers(self._live.optimizers, model, reshaped, differences)
         sources = {group: numbers for load in self._optimizers for group, numbers in load.sources().items()}
@@ -116,19 +105,15 @@ class LoadJob:
             "groups": groups,
             "casts": model.casts() if model.is_loaded else [],
             "is_full": model.is_full,
-            "skipped": {"used": sorted(self._skips.used), "names": list(self._skips.names)},
         }
 
     def decide(self, reports: list[RankComparison]) -> LoadDecision:
         """Merge the comparisons of all ranks. Runs on rank 0.
 
         Raises:
-            MismatchError: listing each difference once, if ``strict``; listing patterns of ``skip`` that match nothing.
+            MismatchError: listing each difference once, if ``strict``.
         """
         differences = list[str]()
-        names = list(dict.fromkeys(name for report in reports for name in report["skipped"]["names"]))
-        used = [pattern for report in reports for pattern in report["skipped"]["used"]]
-        skipped = note_of_skipped(self._live.skip, used, names, self.source.path)
         joined = self._join_groups(reports, differences)
         lines = [line for report in reports for line in report["differences"]]
         problems = list(dict.fromkeys(lines + differences))
@@ -151,8 +136,8 @@ class LoadJob:
             notes.append(f"{path} has no adapters: {count_text(len(kept), 'tensor')} of adapters left as they are")
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
-        is_full = not count and not skipped and all(report["is_full"] for report in reports)
-        return {"notes": notes, "is_full": is_full, "skipped": skipped, "sources": sources, "joined": joined}
+        is_full = not count and all(report["is_full"] for report in reports)
+        return {"notes": notes, "is_full": is_full, "sources": sources, "joined": joined}
 
     def _join_groups(self, reports: list[RankComparison], differences: list[str]) -> dict[str, list[list[str]]]:
         """Return the param groups of the whole model by optimizer, from those of the pipeline stages."""
@@ -176,7 +161,7 @@ class LoadJob:
         Raises:
             StateError: for tensors on the meta device, and for expanded tensors.
         """
-        self.notes, self.skipped, self.sources = decision["notes"], decision["skipped"], decision["sources"]
+        self.notes, self.sources = decision["notes"], decision["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {shape_of(param) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
@@ -194,8 +179,8 @@ class LoadJob:
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
         self.hooked, unfilled = self._model.hooked.allocate()
-        if "model" in self._live.parts:
-            names = (name for name in extra if name in self._live.extra_state and not self._skips(name))
+        if self._live.has_model:
+            names = (name for name in extra if name in self._live.extra_state)
             self.extra_state = {name: decode_small(extra[name]) for name in names}
         for key, tensor in self._read_trainer().items():
             (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
@@ -238,8 +223,7 @@ class LoadJob:
             raise MismatchError(
                 f"cannot resume training from {self.source.path!r}: it holds weights only, no optimizer state. "
                 "validate, test and predict can use it, and training can begin with it: "
-                'ShardedStrategy(pretrained=path), or ShardCkptIO(resume=["model"]). To resume training, save with '
-                "save_weights_only=False."
+                "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
             )
         if self._live.regroup is not None:
             self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
@@ -255,8 +239,6 @@ class LoadJob:
                 self._live.names,
                 same,
                 self._live.whole.parameters,
-                parts=self._live.parts,
-                skips=self._skips if self._live.skip else None,
                 dtypes=model.dtype,
                 reshaped=reshaped,
             )

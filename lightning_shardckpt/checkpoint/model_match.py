@@ -1,6 +1,6 @@
 """The match table of a load: the stored tensor for each live tensor of the model, or the reason for none.
 
-It is built once; ties, adapters, load hooks, dtypes and skips are filters over it. Changes no live object.
+It is built once; ties, adapters, load hooks and dtypes are filters over it. Changes no live object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets, Skips
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
@@ -52,7 +52,6 @@ class ModelMatch:
     Args:
         source: the stored state, under the names of the model.
         targets: the live objects.
-        skips: patterns of names to skip; records the patterns that match.
         elsewhere: names that only other pipeline stages have.
         strict: True if differences are errors.
 
@@ -63,10 +62,8 @@ class ModelMatch:
         hooked: the entries that load hooks see.
     """
 
-    def __init__(
-        self, source: Source, targets: LoadTargets, skips: Skips, elsewhere: frozenset[str], *, strict: bool
-    ) -> None:
-        self._source, self._targets, self._skips, self._elsewhere = source, targets, skips, elsewhere
+    def __init__(self, source: Source, targets: LoadTargets, elsewhere: frozenset[str], *, strict: bool) -> None:
+        self._source, self._targets, self._elsewhere = source, targets, elsewhere
         self.stored = source.components().get("model", Component({}))
         self._known = {key: key for key in self.stored.tensors} | self.stored.aliases
         self._left_out: Mapping[str, Any] = source.document("frozen") or {}
@@ -79,14 +76,12 @@ class ModelMatch:
         self._others = self._compare_others(rest)  # names and problems
         if strict:
             self._drop_hooked(Prefixes(hooks.after))
-        if targets.skip:
-            self._drop_skipped()
         self._matched = self.keys | self.hooked.matched()
 
     @property
     def is_loaded(self) -> bool:
         """True if the model is loaded, False if only its optimizers are."""
-        return "model" in self._targets.parts
+        return self._targets.has_model
 
     @property
     def is_full(self) -> bool:
@@ -208,7 +203,6 @@ class ModelMatch:
         """Return the differences in non-tensor values, and the stored entries without a live one."""
         stored = self.hooked.unhooked(self._source.document("model") or {})
         live = self.hooked.unhooked(self._targets.extra_state)
-        self._values = stored | live
         elsewhere, names = self._elsewhere | self.hooked.names, {n for names in self._names.values() for n in names}
         unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - elsewhere
         in_checkpoint = sorted(unexpected - {base_fqn(name) for name in elsewhere} if unexpected else ())
@@ -227,18 +221,3 @@ class ModelMatch:
         self._others = [
             (name, problem) for name, problem in self._others if not (after(name) and problem.startswith(only))
         ]
-
-    def _drop_skipped(self) -> None:
-        """Drop matches and differences of skipped names."""
-        self.hooked.skip(self._skips)
-        names = {*self._known, *self._values, *self._left_out}.union(*self._names.values())
-        skipped = {name for name in sorted(names) if self._skips(name)}
-        for row in self.rows:
-            row.problems = [] if row.key in skipped else row.problems
-            row.stored = None if skipped.intersection(row.names) else row.stored
-        self._others = [(name, problem) for name, problem in self._others if name not in skipped]
-        for tied in self._names.values():
-            skipped_names = [name for name in tied if name in skipped]
-            if 0 < len(skipped_names) < len(tied):
-                problem = f"is to be skipped, but is tied to {[*{*tied} - {*skipped_names}]}: skip all names, or none"
-                self._others.append((skipped_names[0], problem))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets, check_patterns
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -56,7 +56,6 @@ class NestedLoad:
         key_mapping: from stored names without ``prefix`` to names in the state.
         named_by: the module of optimizers whose module is not in the state.
         whole: names of the model over all pipeline stages.
-        skip: patterns of names that are skipped, see ``Skips``.
         keep_parameters: see ``load_remaining``.
 
     Attributes:
@@ -73,11 +72,9 @@ class NestedLoad:
         key_mapping: KeyMapping = _UNCHANGED,
         named_by: nn.Module | None = None,
         whole: WholeNames | None = None,
-        skip: Sequence[str] = (),
         keep_parameters: bool = False,
     ) -> None:
         self._keep_parameters = keep_parameters
-        self._skip = check_patterns("skip", skip)
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
@@ -105,8 +102,7 @@ class NestedLoad:
             trainer_tensors={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
-            parts=frozenset(PARTS if self._objects.modules else PARTS[1:]),
-            skip=self._skip,
+            has_model=bool(self._objects.modules),
             hooks=LoadHooks.of(self._objects.named),
         )
 

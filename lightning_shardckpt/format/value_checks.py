@@ -143,7 +143,7 @@ def check_unpacked(dtype: str, where: str) -> None:
     """
     if dtype in PACKED_BITS:
         raise FormatError(
-            f"{where} has dtype {dtype}, which torch lacks: leave it out (strict=False, skip=, a key "
+            f"{where} has dtype {dtype}, which torch lacks: leave it out (strict=False, a key "
             "mapping to None, an export of other keys), or convert it with the program that wrote it"
         )
 

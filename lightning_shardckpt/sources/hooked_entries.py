@@ -64,7 +64,7 @@ class HookedEntries:
         }
         inside = {name for name in (*known, *self._document) if self._is_hooked(name)}
         self.names = frozenset(inside | (self._live.keys() & known.keys()))
-        self._unmatched, self._kept = set[str](), set[str]()
+        self._unmatched = set[str]()
         self._absent = {name for name in values if self._is_hooked(name) and name not in self._document}
         self._is_needed = bool(self.names or hooks.before or hooks.after)
 
@@ -100,13 +100,6 @@ class HookedEntries:
         self._absent |= {name for group in groups if not stored.intersection(group) for name in group}
         self._unmatched = {*unexpected}
 
-    def skip(self, skips: Callable[[str], bool]) -> None:
-        """Leave out entries that keep their values."""
-        self._kept = {name for name in self.names | self._live.keys() if skips(name)}
-        self.names -= self._kept
-        self._absent = {name for name in self._absent if not skips(name)}
-        self._unmatched = {name for name in self._unmatched if not skips(name)}
-
     def allocate(self, most_bytes: int = _MOST_WHOLE_BYTES) -> tuple[HookedState, list[ReadTarget]]:
         """Allocate memory for the entries, sharded like the live tensor of the same name and shape if there is one.
 
@@ -116,7 +109,7 @@ class HookedEntries:
         Raises:
             StateError: if more must be read whole.
         """
-        state = HookedState(self._is_needed, absent=frozenset(self._absent), kept=frozenset(self._kept))
+        state = HookedState(self._is_needed, absent=frozenset(self._absent))
         by_key: dict[str, torch.Tensor] = {}
         names = sorted(self.names | (self._unmatched & self._known.keys()))
         for name in sorted(names, key=lambda name: name not in self._live):

@@ -62,8 +62,7 @@ class LoadedOptimizers:
             names = ", ".join(f"{i} ({type(self._optimizers[i]).__name__})" for i in changed)
             raise StateError(
                 f"on_load_checkpoint changed optimizer_states of optimizer {names or len(self._loaded)}, which "
-                "ShardedStrategy has loaded already. Change the optimizer itself in on_train_start; to "
-                'begin with a new one, leave "optimizer" and "param_groups" out of ShardCkptIO(resume=[…])'
+                "ShardedStrategy has loaded already. Change the optimizer itself in on_train_start"
             )
         for number, i, key in self._settings:
             self._optimizers[number].param_groups[i][key] = self._loaded[number]["param_groups"][i][key]

@@ -108,14 +108,12 @@ class HookedState:
         entries: stored entries that are not in the module yet, by stored name; entries of other stages, and of no
             module, are on the meta device.
         absent: names of the model's entries that are not stored.
-        kept: names of entries that keep their values, and that hooks do not get.
         versions: of modules, see ``module_versions``.
     """
 
     is_needed: bool = False
     entries: dict[str, Any] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None
 
 
@@ -151,8 +149,7 @@ def loaded_state_dict(
         hooked: the state that load hooks need.
     """
     registered = {clean_fqn(name): name for name in live}
-    left_out = hooked.absent | hooked.kept
-    state_dict = {name: value for name, value in live.items() if clean_fqn(name) not in left_out}
+    state_dict = {name: value for name, value in live.items() if clean_fqn(name) not in hooked.absent}
     state_dict |= {registered[name]: value for name, value in values.items() if name in registered}
     if not hooked.entries:
         return state_dict
@@ -205,23 +202,21 @@ def load_remaining(
     """
     whole = whole or WholeNames()
     edited = _edited_entries(live, state_dict, copies, whole)
-    left_out = hooked.absent | hooked.kept
-    removed = [n for n in live if n not in state_dict and n not in copies and clean_fqn(n) not in left_out]
+    removed = [n for n in live if n not in state_dict and n not in copies and clean_fqn(n) not in hooked.absent]
     if removed and not strict:
         raise StateError(
             f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
-            "the values that the model has, name them in ShardCkptIO(resume_skip=[…])."
+            "the values that the model has, put copies of them into the state dict instead."
         )
     if not (edited or removed or hooked.is_needed):
         return []
     own = {start + n: tensor for start, module in modules.items() for n, tensor in chain(*named_tensors(module))}
-    quiet = {name for name in live if clean_fqn(name) in hooked.kept}
     entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
     missing, unexpected = _load_each(modules, entries, hooked.versions)
     if keep_parameters:
         _check_same(modules, own)
     filled = {name for name in live if name not in copies}
-    lines = [f"{name}  in model only" for name in missing if name in live and name not in quiet]
+    lines = [f"{name}  in model only" for name in missing if name in live]
     unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in unmatched]
     if not strict:  # entries that are not stored were reported before, and a hook may remove copies

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
-from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, is_like, new_like
 from lightning_shardckpt.state.optimizer import NOT_HYPER, load_extra_entries
@@ -43,7 +42,6 @@ class _Row:
         name: its FQN.
         stored: its name in the checkpoint; None if not known yet.
         tied: further stored names of parameters that are tied to it in the model.
-        keeps: whether its live state is kept.
         filled: the tensors of state to fill, by name.
     """
 
@@ -51,7 +49,6 @@ class _Row:
     name: str
     stored: str | None
     tied: Sequence[str] = ()
-    keeps: bool = False
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -66,8 +63,6 @@ class OptimizerLoad:
         same: returns all names, live and stored, of the tensor with a live FQN.
         whole: on a pipeline stage, the FQNs of all parameters of the model in order; stored numbers are then mapped
             together with the other stages, see ``join_groups``.
-        parts: loads the state of parameters if it contains "optimizer", hyper-parameters if it contains "param_groups".
-        skips: returns whether a name is left out; a skipped parameter keeps its optimizer state, too. None: no names.
         dtypes: returns the stored dtype of a parameter by live FQN.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
 
@@ -84,16 +79,13 @@ class OptimizerLoad:
         same: Callable[[str], Sequence[str]],
         whole: Sequence[str] = (),
         *,
-        parts: frozenset[str] = frozenset({"optimizer", "param_groups"}),
-        skips: Callable[[str], bool] | None = None,
         dtypes: Callable[[str], str | None] = lambda name: None,
         reshaped: Container[str] = (),
     ) -> None:
         self._dtype_of_parameter, self._reshaped = dtypes, reshaped
         self.number, self._optimizer, self._stored = number, optimizer, stored
         self.is_joined = stored.numbered and bool(whole)
-        self._skips, self._takes_state, self._takes_hyper = skips, "optimizer" in parts, "param_groups" in parts
-        self._is_other = bool(stored.hyper) and all(self._settings()) and (self._takes_state or self._takes_hyper)
+        self._is_other = bool(stored.hyper) and all(self._settings())
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
         live = [group["params"] for group in optimizer.param_groups]
         self._mapped = not stored.numbered or self.is_joined or [*map(len, live)] == [*map(len, stored.groups)]
@@ -109,30 +101,9 @@ class OptimizerLoad:
                     keys = [one for one in same(name) if one in self._group_of]
                     pruned = (f"{one}_orig" for one in same(name)) if not keys else ()
                     keys = keys or [one for one in pruned if one in self._group_of] or [name]
-                keeps = not self._takes_state or (skips is not None and skips(name))
-                rows.append(_Row(param, name, keys[0] if keys else None, keys[1:], keeps))
+                rows.append(_Row(param, name, keys[0] if keys else None, keys[1:]))
             self._rows.append(rows)
         self.settings: set[tuple[int, int, str]] = set()
-        if skips is not None:  # call it for every entry, since it records which patterns match a name
-            for entry in self._entries():
-                self._is_skipped(*entry)
-
-    def _is_skipped(self, *path: str) -> bool:
-        """Return whether an entry of the optimizer is skipped by name: a parameter and a key, or a group and a key."""
-        return self._skips is not None and self._skips("/".join(("optimizer", str(self.number), *path)))
-
-    def _entries(self) -> Iterator[tuple[str, ...]]:
-        """Yield the path of each entry: a parameter, by live or stored name, or a param group; and the key in it."""
-        of = {param: self._stored.entries(param) for param in self._group_of}
-        every = list(dict.fromkeys(key for keys in of.values() for key in keys))
-        for number, (group, rows) in enumerate(zip(self._optimizer.param_groups, self._rows, strict=True)):
-            for row in rows:
-                for key in every if self.is_joined else of.pop(row.stored, ()) if row.stored is not None else ():
-                    yield row.name, key
-            yield from (("param_groups", str(number), key) for key in group if key not in NOT_HYPER)
-        yield from (("own", key) for key in self._stored.own)
-        if not self._stored.numbered:
-            yield from ((name, key) for name, keys in of.items() for key in keys)
 
     def compare(
         self, differences: list[str], elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
@@ -156,14 +127,11 @@ class OptimizerLoad:
         tied = {name: row for row in rows.values() for name in row.tied}
         for name in sorted(self._group_of.keys() - rows.keys() - elsewhere):
             row = tied.get(name)
-            skipped = not self._takes_state or (self._skips is not None and self._skips(name))
-            if skipped or (row is not None and self._is_same_state(name, row, alike)):
+            if row is not None and self._is_same_state(name, row, alike):
                 continue
             tie = f"tied to {row.name} in the model, with other state in the checkpoint" if row is not None else None
             differences.append(f"{where}: {name}  {tie or 'in checkpoint only'}")
         for row in rows.values():
-            if row.keeps:
-                continue
             if row.stored not in self._group_of:
                 differences.append(f"{where}: {row.name}  in model only")
                 continue
@@ -196,11 +164,9 @@ class OptimizerLoad:
 
     def _compare_state(self, row: _Row, differences: list[str]) -> None:
         shape = shape_of(row.param)
-        for entry, key in self._stored.tensors.get(row.stored or "", {}).items():
+        for key in self._stored.tensors.get(row.stored or "", {}).values():
             spec = self._stored.specs[key]
-            if spec.shape == shape or row.keeps or self._is_skipped(row.name, entry):
-                continue
-            if not acts_as_whole(row.param):
+            if spec.shape != shape and not acts_as_whole(row.param):
                 problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
                 differences.append(f"optimizer {self.number}: {key}  {problem}")
 
@@ -274,10 +240,10 @@ class OptimizerLoad:
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
             for row, stored in self._loaded_rows():
                 param, shape = row.param, shape_of(row.param)
-                state, kept = self._optimizer.state.get(param, {}), self._kept_entries(row, stored)
+                state = self._optimizer.state.get(param, {})
                 for name, key in self._stored.tensors.get(stored, {}).items():
                     spec, current = self._stored.specs[key], state.get(name)
-                    if name in kept or (spec.shape != shape and not acts_as_whole(param)):
+                    if spec.shape != shape and not acts_as_whole(param):
                         continue
                     dtype, place = self._dtype(spec.dtype, row), new
                     if spec.shape != shape:
@@ -318,37 +284,19 @@ class OptimizerLoad:
             values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
             used.add(stored)
             state = {k: _move(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
-            kept, before = self._kept_entries(row, stored), self._optimizer.state.pop(row.param, {})
-            state = {k: v for k, v in state.items() if k not in kept} | {k: before[k] for k in kept if k in before}
+            self._optimizer.state.pop(row.param, None)
             if state:
                 self._optimizer.state[row.param] = state
-        groups = enumerate(self._optimizer.param_groups if self._takes_hyper and not self._is_other else ())
+        groups = enumerate(self._optimizer.param_groups if not self._is_other else ())
         notes = [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
-        own = self._stored.own if self._takes_state and not self._is_other else {}
-        own = {key: value for key, value in own.items() if not self._is_skipped("own", key)}
-        load_extra_entries(self._optimizer, own)
+        load_extra_entries(self._optimizer, self._stored.own if not self._is_other else {})
         return notes
 
     def _loaded_rows(self) -> Iterator[tuple[_Row, str]]:
         """Yield the parameters whose state is loaded, with their stored names."""
         for row in chain.from_iterable(self._rows if not self._is_other else ()):
-            takes = not row.keeps and row.name not in self._reshaped
-            if takes and row.stored is not None and row.stored in self._group_of:
+            if row.name not in self._reshaped and row.stored is not None and row.stored in self._group_of:
                 yield row, row.stored
-
-    def _kept_entries(self, row: _Row, stored: str) -> set[str]:
-        """Return the stored entries of a parameter's state that are skipped."""
-        if self._skips is None:
-            return set()
-        entries = {*self._stored.entries(stored)}
-        kept = {key for key in entries if self._is_skipped(row.name, key)}
-        missing = sorted(kept - self._optimizer.state.get(row.param, {}).keys())
-        if missing and kept < entries:
-            raise MismatchError(
-                f"optimizer {self.number}: {missing} of {row.name} cannot be skipped alone, since the live optimizer "
-                f"has none yet: skip 'optimizer/{self.number}/{row.name}/*', or nothing of it"
-            )
-        return kept
 
     def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
         """Load a group's hyper-parameters from the stored groups of its parameters; return notes for the user.
@@ -361,8 +309,6 @@ class OptimizerLoad:
         where = f"optimizer {self.number}, param group {number}"
         notes = []
         for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
-            if self._is_skipped("param_groups", str(number), key):
-                continue
             values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
             if any(not _is_equal(v, values[0]) for v in values[1:]):
                 kept = group.get(key)

@@ -268,11 +268,8 @@ class Continuation:
         validates: True if the run starts with the rest of an interrupted validation.
     """
 
-    def __init__(
-        self, checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any], share: DataShare, parts: frozenset[str]
-    ) -> None:
-        self._rng = rank_state["rng"] if "random" in parts else None
-        self._positions = rank_state["positions"] if "data" in parts else None
+    def __init__(self, checkpoint: Mapping[str, Any], rank_state: Mapping[str, Any], share: DataShare) -> None:
+        self._rng, self._positions = rank_state["rng"], rank_state["positions"]
         loops = checkpoint.get("loops")
         self._batches = None if loops is None else batches_done(loops)
         if loops is not None and self._batches is not None:
@@ -282,9 +279,9 @@ class Continuation:
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
         unfinished = self._batches is None and epoch["completed"] < epoch["started"] and not self.validates
-        self._steps_plateaus = unfinished and "schedulers" in parts  # without state, schedulers begin anew
+        self._steps_plateaus = unfinished
         self._monitored, self._partial = rank_state.get("monitored", {}), rank_state.get("partial", ())
-        self._trained = rank_state.get("trained", ()) if "callbacks" in parts else ()
+        self._trained = rank_state.get("trained", ())
         saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, share.data_size
         self._same_data = saved.data_size == share.data_size
@@ -293,8 +290,7 @@ class Continuation:
 
     def before_loaders(self) -> None:
         """Restore random state. Call it before Lightning begins loaders that can't wait until training starts."""
-        if self._rng is not None:
-            set_rng_state(self._rng)
+        set_rng_state(self._rng)
 
     def apply(self, trainer: pl.Trainer) -> None:
         """Restore state when training starts: the train loaders exist, no batch has been drawn for this epoch."""
@@ -307,11 +303,10 @@ class Continuation:
         self._recount(loaders, trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)  # in before_loaders
-        if self._rng is not None:
-            if not (over and begun):
-                set_rng_state(self._rng)
-            if self._extra_rank is not None:  # more data-parallel ranks than before must not draw the same numbers
-                torch.manual_seed(int(torch.randint(1 << 62, ())) + self._extra_rank)
+        if not (over and begun):
+            set_rng_state(self._rng)
+        if self._extra_rank is not None:  # more data-parallel ranks than before must not draw the same numbers
+            torch.manual_seed(int(torch.randint(1 << 62, ())) + self._extra_rank)
         if over:
             self._restore_loaders(loaders)
             if self.validates and not self._ended:
@@ -322,10 +317,9 @@ class Continuation:
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             set_loaders_begun(trainer, begun)
             return
-        if self._positions is not None:
-            reasons = self._resume(loaders, self._positions, trainer)
-            if reasons and self._batches:
-                rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
+        reasons = self._resume(loaders, self._positions, trainer)
+        if reasons and self._batches:
+            rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
         self._let_plateaus_step(trainer)
         for loader in loaders:
             for owner in (loader, getattr(loader, "batch_sampler", None)):
@@ -349,7 +343,7 @@ class Continuation:
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
         """Restore seeds and the loaders' own states for a new epoch."""
-        if self._positions is None or len(self._positions) != len(loaders):
+        if len(self._positions) != len(loaders):
             return
         for loader, position in zip(loaders, self._positions, strict=True):
             if isinstance(loader, StatefulLoader):
@@ -373,7 +367,7 @@ class Continuation:
 
     def _locate(self, loaders: list[Any], cycles: bool) -> list[tuple[int, EpochPosition | None]]:
         """Return the number of batches that each loader has yielded, and the position in the epoch, if known."""
-        batches, positions = self._batches or 0, self._positions or []
+        batches, positions = self._batches or 0, self._positions
         if len(positions) != len(loaders):
             return [(batches, None)] * len(loaders)
         located = []

@@ -210,11 +210,10 @@ class RunCheckpoints:
         """True if the run was given a checkpoint."""
         return self._current.path_to_resume is not None
 
-    def needs_weights(self, io: ShardCkptIO) -> bool:
+    def needs_weights(self) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
         run = self._current
-        skips_weights = run.is_fit and (io.resume_skip or "model" not in io.resume)
-        return bool(skips_weights) or needs_weights(run.trainer, run.launcher)
+        return needs_weights(run.trainer, run.launcher)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
@@ -246,7 +245,7 @@ class RunCheckpoints:
         loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=weights_only)
         checkpoint, rank_state, self._loaded = loaded
         if run.is_fit and rank_state is not None:
-            self._place = partial(Continuation, checkpoint, rank_state, run.share, io.resume)
+            self._place = partial(Continuation, checkpoint, rank_state, run.share)
         self._optimizers = self._loaded.optimizers
         return checkpoint
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
-from lightning_shardckpt.checkpoint.load_targets import PARTS, LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
@@ -116,32 +116,24 @@ def load_checkpoint(
     if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may read the old tensors of the module
         state_dict = copy_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
-    parts = io.resume if fitting else frozenset(PARTS)
-    optimizers = trainer.strategy.optimizers if fitting and parts & {"optimizer", "param_groups"} else None
+    optimizers = trainer.strategy.optimizers if fitting else None
     targets = module_targets(module, state_dict, optimizers, io.names)
     of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
-    if "callbacks" in parts:
-        targets = replace(targets, regroup=partial(restore_param_groups, trainer))
+    targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
         path,
         targets,
         strict=module.strict_loading,
         weights_only=weights_only,
         pick_rank=share.source_rank,
-        partly=fitting,
         filling=partial(mark_partly_loaded, [module], str(path)),
     )
-    for note in loaded.skipped:
-        rank_zero_info(note)
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = loaded_state_dict({"": module}, state_dict, loaded.extra_state, loaded.hooked)
     checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show(loaded.settings)
     rank_state = checkpoint.pop(RANK_STATE)
-    checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting and "loops" in parts)
+    checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting)
     _compare_hyper_parameters(module, checkpoint, str(path))
-    _leave_out(checkpoint, trainer, parts)
-    if skipped := [part for part in PARTS if part not in parts]:
-        rank_zero_info(f"{str(path)!r}: resume does not name {', '.join(skipped)}, which begin anew")
     return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.hooked, of_optimizers)
 
 
@@ -161,22 +153,6 @@ def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[st
             f"{path!r} was saved with other hyper-parameters: {'; '.join(differing)}. LightningCLI reads them only "
             "from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
         )
-
-
-def _leave_out(checkpoint: dict[str, Any], trainer: pl.Trainer, parts: frozenset[str]) -> None:
-    """Remove the parts that are not resumed from Lightning's checkpoint dict, whose connector restores the rest."""
-    keys_by_part = {
-        "optimizer": [type(trainer.precision_plugin).__qualname__, "native_amp_scaling_state"],  # the loss scale
-        "loops": ["loops", "epoch", "global_step"],
-        "data": [type(getattr(trainer, "datamodule", None)).__qualname__],
-        "callbacks": ["callbacks"],
-    }
-    for key in (key for part, keys in keys_by_part.items() if part not in parts for key in keys):
-        checkpoint.pop(key, None)
-    if "schedulers" not in parts:
-        checkpoint["lr_schedulers"] = []
-    if "data" not in parts and "loops" in checkpoint:
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
 
 @gc_paused()
