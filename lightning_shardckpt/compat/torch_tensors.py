@@ -4,7 +4,6 @@ Checked with torch 2.12 to 2.15. DTensor, whose import is slow, has its own modu
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,15 +223,6 @@ def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
 
 
 # ── files of torch.save ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def byte_order(path: str | os.PathLike[str]) -> str | None:
-    """Return the byte order in an archive of ``torch.save``, "little" or "big"; None if it has none.
-
-    Relies on ``torch._C.PyTorchFileReader``, which ``torch.load`` uses.
-    """
-    archive: Any = torch._C.PyTorchFileReader(os.fspath(path))  # its stub lacks half of it
-    return archive.get_record("byteorder").decode() if archive.has_record("byteorder") else None
 
 
 def rebuilding(

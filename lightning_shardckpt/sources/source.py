@@ -111,11 +111,6 @@ class ReadTarget:
         parts = parts_of(self.tensor, rank)
         return parts if self.region is None else parts_within(parts, self.region)
 
-    def copy_from(self, full: torch.Tensor) -> None:
-        """Fill the memory from the whole stored tensor."""
-        for part in self.parts(this_rank()):
-            view_at(self.local, part.local).copy_(view_at(full, part.box))
-
 
 class TensorSource(Protocol):
     """Stored tensors, on one rank."""

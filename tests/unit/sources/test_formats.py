@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,14 +153,28 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
         detect_format(str(tmp_path))
 
 
-def test_tensors_in_several_pieces_are_copied_by_torch(tmp_path: Path) -> None:
+def test_tensors_of_any_strides_are_read(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     state = {"turned": base.t(), "overlaps": base[1:3], "every": base[:, ::2], "whole": base}
+    state["wide"] = base[0].expand(3, 8)
     torch.save(state, tmp_path / "x.pt")
-    source = TorchFileSource(str(tmp_path / "x.pt"))
-    assert equal(read(source), state)
-    with pytest.raises(FormatError, match=r"'turned', 'every' are not contiguous in the file"):
-        _ = source.tensors
+    assert equal(read(TorchFileSource(str(tmp_path / "x.pt"))), state)
+    with ckpt.open(tmp_path / "x.pt") as checkpoint:
+        assert torch.equal(checkpoint["turned"][2:5, 1:], state["turned"][2:5, 1:])
+
+
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_an_archive_that_was_packed_again_is_equal_or_refused_by_name(rows: int, tmp_path: Path) -> None:
+    state = {"w": torch.arange(rows * 4.0).view(rows, 4), "b": torch.ones(3)}
+    torch.save(state, tmp_path / "x.pt")
+    for name, method in (("stored", zipfile.ZIP_STORED), ("packed", zipfile.ZIP_DEFLATED)):
+        with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / name, "w", method) as new:
+            for entry in old.infolist():
+                new.writestr(entry.filename, old.read(entry))
+        assert equal(torch.load(tmp_path / name), state)  # the oracle, which does not map the file
+    assert equal(read(opened(tmp_path / "stored")), state)
+    with pytest.raises(FormatError, match=r"packed' was packed again .*: 'x/data\.pkl' in it is compressed"):
+        opened(tmp_path / "packed")
 
 
 def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
