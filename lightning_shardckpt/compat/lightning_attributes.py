@@ -9,14 +9,6 @@ from typing import Any
 
 from torch import nn
 
-SET_LATER = frozenset(
-    {
-        *("trainer", "_trainer", "_fabric", "_device", "_dtype", "_device_mesh", "_compiler_ctx", "_current_fx_name"),
-        *("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"),
-    }
-)
-"""Attributes that Lightning sets on its modules, datamodules and callbacks after their construction."""
-
 
 def attached_trainer(module: object) -> Any:
     """Return the Trainer of a LightningModule, or None without one, for which ``LightningModule.trainer`` raises.

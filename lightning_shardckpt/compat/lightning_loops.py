@@ -6,7 +6,6 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -162,35 +161,6 @@ def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
     Relies on ``_TrainingEpochLoop._results``.
     """
     return [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values()]
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedValue:
-    """A logged metric: the value of this batch, and the parts of its mean or sum over the epoch.
-
-    ``synced`` tells whether the value of the batch is equal on all ranks.
-    """
-
-    name: str
-    of_batch: Any
-    of_epoch: Mapping[str, Any]
-    synced: bool
-
-
-def logged_values(trainer: pl.Trainer) -> list[LoggedValue]:
-    """Return the logged values of training steps of this epoch, without computing or synchronizing metrics.
-
-    Relies on ``_TrainingEpochLoop._results``, whose metrics have ``_forward_cache``, ``value`` and
-    ``cumulated_batch_size``.
-    """
-    values = []
-    for metric in trainer.fit_loop.epoch_loop._results.values():
-        parts = {"value": metric.value} if metric.is_tensor else {}
-        if metric.meta.is_mean_reduction and metric.is_tensor:
-            parts["weight"] = metric.cumulated_batch_size
-        of_epoch = parts if metric.meta.on_epoch else {}
-        values.append(LoggedValue(metric.meta.name, metric._forward_cache, of_epoch, metric.meta.sync.should))
-    return values
 
 
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:

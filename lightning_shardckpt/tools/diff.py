@@ -1,19 +1,19 @@
-"""Comparison of two checkpoints of any topologies: ``python -m lightning_shardckpt diff A B``. No torch.
+"""Comparison of two checkpoints: ``python -m lightning_shardckpt diff A B``. No torch.
 
-Every tensor of both checkpoints is read from both a window at a time, verified, and compared.
+They may have different topologies. Every tensor is read from both a window at a time, verified, digested and compared.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, nan, prod, sqrt
+from math import inf, isfinite, prod
 from typing import Any
 
 import numpy
+import xxhash
 from numpy.typing import NDArray
 
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
@@ -29,10 +29,7 @@ from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_window
 _WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and the same again to scatter boxes
 _LISTED = 20
 _ABSENT = "–"
-_SAVED = ("trainer/hyper_parameters/", "trainer/datamodule_hyper_parameters/")
-_HYPER = re.compile(r"optimizer/\d+/param_groups/\d+/(?!params$)")
-_PLAIN = ("tuple", "set", "frozenset", "int", "float", "path")
-_SHOWN = 200
+_SHOWN = 32
 
 
 def diff(
@@ -46,10 +43,15 @@ def diff(
 ) -> dict[str, Any]:
     """Return the differences of two checkpoints, as values that JSON can hold.
 
+    ``tensors`` has the tensors that are different (with the digests of both, the ``largest`` difference of an element,
+    and the same ``relative`` to the largest element), changed in dtype or shape, removed or added. ``values`` has the
+    other values of the trainer, the optimizers and each rank, by name.
+
     Args:
         a: a checkpoint.
         b: another one.
-        tensors: compare only tensors whose name matches this pattern (``*``, ``?``, ``[…]``) or contains this text.
+        tensors: compare only tensors and values whose name matches this pattern (``*``, ``?``, ``[…]``) or contains
+            this text.
         advance: called with the bytes of tensors as they are compared.
         expect: called once before with the total of these bytes.
         storage_options: for URLs, of both; see ``ShardCkptIO``.
@@ -73,20 +75,32 @@ def diff(
                 lists["same"] += 1
             else:
                 lists[kind].append({"component": pair.component, "name": pair.name, **entry})
-        if tensors is not None and not any(lists.values()):
+        values = [_values(one, tensors) for one in (first, second)]
+        if tensors is not None and not any(lists.values()) and not any(values):
             raise ValueError(f"neither checkpoint has a tensor whose name matches {tensors!r} or contains it")
         return {
             "a": os.fspath(a),
             "b": os.fspath(b),
             "about": _changes(_about(first), _about(second)),
-            "hyper_parameters": _changes(hyper_parameters(first), hyper_parameters(second)),
             "tensors": lists,
+            "values": _changes(*values),
+            "values_compared": len({**values[0], **values[1]}),
         }
 
 
 def is_same(report: dict[str, Any]) -> bool:
     """Return whether all tensors are the same."""
     return not any(report["tensors"][kind] for kind in ("added", "removed", "changed", "different"))
+
+
+def _values(checkpoint: Checkpoint, pattern: str | None) -> dict[str, str]:
+    """Return the values of a checkpoint that are in its documents, as JSON by name; tagged JSON is not decoded."""
+    roles = [(role, 0) for role in ("model", "optimizer", "trainer")]
+    roles += [("rank", rank) for rank in range(checkpoint.root.world_size)]
+    entries = (entries_of(role, document_of(checkpoint, role, rank), rank) for role, rank in roles)
+    every = ((name, entry.value) for found in entries for name, entry in found.items())
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, sort_keys=True).encode
+    return {name: encode(value) for name, value in every if is_selected([name], pattern)}
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, str]:
@@ -167,26 +181,24 @@ class _Comparison:
         self._advance = advance
 
     def differences(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> dict[str, Any]:
-        """Return numbers of the differences of two tensors; none if they are the same."""
-        distance = TensorDistance()
+        """Return digests and the largest difference of two tensors; nothing if they are the same."""
+        hashers, distance = (xxhash.xxh3_64(), xxhash.xxh3_64()), TensorDistance()
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
             streams = [
                 read_windows(source, spec.shape, wholes.boxes(component, key), _WINDOW_BYTES)
                 for (wholes, source), key in sides
             ]
-            for a, b in zip(*streams, strict=True):
-                distance.add(a, b, spec.dtype)
-                self._advance(len(a))
-        if not distance.elements:
+            for first, second in zip(*streams, strict=True):
+                hashers[0].update(first)
+                hashers[1].update(second)
+                distance.add(first, second, spec.dtype)
+                self._advance(len(first))
+        a, b = (hasher.hexdigest() for hasher in hashers)
+        if a == b:
             return {}
-        return {
-            "elements": distance.elements,
-            "of": prod(spec.shape),
-            "not_finite": distance.not_finite,
-            "max_abs": distance.max_abs if isfinite(distance.max_abs) else None,  # JSON has no infinity
-            "relative_l2": distance.relative_l2,
-        }
+        largest = distance.largest if isfinite(distance.largest) else None  # JSON has no infinity
+        return {"digests": [a, b], "largest": largest, "relative": distance.relative}
 
 
 # ── distance ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,84 +229,36 @@ def numbers(data: memoryview, dtype: str) -> NDArray[Any]:
 
 @dataclass(slots=True)
 class TensorDistance:
-    """The distance of two tensors of one dtype, summed over windows; for 8-bit floats only the number of elements.
+    """The largest difference of elements of two tensors of one dtype, over windows.
 
     Attributes:
-        elements: number of elements with different bits.
-        not_finite: how many of these are infinite or NaN on either side; they do not count for magnitudes.
-        max_abs: the largest difference.
+        largest: the difference; infinite where an element is infinite or NaN on one side, and for 8-bit floats.
+        magnitude: of the largest finite element of the first tensor.
     """
 
-    elements: int = 0
-    not_finite: int = 0
-    max_abs: float = 0.0
-    _squares: float = 0.0
-    _of_first: float = 0.0
+    largest: float = 0.0
+    magnitude: float = 0.0
 
     def add(self, first: memoryview, second: memoryview, dtype: str) -> None:
         """Add a window of both tensors."""
-        step = _AT_ONCE * DTYPE_BYTES[dtype]
-        with numpy.errstate(all="ignore"):  # for NaNs, and squares of large doubles that overflow
+        if dtype.startswith("F8_"):  # numpy has no 8-bit floats
+            self.largest = inf if first != second else self.largest
+            return
+        step, kind = _AT_ONCE * DTYPE_BYTES[dtype], numpy.complex128 if dtype.startswith("C") else numpy.float64
+        with numpy.errstate(all="ignore"):  # for NaNs, and differences that overflow
             for begin in range(0, len(first), step):
-                self._add(first[begin : begin + step], second[begin : begin + step], dtype)
-
-    def _add(self, first: memoryview, second: memoryview, dtype: str) -> None:
-        has_numbers = not dtype.startswith("F8_")  # numpy has no 8-bit floats
-        kind = numpy.complex128 if dtype.startswith("C") else numpy.float64
-        if has_numbers:
-            a = numbers(first, dtype).astype(kind)
-            self._of_first += _squares(a[numpy.isfinite(a)])
-        if first == second:
-            return
-        bits = [numpy.frombuffer(data, "u1").reshape(-1, DTYPE_BYTES[dtype]) for data in (first, second)]
-        differs = (bits[0] != bits[1]).any(axis=1)
-        self.elements += int(differs.sum())
-        if not has_numbers:
-            self.max_abs = nan
-            return
-        a, b = a[differs], numbers(second, dtype)[differs].astype(kind)
-        finite = numpy.isfinite(a) & numpy.isfinite(b)
-        self.not_finite += int((~finite).sum())
-        apart = numpy.abs(b[finite] - a[finite])
-        self._squares += _squares(apart)
-        self.max_abs = max(self.max_abs, float(apart.max(initial=0.0)))
+                a, b = (numbers(data[begin : begin + step], dtype).astype(kind) for data in (first, second))
+                sizes = numpy.abs(a)
+                self.magnitude = max(self.magnitude, float(sizes.max(initial=0.0, where=numpy.isfinite(sizes))))
+                apart = numpy.where(a == b, 0.0, numpy.abs(b - a))
+                apart[numpy.isnan(apart)] = inf
+                apart[numpy.isnan(a) & numpy.isnan(b)] = 0.0
+                self.largest = max(self.largest, float(apart.max(initial=0.0)))
 
     @property
-    def relative_l2(self) -> float | None:
-        """The norm of the difference divided by the norm of the first tensor; None if that is 0 or not finite."""
-        if self._of_first in (0.0, inf) or self._squares == inf:
-            return None
-        ratio = sqrt(self._squares) / sqrt(self._of_first)
-        return ratio if ratio < inf else None
-
-
-def _squares(values: NDArray[Any]) -> float:
-    return float(numpy.sum(values.real**2) + (numpy.sum(values.imag**2) if values.dtype.kind == "c" else 0.0))
-
-
-# ── hyper-parameters ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def hyper_parameters(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return hyper-parameters of the model and the optimizers as text, by names such as ``…/param_groups/0/lr``.
-
-    Tagged JSON is not decoded.
-
-    Raises:
-        CorruptionError: if a document is corrupted.
-        FormatError: if a document is malformed.
-    """
-    trainer, optimizer = (entries_of(role, document_of(checkpoint, role)) for role in ("trainer", "optimizer"))
-    values = {name.removeprefix("trainer/"): e.value for name, e in trainer.items() if name.startswith(_SAVED)}
-    values |= {name: e.value for name, e in optimizer.items() if _HYPER.match(name)}
-    return {name: _text(value) for name, value in values.items()}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict) and "v" in value and value.get("$") in _PLAIN:
-        value = value["v"]
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+    def relative(self) -> float | None:
+        """The largest difference divided by the largest element; None if it is not finite or there is no element."""
+        return self.largest / self.magnitude if self.magnitude and isfinite(self.largest) else None
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -304,8 +268,8 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     """Render the result of ``diff`` as text for people."""
     limit, tensors = None if everything else _LISTED, report["tensors"]
     blocks = [f"A  {report['a']}\nB  {report['b']}"]
-    for title, kind in (("about", "about"), ("hyper-parameter", "hyper_parameters")):
-        rows: list[tuple[str, ...]] = [(name, a or _ABSENT, b or _ABSENT) for name, (a, b) in report[kind].items()]
+    for title, kind in (("about", "about"), ("value", "values")):
+        rows: list[tuple[str, ...]] = [(name, _cut(a), _cut(b)) for name, (a, b) in report[kind].items()]
         if rows:
             blocks.append(_rows_table((title, "A", "B"), rows, limit))
     components = dict.fromkeys(t["component"] for t in tensors["different"])
@@ -314,16 +278,18 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     return "\n\n".join([*blocks, _verdict(report)])
 
 
+def _cut(text: str | None) -> str:
+    return _ABSENT if text is None else text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
 def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
     """Return the table of tensors whose values differ, the largest change first."""
-    rows: list[tuple[str, ...]] = []
     own = [t for t in tensors["different"] if t["component"] == component]
-    for t in sorted(own, key=lambda t: (-(t.get("relative_l2") or 0.0), t["name"])):
-        size = (t["name"], t["dtype"], shape_text(t["shape"]))
-        largest, relative = ("" if t[k] is None else f"{t[k]:.3g}" for k in ("max_abs", "relative_l2"))
-        odd = f" ({t['not_finite']:,} not finite)" if t["not_finite"] else ""
-        rows.append((*size, f"{t['elements'] / t['of']:.1%}{odd}", largest, relative))
-    header = (f"{component}: differs", "dtype", "shape", "elements", "largest", "relative L2")
+    rows: list[tuple[str, ...]] = []
+    for t in sorted(own, key=lambda t: (-inf if t["relative"] is None else -t["relative"], t["name"])):
+        largest, relative = ("" if t[k] is None else f"{t[k]:.3g}" for k in ("largest", "relative"))
+        rows.append((t["name"], t["dtype"], shape_text(t["shape"]), largest, relative))
+    header = (f"{component}: differs", "dtype", "shape", "largest", "relative")
     return _rows_table(header, rows, limit, header[3:])
 
 

@@ -152,7 +152,7 @@ def _tensors_table(report: dict[str, Any], limit: int | None) -> str:
     def row(t: dict[str, Any]) -> tuple[str, ...]:
         return t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t, all_ranks)
 
-    header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--all lists them, --tensors PATTERN picks"
+    header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--tensors '*' lists them, --tensors PATTERN picks"
     return long_table(header, report["tensors"], row, limit=limit, noun="tensor", hint=hint)
 
 

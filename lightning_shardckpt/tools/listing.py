@@ -19,7 +19,7 @@ def long_table(
     *,
     limit: int | None,
     noun: str = "",
-    hint: str = "--all lists them",
+    hint: str = "--tensors '*' lists them",
     right: Sequence[str] = ("size",),
 ) -> str:
     """Return a table of the first items, with a last line that counts the others and tells how to list them.
@@ -27,7 +27,7 @@ def long_table(
     >>> print(long_table(("file", "size"), range(3), lambda i: (f"f{i}", f"{i} B"), limit=1, noun="file"))
     file  size
     f0     0 B
-    … and 2 more files: --all lists them
+    … and 2 more files: --tensors '*' lists them
     """
     text = table(header, [row(item) for item in items[:limit]], right)
     more = 0 if limit is None else max(len(items) - limit, 0)

@@ -47,7 +47,7 @@ def test_text_is_aligned_and_short(saved: Path, capsys: pytest.CaptureFixture[st
     assert len(lines) < 70 and max(map(len, lines)) < 140
     assert "world       4 ranks: shard 2 × tensor 2" in lines
     (more,) = (line for line in lines if line.endswith("--tensors PATTERN picks"))
-    assert more.startswith("… and ") and "more tensors: --all lists them" in more
+    assert more.startswith("… and ") and "more tensors: --tensors '*' lists them" in more
     header = next(line for line in lines if line.startswith("tensor "))
     row = next(line for line in lines if line.startswith("both.bfloat16"))
     assert row.index("BF16") == header.index("dtype") and row.index("13 × 7") == header.index("shape")
@@ -64,7 +64,7 @@ def test_a_pattern_picks_tensors_by_part_of_the_name_glob_or_alias(saved: Path) 
 
 
 def test_all_lists_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["inspect", str(saved), "--all"])
+    main(["inspect", str(saved), "--tensors", "*"])
     out = capsys.readouterr().out
     names = [*zoo.whole_tensors(), *(p.name for p in saved.iterdir())]
     assert [name for name in names if name not in out] == [] and "… and" not in out
@@ -75,7 +75,7 @@ def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
 ) -> None:
     zoo.save(str(tmp_path / "a.ckpt"))
     (tmp_path / "a.ckpt" / "model-meta-dist-00000.index.json").unlink()
-    assert main(["inspect", str(tmp_path / "a.ckpt"), "--all"]) == 0
+    assert main(["inspect", str(tmp_path / "a.ckpt"), "--tensors", "*"]) == 0
     out = capsys.readouterr().out
     assert "model-meta-dist-00000.index.json: the file is missing" in out and "rows.few" in out
 

@@ -1,20 +1,17 @@
 """Run all cases, or some, on one topology: ``python -m tests.sweeps.twins TOPOLOGY [NAME …]``. Takes minutes.
 
 ``python -m tests.sweeps.twins resumed [NAME …]`` resumes on replicas what two ranks of FSDP saved;
-``python -m tests.sweeps.twins proved TOPOLOGY [NAME …]`` proves that each case resumes as if it had not stopped, and
-``… proved plain NAME …`` does so without this package. ``python -m tests.sweeps.twins fabric TOPOLOGY [NAME …]`` runs
-the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` cases on GPUs, or on the pretend device where there are none.
+``… fabric TOPOLOGY [NAME …]`` runs the scripts of Fabric, ``… gpu TOPOLOGY [NAME …]`` cases on GPUs, or on the pretend
+device where there are none.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
 from tests.sweeps.twins.fabric_run import scripts
 from tests.sweeps.twins.fabric_scripts import SCRIPTS
-from tests.sweeps.twins.proved import DIFFERS_ANYWAY, proof
 from tests.sweeps.twins.run import (
     CASES,
     TOPOLOGIES,
@@ -51,8 +47,6 @@ def main(
     if topology == "gpu":
         ranks.on_real_gpus = torch.cuda.is_available()
         return main(*names, alone=run_on_gpus, on_ranks=run_on_gpus)
-    if topology == "proved":
-        return _prove(*names)
     if topology == "fabric":
         return _run_scripts(*names)
     if topology == "resumed":
@@ -96,22 +90,6 @@ def _resumed(name: str) -> tuple[Sequence[Found], Found]:
         world = TOPOLOGIES["replicas"][0]
         resumed = run_ranks(world, run, [name], "replicas", folder, True, timeout_s=120)
         return [rank[name] for rank in resumed], expected[name]
-
-
-def _prove(topology: str, *names: str) -> int:
-    """The number of cases that differ, or fail, or that are proved although a reason is known why they differ."""
-    under = None if topology == "plain" else topology
-    counts: Counter[str] = Counter()
-    for name in names or [name for name in CASES if under is None or fits(CASES[name], under)]:
-        found = proof(name, under)
-        outcome, said = str(found.outcome), found.said
-        if name in DIFFERS_ANYWAY and (outcome in ("differs", "proved") or said.startswith("the resumed run")):
-            outcome = "expected" if outcome != "proved" else "proved, which was not expected"
-            said = f"{DIFFERS_ANYWAY[name]}; {said}"
-        counts[outcome] += 1
-        print(f"{name:28} {outcome:8} {shorten(said, 200)}", flush=True)
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    return sum(count for outcome, count in counts.items() if outcome not in ("proved", "refused", "expected"))
 
 
 def _tell(name: str, ranks: Sequence[Found], expected: Found, *, stages: bool = False) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.fabric import Fabric
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.lightning_attributes import (
-    SET_LATER,
     attached_trainer,
     fabric_forward,
     fabric_original,
@@ -37,14 +36,3 @@ def test_what_setup_dataloaders_returns_leads_to_the_loader_that_it_was_given() 
     loader = DataLoader([1, 2])  # type: ignore[arg-type]
     found = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
     assert found is not loader and loader_of_fabric(found) is loader and loader_of_fabric(loader) is loader
-
-
-def test_the_attributes_that_lightning_sets_later_are_known(tmp_path: Path) -> None:
-    module, datamodule, run = BoringModel(), BoringDataModule(), trainer(tmp_path, max_steps=1)
-    before = {*vars(module), *vars(datamodule)}
-    module.save_hyperparameters({"rate": 0.1})
-    run.fit(module, datamodule=datamodule)
-    added = {*vars(module), *vars(datamodule)} - before
-    own = {name for name in added if name.startswith("random_")}  # by the datamodule's own hooks
-    assert "_trainer" in vars(module) and "_hparams" in vars(module)
-    assert added - own - SET_LATER == set()

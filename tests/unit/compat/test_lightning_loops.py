@@ -125,20 +125,6 @@ def test_what_was_logged_in_training(tmp_path: Path) -> None:
     assert asks.found == [[("trained", False)]]
 
 
-class LogsMeans(BoringModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("mean", float(batch_idx), on_step=True, on_epoch=True, batch_size=4)
-        return super().training_step(batch, batch_idx)
-
-
-def test_the_values_that_were_logged_are_known_without_a_computation(tmp_path: Path) -> None:
-    asks = Asks("on_train_batch_end", compat.logged_values)
-    trainer(tmp_path, asks, max_steps=2).fit(LogsMeans(), batches(3))
-    (last,) = asks.found[1]
-    assert (last.name, last.of_batch, last.synced) == ("mean", 1.0, False)
-    assert last.of_epoch == {"value": (0 + 1) * 4, "weight": 8}
-
-
 def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_path: Path) -> None:
     found: list[tuple[bool, bool]] = []
     undone: list[Any] = []
