@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
@@ -63,7 +62,7 @@ from lightning_shardckpt.state.stateful_loader import (
     resume,
 )
 from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, reseed_by_rank, set_rng_state
 
 _INEXACT = (
     "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "
@@ -306,7 +305,7 @@ class Continuation:
         if not (over and begun):
             set_rng_state(self._rng)
         if self._extra_rank is not None:  # more data-parallel ranks than before must not draw the same numbers
-            torch.manual_seed(int(torch.randint(1 << 62, ())) + self._extra_rank)
+            reseed_by_rank(self._extra_rank)
         if over:
             self._restore_loaders(loaders)
             if self.validates and not self._ended:

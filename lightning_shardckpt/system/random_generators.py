@@ -92,6 +92,13 @@ def seed_temporarily(seed: int) -> Iterator[None]:
         yield
 
 
+def reseed_by_rank(rank: int) -> None:
+    """Reseed each global generator with a number that it draws and ``rank``, so that ranks with one state part."""
+    _seed_torch(int(torch.randint(1 << 62, ())) + rank)
+    random.seed(random.getrandbits(62) + rank)
+    np.random.seed((int(np.random.randint(1 << 32, dtype=np.int64)) + rank) % (1 << 32))
+
+
 class derive_rng:  # a class, since a step of a pipeline enters it for each module on each microbatch
     """A context in which torch's generators are seeded from their state before and ``key``; restores them on exit."""
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_shardckpt.system.random_generators import preserve_rng
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks, selected
 
@@ -315,6 +316,37 @@ def test_averaging_of_weights_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
     assert resumed == losses[5:]
     assert tiny.differences(state, state_resumed) == []
+
+
+def next_numbers(path: str, resume: bool) -> list[float]:
+    """Return what the generators of torch, Python and NumPy draw after a save, in the run that saved or in the next."""
+    pl.seed_everything(9 if resume else 1, workers=True)
+    run = tiny.trainer({}, max_steps=4 if resume else 2, callbacks=[drawing := Drawing()], limit_val_batches=0)
+    run.fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path if resume else None)
+    if not resume:
+        run.save_checkpoint(path)
+        drawing.on_train_batch_start()
+        return drawing.numbers[-3:]
+    return drawing.numbers[:3]
+
+
+class Drawing(pl.Callback):
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        with preserve_rng():
+            self.numbers += [torch.rand(()).item(), random.random(), np.random.random()]
+
+
+def test_added_ranks_draw_numbers_of_their_own_from_every_generator(tmp_path: Path) -> None:
+    """The first ranks continue the streams of those that saved; augmentation of the others must not repeat theirs."""
+    path = str(tmp_path / "a.ckpt")
+    saved = run_ranks(2, next_numbers, path, False)
+    resumed = run_ranks(4, next_numbers, path, True)
+    assert resumed[:2] == saved
+    for drawn in zip(*resumed, strict=True):  # of one generator
+        assert len({*drawn}) == (3 if saved[0] == saved[1] else 4)
 
 
 def at_the_end_of_validation(directory: str, resume: bool) -> tuple[list[float], dict[str, Any]]:

@@ -14,6 +14,7 @@ from lightning_shardckpt.system.random_generators import (
     generator_state,
     get_rng_state,
     preserve_rng,
+    reseed_by_rank,
     rng_checksum,
     seed_and_watch,
     seed_rng,
@@ -81,3 +82,13 @@ def test_a_generator_with_its_state_draws_the_same_again(name: str) -> None:
     first = [draw(generator) for _ in range(3)]
     set_generator_state(generator, state)
     assert [draw(generator) for _ in range(3)] == first
+
+
+def test_ranks_with_one_state_part_in_every_generator_and_each_draws_the_same_again() -> None:
+    found = []
+    with preserve_rng():
+        for rank in (2, 3, 3):
+            seed_rng(1)
+            reseed_by_rank(rank)
+            found.append([torch.rand(()).item(), np.random.random(), random.random()])
+    assert not set(found[0]) & set(found[1]) and found[1] == found[2]
