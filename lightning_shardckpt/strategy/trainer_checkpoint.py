@@ -23,6 +23,7 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
+from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
@@ -133,26 +134,37 @@ def load_checkpoint(
     checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show(loaded.settings)
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting)
-    _compare_hyper_parameters(module, checkpoint, str(path))
+    _compare_hyper_parameters(module, checkpoint, str(path), fitting=fitting)
     return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.hooked, of_optimizers)
 
 
-def _compare_hyper_parameters(module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Warn if a LightningCLI has built the module with other hyper-parameters: it reads stored ones only from files."""
+def _compare_hyper_parameters(
+    module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str, *, fitting: bool
+) -> None:
+    """Compare the hyper-parameters of a module that a LightningCLI has built: it reads stored ones only from files.
+
+    Raises:
+        MismatchError: listing those that differ, for an evaluation; a fit only warns, since it may change them.
+    """
     if _CLI_MARK not in module.hparams or os.path.isfile(path):
         return
     stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
     both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
-    differing = [
-        f"{name}={saved!r} in the checkpoint, {value!r} in the module"
+    differing = {
+        name: f"{name}={saved!r} in the checkpoint, {value!r} in the module"
         for name, (saved, value) in both.items()
         if isinstance(saved, plain) and isinstance(value, plain) and saved != value and name != _CLI_MARK
-    ]
-    if differing:
-        rank_zero_warn(
-            f"{path!r} was saved with other hyper-parameters: {'; '.join(differing)}. LightningCLI reads them only "
-            "from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
-        )
+    }
+    if not differing:
+        return
+    remedy = (
+        f"{path!r} was saved with other hyper-parameters: {'; '.join(differing.values())}. LightningCLI reads them "
+        "only from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
+    )
+    if not fitting:
+        given = " ".join(f"--model.{name}={both[name][0]}" for name in differing)
+        raise MismatchError(f"{remedy}, or pass {given}")
+    rank_zero_warn(remedy)
 
 
 @gc_paused()

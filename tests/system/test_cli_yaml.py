@@ -234,19 +234,27 @@ def validated(*arguments: str) -> tuple[dict[str, Any], float]:
     return dict(made.model.hparams), float(made.trainer.callback_metrics["loss"])
 
 
-def told_of_others(*arguments: str) -> list[str]:
-    """Return what a LightningCLI of Lightning's warns of when it validates from the command line."""
-    import warnings
-
+def run_by_lightnings_cli(command: str, *arguments: str) -> tuple[float | None, str]:
+    """Return the loss, if the command logs it, and the error of a LightningCLI of Lightning's."""
     from lightning.pytorch.cli import LightningCLI
 
+    from lightning_shardckpt.errors import MismatchError
     from tests.support.scaled import Scaled
 
-    _be_the_command_line(("validate", *arguments))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        LightningCLI(Scaled, save_config_callback=None, seed_everything_default=7)
-    return [str(w.message) for w in caught if "hyper-parameters" in str(w.message)]
+    _be_the_command_line((command, *arguments))
+    found: list[float] = []
+
+    class Noting(LightningCLI):
+        def after_run(self) -> None:
+            found.extend(float(value) for name, value in self.trainer.callback_metrics.items() if name == "loss")
+
+        after_validate = after_test = after_predict = after_run
+
+    try:
+        Noting(Scaled, save_config_callback=None, seed_everything_default=7)
+    except MismatchError as error:
+        return None, str(error)
+    return next(iter(found), None), ""
 
 
 def saved_scaled(path: str, plain: str) -> None:
@@ -275,5 +283,10 @@ def test_validate_from_the_command_line_takes_the_hyper_parameters_of_a_director
     assert alone(validated, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True) == expected
     both = run_ranks(2, validated, *sharded, "--trainer.devices=2", f"--ckpt_path={directory}", bare=True)
     assert [hyper for hyper, _ in both] == [expected[0]] * 2
-    (told,) = alone(told_of_others, *sharded, "--trainer.devices=1", f"--ckpt_path={directory}", bare=True)
-    assert "factor=3.0 in the checkpoint, 1.0 in the module" in told and "ShardedCLI" in told
+    by_lightnings = [*sharded, "--trainer.devices=1", f"--ckpt_path={directory}"]
+    for command in ("validate", "test", "predict"):
+        _, error = alone(run_by_lightnings_cli, command, *by_lightnings, bare=True)
+        assert "factor=3.0 in the checkpoint, 1.0 in the module" in error
+        assert "ShardedCLI" in error and error.endswith("or pass --model.factor=3.0")
+    remedy = alone(run_by_lightnings_cli, "validate", *by_lightnings, "--model.factor=3.0", bare=True)
+    assert remedy == (expected[1], "")
