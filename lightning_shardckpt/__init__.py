@@ -1,8 +1,7 @@
 """Sharded checkpoints for PyTorch Lightning: every rank writes its own slices, any topology loads them.
 
-Public names are resolved when they are first used: the tools in this package start without importing torch. A
-Lightning that is imported already knows ``strategy="sharded"`` after this import, and else once
-``lightning_shardckpt.pytorch`` or ``lightning_shardckpt.fabric`` is imported.
+Public names are resolved when they are first used: the tools in this package start without importing torch. Lightning
+and Fabric know ``strategy="sharded"`` after this import, also if they are imported later.
 """
 
 from importlib import import_module

@@ -59,12 +59,9 @@ from lightning_shardckpt.strategy.fabric_modules import (
     allow_backward,
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.steps import PipelinedSteps, scaler_factor, unscale_shards
 from lightning_shardckpt.strategy.user_steps import FunctionStep
 from lightning_shardckpt.system.threads import drain_all
-
-register_strategies()
 
 __all__ = ["ShardCkptIO", "ShardedStrategy"]
 

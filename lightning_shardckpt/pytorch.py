@@ -36,6 +36,7 @@ from lightning_shardckpt.compat.lightning_loops import (
     is_stream_at_end,
 )
 from lightning_shardckpt.compat.lightning_trainer import (
+    CompilesInside,
     gather_metrics_over,
     keep_order_of_training,
     refuse_averaging_of_modules,
@@ -73,7 +74,6 @@ from lightning_shardckpt.strategy.lightning_module import (
     whole_names,
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.registration import register_strategies
 from lightning_shardckpt.strategy.resume import DataShare
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, check_saves
 from lightning_shardckpt.strategy.steps import (
@@ -87,12 +87,12 @@ from lightning_shardckpt.strategy.steps import (
 )
 from lightning_shardckpt.system.memory import gc_paused
 
-register_strategies()
-
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 
 
-class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
+class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
+    MeshStrategy, CompilesInside, ParallelStrategy
+):
     """Trains one LightningModule under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
     The module needs no changes: layers are built in ``__init__`` or ``configure_model``, and steps are as usual. A

@@ -50,6 +50,28 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
 
 
+class CompilesInside:
+    """Base of a strategy that takes no LightningModule which ``torch.compile`` has wrapped, and says what to do.
+
+    Lightning's own error advises another strategy. Relies on ``Strategy._lightning_module``, which the Trainer assigns
+    before it raises that error, and on ``LightningModule._compiler_ctx``, which it sets when it unwraps the module.
+    """
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise UnsupportedCodeError(
+                f"{type(self).__name__} got torch.compile({type(module).__name__}): the whole module is compiled before "
+                "its parameters are sharded. Pass the module itself, and compile layers or networks inside: call "
+                "layer.compile() for each of them in __init__ or configure_model."
+            )
+        self.__dict__["_lightning_module"] = module
+
+
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

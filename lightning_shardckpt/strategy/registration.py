@@ -1,4 +1,4 @@
-"""Registration of ``strategy="sharded"`` with Lightning and Fabric, if they are imported already.
+"""Registration of ``strategy="sharded"`` with Lightning and Fabric, whichever is imported first.
 
 Does not import them, since this package's tools run without Lightning. Checked with Lightning 2.5.6 and 2.6.6.
 """
@@ -6,24 +6,66 @@ Does not import them, since this package's tools run without Lightning. Checked 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 NAME = "sharded"
 _REGISTRIES = {
-    "lightning_shardckpt.pytorch": ("lightning.pytorch.strategies", "StrategyRegistry"),
-    "lightning_shardckpt.fabric": ("lightning.fabric.strategies", "STRATEGY_REGISTRY"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_shardckpt.pytorch"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_shardckpt.fabric"),
 }
 
 
 def register_strategies() -> None:
-    """Register the name with each imported registry; a strategy is imported when it is created."""
-    for home, (module, name) in _REGISTRIES.items():
-        registry = getattr(sys.modules.get(module), name, None)
-        if registry is not None and NAME not in registry:
-            registry.register(NAME, partial(_make, home), description="Sharded training and checkpoints")
+    """Register the name with each registry: now if it is imported, else when it is; the latter only once.
+
+    A strategy is imported when it is created.
+    """
+    missing = {module for module in _REGISTRIES if not _register(module)}
+    if missing and not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport(missing))
+
+
+def _register(module: str) -> bool:
+    """Register the name with a registry; return False if it is not imported."""
+    name, home = _REGISTRIES[module]
+    registry = getattr(sys.modules.get(module), name, None)
+    if registry is not None and NAME not in registry:
+        registry.register(NAME, partial(_make, home), description="Sharded training and checkpoints")
+    return registry is not None
 
 
 def _make(home: str, **arguments: Any) -> Any:
     return import_module(home).ShardedStrategy(**arguments)
+
+
+class _RegisterOnImport(MetaPathFinder):
+    """Finds nothing itself: it lets a registry's module register the name at the end of its import."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self._modules = modules
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the finders after this one, for a module of a registry; None for other modules."""
+        if name not in self._modules:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register(name)
+            self._modules.discard(name)
+            if not self._modules and self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one module
+        return spec

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
 
+from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -113,6 +114,13 @@ class Asks(pl.Callback):
 def trainer(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     defaults = {**QUIET, "max_steps": 2, "default_root_dir": tmp_path, "enable_checkpointing": False}
     return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize("method", ["fit", "validate"])
+def test_a_module_that_is_compiled_as_a_whole_is_refused_with_what_works(tmp_path: Path, method: str) -> None:
+    run = trainer(tmp_path, devices=1, strategy=ShardedStrategy())
+    with pytest.raises(UnsupportedCodeError, match=r"torch.compile\(BoringModel\).*call layer.compile\(\) for each"):
+        getattr(run, method)(torch.compile(BoringModel(), backend="eager"))
 
 
 @pytest.fixture
