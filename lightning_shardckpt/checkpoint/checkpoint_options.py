@@ -32,8 +32,11 @@ class SaveOptions:
     replicas: Replicas = "same"
 
     def __post_init__(self) -> None:
-        if self.size_per_shard <= 0:
-            raise ValueError(f"size_per_shard is a size in MB and must be positive, got {self.size_per_shard}")
+        if not isinstance(self.size_per_shard, int | float) or not self.size_per_shard > 0:
+            raise ValueError(
+                f"size_per_shard is a size in MB (2^20 bytes) and must be a positive number, got "
+                f"{self.size_per_shard!r}: write size_per_shard=1024 for 1 GB"
+            )
         if self.also not in (None, *get_args(ExtraFormat)):
             raise ValueError(f'also is "huggingface" or None, got {self.also!r}')
         if self.replicas not in get_args(Replicas):

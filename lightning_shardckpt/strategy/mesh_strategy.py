@@ -36,10 +36,10 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
+from lightning_shardckpt.strategy.counterparts import NamesCounterparts
 from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import check_io
-from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
@@ -61,7 +61,7 @@ class AxisSizes:
         )
 
 
-class MeshStrategy(PickleByArguments):
+class MeshStrategy(NamesCounterparts):
     """The common part of both strategies; the base class before Lightning's ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None
@@ -167,6 +167,12 @@ class MeshStrategy(PickleByArguments):
             TopologyError: for wrong sizes or names.
         """
         super().__init__()
+        _check_sizes(
+            data_parallel_shard_size=None if data_parallel_shard_size == "auto" else data_parallel_shard_size,
+            data_parallel_replicate_size=data_parallel_replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
         self.axis_sizes = AxisSizes(
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
@@ -378,6 +384,17 @@ class MeshStrategy(PickleByArguments):
 
 # Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.
 MeshStrategy.__init__.__qualname__ = "ShardedStrategy.__init__"
+
+
+def _check_sizes(**options: Any) -> None:
+    """Raise a TopologyError for an option that is neither None nor a number of processes."""
+    for option, size in options.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            number = size if isinstance(size, str) and size.isdecimal() and int(size) else 2
+            auto = ' or "auto"' if option == "data_parallel_shard_size" else ""
+            raise TopologyError(
+                f"{option} is a number of processes, at least 1{auto}, found {size!r}: write {option}={number}"
+            )
 
 
 def _check_patterns(**options: Any) -> None:

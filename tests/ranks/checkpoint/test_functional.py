@@ -502,6 +502,8 @@ def test_bad_arguments_are_told() -> None:
         save("a", {0: 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="size_per_shard"):
         save("a", {}, size_per_shard=0)
+    with pytest.raises(ValueError, match=r"size_per_shard is a size in MB .*got '1GB': write size_per_shard=1024"):
+        save("a", {}, size_per_shard="1GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="also is"):
         save("a", {}, also="pickle")  # type: ignore[arg-type]
 
