@@ -66,8 +66,8 @@ class CompilesInside:
         if getattr(module, "_compiler_ctx", None) is not None:
             raise UnsupportedCodeError(
                 f"{type(self).__name__} got torch.compile({type(module).__name__}): the whole module is compiled "
-                "before its parameters are sharded. Pass the module itself, and compile layers or networks inside: call "
-                "layer.compile() for each of them in __init__ or configure_model."
+                "before its parameters are sharded. Pass the module itself, and compile layers or networks inside: "
+                "call layer.compile() for each of them in __init__ or configure_model."
             )
         self.__dict__["_lightning_module"] = module
 
