@@ -237,37 +237,6 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def step_plateaus_now(trainer: pl.Trainer, epoch: int) -> None:
-    """Step the schedulers that monitor a metric, as at the end of an epoch.
-
-    Relies on ``update_lr_schedulers``, which reads ``epoch_progress.current.completed`` for their frequency.
-
-    Args:
-        trainer: with the metrics for callbacks.
-        epoch: the number of the finished epoch.
-    """
-    trainer.fit_loop.epoch_progress.current.completed = epoch
-    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-
-
-def let_plateaus_step(trainer: pl.Trainer) -> None:
-    """Step the schedulers that monitor a metric at the end of a resumed epoch, where Lightning omits it.
-
-    Relies on ``_LoggerConnector.on_epoch_end``, called after the hooks of the epoch's end, and on
-    ``_FitLoop._restarting``, of this loop only, which Lightning reads after that.
-    """
-    connector = trainer._logger_connector
-    original = connector.on_epoch_end
-
-    def on_epoch_end() -> None:
-        if trainer.training:  # not at the end of a validation
-            trainer.fit_loop._restarting = False
-            connector.__dict__.pop("on_epoch_end", None)
-        original()
-
-    connector.on_epoch_end = on_epoch_end  # type: ignore[method-assign]  # of one run, once
-
-
 def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
     """Return whether an exception ended a validation, from the state of a fit loop.
 

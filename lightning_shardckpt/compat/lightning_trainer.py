@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -263,22 +263,6 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     Relies on the attribute ``_device_mesh``, which ModelParallelStrategy sets.
     """
     module._device_mesh = mesh
-
-
-def validated_metrics(trainer: pl.Trainer) -> Mapping[str, Any]:
-    """Return the metrics for callbacks of the ending validation, without metrics of training.
-
-    Relies on ``_LoggerConnector.metrics``; ``Trainer.callback_metrics`` includes metrics of the previous epoch.
-    """
-    return trainer._logger_connector.metrics["callback"]
-
-
-def put_callback_metrics(trainer: pl.Trainer, metrics: Mapping[str, Any]) -> None:
-    """Add metrics for schedulers that monitor them, as if they had been logged.
-
-    Relies on ``Trainer.callback_metrics`` being the dict in which Lightning looks them up.
-    """
-    trainer.callback_metrics.update(metrics)
 
 
 def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextManager[object]]) -> Callable[[], None]:

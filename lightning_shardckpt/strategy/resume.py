@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_shardckpt.compat.lightning_loops import (
@@ -26,21 +26,17 @@ from lightning_shardckpt.compat.lightning_loops import (
     ends_within_epoch,
     is_accumulating,
     is_batch_begun,
-    is_last_batch,
     is_validation_interrupted,
-    let_plateaus_step,
     logged_in_training,
     move_in_epoch,
     repeat_last_batch,
     resume_validation,
     set_loaders_begun,
-    step_plateaus_now,
     take_back_step,
     train_loaders,
     would_validate,
     wrap_batch_end,
 )
-from lightning_shardckpt.compat.lightning_trainer import put_callback_metrics, validated_metrics
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.state.data_position import (
     EpochPosition,
@@ -124,21 +120,19 @@ class Position:
         fit_loop: the counters of Lightning's loop; None if Lightning's dict has them.
         rng: states of this rank's random number generators.
         loaders: the position in each of its loaders; None for a loader without one.
-        monitored: metrics by name, for schedulers that Lightning steps after the hooks at the end of an epoch.
-        partial: names of metrics of such schedulers that are means over the batches of the current epoch.
+        epoch_metrics: names of metrics of training that are logged for the whole of the current epoch.
         trained: names of the parameters that are not frozen, if a callback freezes and unfreezes.
     """
 
     fit_loop: Mapping[str, Any] | None
     rng: dict[str, Any]
     loaders: list[dict[str, Any] | None]
-    monitored: dict[str, Any]
-    partial: list[str]
+    epoch_metrics: list[str]
     trained: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the state of this rank as a checkpoint stores it, without empty fields."""
-        rest = {"monitored": self.monitored, "partial": self.partial, "trained": self.trained}
+        rest = {"epoch_metrics": self.epoch_metrics, "trained": self.trained}
         return {"rng": self.rng, "positions": self.loaders} | {key: value for key, value in rest.items() if value}
 
 
@@ -149,11 +143,11 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
     loaders = [_position(loader, used) for loader in train_loaders(trainer)]
     for loader in train_loaders(trainer):
         rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
-    monitored = {} if fit_loop else _collect_monitored(trainer)
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
-    return Position(fit_loop, rng, loaders, monitored, _list_partial(trainer), list_trainable(trainer))
+    epoch_metrics = sorted({meta.name for meta in logged_in_training(trainer) if meta.on_epoch})
+    return Position(fit_loop, rng, loaders, epoch_metrics, list_trainable(trainer))
 
 
 def _position(loader: object, used: int | None) -> dict[str, Any] | None:
@@ -165,34 +159,6 @@ def _position(loader: object, used: int | None) -> dict[str, Any] | None:
 def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
     """Return the number of used batches of the current epoch; None if it is over."""
     return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
-
-
-def plateau_monitors(trainer: pl.Trainer) -> list[str]:
-    """Return the metrics of the schedulers that step by a metric at the end of an epoch."""
-    if not trainer.lightning_module.automatic_optimization:
-        return []
-    plateaus = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
-    return [config.monitor for config in plateaus if config.monitor is not None]
-
-
-def _list_partial(trainer: pl.Trainer) -> list[str]:
-    means = [meta for meta in logged_in_training(trainer) if meta.on_epoch]
-    names = {name for meta in means for name in (meta.name, f"{meta.name}_epoch")}
-    return [name for name in plateau_monitors(trainer) if name in names]
-
-
-def _collect_monitored(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return values of metrics that schedulers will use: in hooks at the end of an epoch, or of its last validation."""
-    current, monitors = trainer.fit_loop.epoch_progress.current, plateau_monitors(trainer)
-    if not monitors or not is_last_batch(trainer):
-        return {}
-    if trainer.validating:  # metrics of training are of the previous epoch
-        metrics = validated_metrics(trainer)
-    elif current.processed == current.started > current.completed:  # type: ignore[attr-defined]  # its subclass
-        metrics = trainer.callback_metrics
-    else:
-        return {}
-    return {name: metrics[name] for name in monitors if name in metrics}
 
 
 class StopPosition:
@@ -277,9 +243,8 @@ class Continuation:
         epoch = _NO_EPOCH if loops is None else loops["fit_loop"]["epoch_progress"]["current"]
         self._epochs: int = epoch["started"]
         self._ended: bool = epoch["processed"] >= epoch["started"]
-        unfinished = self._batches is None and epoch["completed"] < epoch["started"] and not self.validates
-        self._steps_plateaus = unfinished
-        self._monitored, self._partial = rank_state.get("monitored", {}), rank_state.get("partial", ())
+        self._completed: bool = epoch["completed"] >= epoch["started"]
+        self._epoch_metrics: list[str] = rank_state.get("epoch_metrics", [])
         self._trained = rank_state.get("trained", ())
         saved = DataShare(**rank_state["place"])
         self._saved_size, self._size = saved.data_size, share.data_size
@@ -300,6 +265,8 @@ class Continuation:
         if self.validates:
             resume_validation(trainer)
         self._recount(loaders, trainer)
+        if not self._completed:
+            self._tell_missing(trainer)
         over = self._epochs > 0 and (self._batches is None or self._batches >= fit.max_batches)
         begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)  # in before_loaders
         if not (over and begun):
@@ -309,17 +276,13 @@ class Continuation:
         if over:
             self._restore_loaders(loaders)
             if self.validates and not self._ended:
-                self._let_plateaus_step(trainer)
                 return
-            if self._steps_plateaus:
-                step_plateaus(trainer, self._epochs, self._monitored)
             begin_next_epoch(trainer, self._epochs, ended=self._ended)
             set_loaders_begun(trainer, begun)
             return
         reasons = self._resume(loaders, self._positions, trainer)
         if reasons and self._batches:
             rank_zero_warn(_INEXACT.format(batches=self._batches, reasons="; ".join(reasons)))
-        self._let_plateaus_step(trainer)
         for loader in loaders:
             for owner in (loader, getattr(loader, "batch_sampler", None)):
                 sampler: Any = getattr(owner, "sampler", None)
@@ -328,17 +291,19 @@ class Continuation:
         if not begun:
             begin_loaders(trainer)  # they have waited
 
-    def _let_plateaus_step(self, trainer: pl.Trainer) -> None:
-        """Make the resumed epoch step ReduceLROnPlateau at its end, which Lightning skips."""
-        partial = sorted(set(self._partial) & set(plateau_monitors(trainer)))
-        if (self._batches or self.validates) and partial:
+    def _tell_missing(self, trainer: pl.Trainer) -> None:
+        """Tell what of the interrupted epoch the resumed run does not have, on rank 0."""
+        configs = trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else []
+        if any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
             rank_zero_warn(
-                f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}: {', '.join(partial)} is a mean "
-                "over its training batches, and a resumed run sees only the remaining ones. Monitor a metric of the "
-                "validation, or resume from the end of an epoch."
+                f"ReduceLROnPlateau will miss the update of epoch {self._epochs - 1}, from which the checkpoint is: "
+                "Lightning does not step it at the end of an epoch that began in an earlier run"
             )
-        else:
-            let_plateaus_step(trainer)
+        if self._batches and self._epoch_metrics:
+            rank_zero_info(
+                f"metrics of epoch {self._epochs - 1} will be partial, over its batches from {self._batches} on: "
+                f"{', '.join(self._epoch_metrics)}"
+            )
 
     def _restore_loaders(self, loaders: list[Any]) -> None:
         """Restore seeds and the loaders' own states for a new epoch."""
@@ -461,21 +426,3 @@ def _describe_change(loader: ResumableLoader, position: Mapping[str, Any]) -> st
         if name in position and position[name] != value:
             return f"{name} of a DataLoader was {position[name]}, and is {value}"
     return None
-
-
-def step_plateaus(trainer: pl.Trainer, epochs: int, monitored: Mapping[str, Any]) -> None:
-    """Step the schedulers that Lightning steps by a metric at the end of an epoch, after the hooks that save.
-
-    Args:
-        trainer: with the loaded schedulers.
-        epochs: the number of started epochs.
-        monitored: the saved metrics.
-    """
-    if missing := sorted(set(plateau_monitors(trainer)) - monitored.keys()):
-        rank_zero_warn(
-            f"ReduceLROnPlateau misses the update of epoch {epochs - 1}: {', '.join(missing)} of that epoch was not "
-            "known yet when the checkpoint was saved. Save in on_train_epoch_end."
-        )
-    elif monitored:
-        put_callback_metrics(trainer, monitored)
-        step_plateaus_now(trainer, epochs - 1)

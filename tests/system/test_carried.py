@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core import rank_zero
 
 from tests.support import tiny
 from tests.support.pool import run_ranks
@@ -21,7 +21,7 @@ PER_EPOCH = 4
 
 
 class Scheduled(tiny.TinyLM):
-    """With a scheduler that steps once an epoch; logs what a plateau is seen in."""
+    """With a scheduler that steps once an epoch; logs the mean loss of each epoch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -40,9 +40,7 @@ class Scheduled(tiny.TinyLM):
             return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 3], 0.5)]
         if self.kind == "steps":
             return optimizer
-        # Any value but the first is a plateau: the rate changes in every epoch.
-        never_better: dict[str, Any] = {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, **never_better)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.kind}}
 
 
@@ -93,16 +91,11 @@ def straight_and_resumed(kinds: list[str], directory: str) -> dict[str, tuple[An
         path = f"{directory}/{kind}"
         straight = fit(kind, path)
         names = {"middle": "middle", "validation": "validation1", "epoch": "epoch1"}
-        if kind == "per_epoch":  # its value for the epoch is not known before the epoch is over
-            for name, message in (("middle", "will miss the update"), ("validation", "misses the update")):
-                expected = pytest.warns(UserWarning, match=f"{message} of epoch 1: per_epoch")
-                with expected if os.environ["RANK"] == "0" else nullcontext():
-                    fit(kind, path, f"{path}/{names.pop(name)}.ckpt")
         found[kind] = straight, {n: fit(kind, path, f"{path}/{file}.ckpt") for n, file in names.items()}
     return found
 
 
-KINDS = ["epoch", "val_loss", "per_epoch", "scaler"]
+KINDS = ["epoch", "scaler"]
 KINDS += ["ema"] if hasattr(pl.callbacks, "EMAWeightAveraging") else []  # since Lightning 2.6
 
 
@@ -120,3 +113,60 @@ def test_what_is_carried_over_epochs_is_carried_over_a_resume(tmp_path: Path) ->
                 if not all(same) or any(states):
                     wrong.append((kind, name, same, [s[:2] for s in states]))
         assert wrong == []
+
+
+class Told(logging.Handler):
+    """Keeps what a logger is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class MeansOfEpochs(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.found.append(float(trainer.callback_metrics["per_epoch"]))
+
+
+def what_is_told(kind: str, path: str, at: int, resume: bool) -> tuple[list[float], list[float], list[str], list[str]]:
+    """Save after a step of the second epoch, or resume there; return losses, means of epochs, the log, warnings."""
+    pl.seed_everything(1)
+    module, means, told = Scheduled(kind), MeansOfEpochs(), Told()
+    saving = [] if resume else [tiny.SaveAt(at, path)]
+    run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=[means, *saving])
+    rank_zero.log.addHandler(told)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, tiny.loader(count=2 * PER_EPOCH * run.world_size), ckpt_path=path if resume else None)
+    rank_zero.log.removeHandler(told)
+    plateaus = [str(each.message) for each in caught if "ReduceLROnPlateau" in str(each.message)]
+    return module.losses, means.found, [text for text in told.texts if "partial" in text], plateaus
+
+
+def told_by_runs(directory: str) -> dict[tuple[str, int], Any]:
+    cases = [("steps", PER_EPOCH + 2), ("steps", 2 * PER_EPOCH), ("per_epoch", PER_EPOCH + 2)]
+    found = {}
+    for case in cases:
+        path = f"{directory}/{case}.ckpt"
+        found[case] = [what_is_told(case[0], path, case[1], resume) for resume in (False, True)][1]
+    return found
+
+
+def test_a_resumed_epoch_tells_which_of_its_metrics_and_schedulers_miss_a_part(tmp_path: Path) -> None:
+    """Oracle of the metric: the mean of the losses of the steps that the resumed run took in that epoch."""
+    by_case = run_ranks(2, told_by_runs, str(tmp_path))
+    losses = [rank["steps", PER_EPOCH + 2][0][: PER_EPOCH - 2] for rank in by_case]
+    for number, rank in enumerate(by_case):
+        _, means, log, plateaus = rank["steps", PER_EPOCH + 2]
+        assert means[0] == pytest.approx(sum(map(sum, losses)) / (2 * (PER_EPOCH - 2)))
+        assert (len(log), plateaus) == (1 - number, [])  # on rank 0, once
+        assert all("metrics of epoch 1 will be partial, over its batches from 2 on: per_epoch" in each for each in log)
+        assert rank["steps", 2 * PER_EPOCH][2:] == ([], [])  # the epoch is over
+        told = [each.partition(",")[0] for each in rank["per_epoch", PER_EPOCH + 2][3]]
+        assert told == ["ReduceLROnPlateau will miss the update of epoch 1"][number:]

@@ -169,28 +169,6 @@ def test_a_run_that_stops_would_not_validate_though_lightning_does(tmp_path: Pat
     assert found == [False, True]
 
 
-class Plateau(BoringModel):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validated"}}
-
-
-class LogsAndPlateaus(Plateau, Logs): ...
-
-
-def rates(run: pl.Trainer) -> list[float]:
-    return [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
-
-
-def test_plateaus_step_when_they_are_told(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_epochs=1, max_steps=-1)
-    run.fit(LogsAndPlateaus(), batches(2), batches(1))
-    before = rates(run)
-    compat.step_plateaus_now(run, 0)  # the same value again: no better
-    assert (before, rates(run)) == ([1.0], [0.5])
-
-
 class Fails(BoringModel):
     """Fails in a step of validation, or in the last one of training."""
 
@@ -228,29 +206,6 @@ def test_what_an_exception_interrupted_is_seen_in_the_state_of_the_loop_and_goes
         BoringModel(), batches(5), batches(3), ckpt_path=str(path), **EXECUTES
     )
     assert (len(trained.found), len(validated.found)) == ((3, 3) if step == "training" else (0, 2))
-
-
-def resumed(tmp_path: Path, *callbacks: pl.Callback, at: str, epochs: int) -> pl.Trainer:
-    path = tmp_path / f"{at}.ckpt"
-
-    def save(run: pl.Trainer) -> None:
-        if run.current_epoch == 0 and run.global_step == 2:
-            run.save_checkpoint(path)
-
-    trainer(tmp_path, Asks(at, save), max_epochs=1, max_steps=-1).fit(LogsAndPlateaus(), batches(4), batches(1))
-    run = trainer(tmp_path, *callbacks, max_epochs=epochs, max_steps=-1)
-    run.fit(LogsAndPlateaus(), batches(4), batches(1), ckpt_path=str(path), **EXECUTES)
-    return run
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_a_restarted_epoch_steps_its_plateaus_only_if_it_is_let(tmp_path: Path) -> None:
-    steps = []
-    for lets in (False, True):
-        let = Asks("on_train_start", compat.let_plateaus_step if lets else lambda run: None)
-        run = resumed(tmp_path, let, at="on_train_batch_end", epochs=1)
-        steps.append(run.lr_scheduler_configs[0].scheduler.last_epoch)
-    assert steps == [0, 1]
 
 
 def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path: Path) -> None:

@@ -250,15 +250,6 @@ class Logs(BoringModel):
         return super().validation_step(batch, batch_idx)
 
 
-def test_the_metrics_of_a_validation_are_known_and_others_can_be_put(tmp_path: Path) -> None:
-    validated = Asks("on_validation_epoch_end", lambda run: dict(compat.validated_metrics(run)))
-    run = trainer(tmp_path, validated, limit_train_batches=2)
-    run.fit(Logs())
-    assert {**validated.found[0]} == {"validated": 2.0}
-    compat.put_callback_metrics(run, {"more": torch.tensor(3.0)})
-    assert run.callback_metrics["more"] == 3 and run.callback_metrics["trained"] == 1
-
-
 def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_is_undone(tmp_path: Path) -> None:
     inside: list[bool] = []
     seen: dict[str, list[bool]] = {}
