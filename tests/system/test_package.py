@@ -91,7 +91,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {f"{MODULE}/FORMAT.md", f"{MODULE}/py.typed", f"{MODULE}/tools/map.html"} < expected
     info = f"{MODULE}-{PROJECT['version']}.dist-info"
     assert names_in(wheel) == expected | {
-        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     }
 
 
@@ -122,6 +122,12 @@ def test_the_installed_wheel_runs_its_tools(wheel: Path, tmp_path: Path) -> None
     assert interpret("-m", MODULE, "--version", paths=paths, cwd=tmp_path) == f"{NAME} {PROJECT['version']}\n"
     interpret("-m", MODULE, "map", golden, "-o", page, paths=paths, cwd=tmp_path)
     assert page.read_text().startswith("<!doctype html>")
+    script = installed / "bin/shardckpt"
+    assert interpret(script, "verify", golden, paths=paths, cwd=tmp_path).startswith(f"{golden} is whole: ")
+    damaged = Path(shutil.copytree(golden, tmp_path / "damaged.ckpt"))
+    (damaged / "trainer-state.json").write_text("{}")
+    with pytest.raises(AssertionError, match="trainer-state"):
+        interpret(script, "verify", damaged, paths=paths, cwd=tmp_path)
 
 
 def run(*arguments: str | Path, cwd: Path) -> None:
