@@ -177,7 +177,7 @@ def _tensor(value: dict[str, Any], data: int, packed: bool) -> HeaderTensor:
 # ── the shard of a checkpoint in a header ─────────────────────────────────────────────────────────────────────────────
 
 
-_SAVE_ID = "save_id"
+_SAVE_ID, _SHARDING_INFO = "save_id", "DCP_SHARDING_INFO"
 _NO_ID = "0" * SAVE_ID_LENGTH
 _ALIGNMENT = 8
 
@@ -215,7 +215,7 @@ def plan_header(entries: Sequence[HeaderEntry]) -> ShardHeader:
         stored_dtype, stored_shape, offsets = stored_forms[dtype, shape, start]
         tensors.append((key, stored_dtype, stored_shape))
         items.append(f"{name}: {offsets}")
-    metadata = {"format": "pt", "DCP_SHARDING_INFO": f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
+    metadata = {"format": "pt", _SHARDING_INFO: f"{{{', '.join(items)}}}", "DCP_VERSION": "1.0", _SAVE_ID: _NO_ID}
     header, begins = build_header(tensors, metadata, alignment=_ALIGNMENT, metadata_first=False)
     nbytes = len(header) - LENGTH_BYTES
     if nbytes > MAX_HEADER_BYTES:
@@ -234,6 +234,24 @@ def to_header_type(dtype: str, shape: Shape) -> tuple[str, Shape]:
     (('BF16', (2,)), ('F64', (2, 2)))
     """
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
+
+
+def starts_of(header: Header, where: str) -> dict[str, Shape]:
+    """Return where each tensor of a file begins in the whole tensor; zeros for a file without ``DCP_SHARDING_INFO``.
+
+    Raises:
+        FormatError: if the header lacks a tensor's offsets, or has too many or too few of them.
+    """
+    if _SHARDING_INFO not in header.metadata:
+        return {key: (0,) * len(tensor.shape) for key, tensor in header.tensors.items()}
+    try:
+        info = parse_json(header.metadata[_SHARDING_INFO].encode(), where)
+        starts = {key: check_shape(info[key]["saved_offsets"]) for key in header.tensors}
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        raise FormatError(f"{where}: the header describes a slice wrongly: {shown(problem)}") from None
+    if wrong := [key for key, start in starts.items() if len(start) != len(header.tensors[key].shape)]:
+        raise FormatError(f"{where}: {shown(wrong[0])} has {len(starts[wrong[0]])} offsets of another number of dims")
+    return starts
 
 
 def save_id_of(header: Header) -> str:

@@ -33,16 +33,29 @@ HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
 _INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")
 
 
+_SLICES = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")  # HuggingFaceStorageWriter, save_distributed
+
+
 def is_hub_directory(path: str) -> bool:
-    """Return whether a directory has weights under Hugging Face's names, or an index of a variant of them."""
-    return any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS) or bool(indexes(path))
+    """Return whether a directory has weights under Hugging Face's names, an index of a variant of them, or slices."""
+    has_weights = any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    return has_weights or bool(indexes(path)) or bool(files_of_slices(path))
+
+
+def files_of_slices(path: str) -> list[str]:
+    """Return the names of the files in which torch's HuggingFaceStorageWriter put the slices of each rank."""
+    return _names(path, _SLICES)
 
 
 def indexes(path: str) -> list[str]:
     """Return the names of index files in a directory, such as ``model.safetensors.index.json`` or ``….index.ema.json``.
     """
+    return _names(path, _INDEX)
+
+
+def _names(path: str, pattern: re.Pattern[str]) -> list[str]:
     try:
-        return sorted(filter(_INDEX.fullmatch, os.listdir(path)))
+        return sorted(filter(pattern.fullmatch, os.listdir(path)))
     except OSError:  # not a directory
         return []
 
@@ -115,6 +128,8 @@ def detect_format(path: str) -> str | None:
     name = os.path.basename(path)
     if (name in _PARTS or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
         raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
+    if _SLICES.fullmatch(name) and os.path.isfile(path):
+        raise CheckpointNotFoundError(f"{path!r} has one rank's slices of tensors: give the path of its directory")
     if is_unfinished(path):
         return None
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))

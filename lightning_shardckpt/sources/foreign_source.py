@@ -16,7 +16,13 @@ from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Part
 from lightning_shardckpt.format.plan import Overlap
-from lightning_shardckpt.format.safetensors_header import MAX_HEADER_BYTES, HeaderLengthError, parse_header, read_header
+from lightning_shardckpt.format.safetensors_header import (
+    MAX_HEADER_BYTES,
+    HeaderLengthError,
+    parse_header,
+    read_header,
+    starts_of,
+)
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
 from lightning_shardckpt.sources.source import ReadTarget, fetch_into
 from lightning_shardckpt.state.dtensor_layout import this_rank
@@ -32,12 +38,18 @@ from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
 
 def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor]:
-    """Return the tensors of a safetensors file by name; ``where`` is the path of its directory, for messages."""
-    header = parse_header(_header(reader, name, where), f"{where!r}, file {name}", needs_metadata=False)
-    return {
-        key: ForeignTensor(t.dtype, t.shape, (ForeignBox(Box.whole(t.shape), name, t.begin),))
-        for key, t in header.tensors.items()
-    }
+    """Return the tensors of a safetensors file by name; ``where`` is the path of its directory, for messages.
+
+    A slice of a tensor is a tensor with one box, which does not begin at zeros or does not end at the tensor's end.
+    """
+    where_file = f"{where!r}, file {name}"
+    header = parse_header(_header(reader, name, where), where_file, needs_metadata=False)
+    tensors = {}
+    for key, start in starts_of(header, where_file).items():
+        stored = header.tensors[key]
+        box = Box.whole(stored.shape).shift(start)
+        tensors[key] = ForeignTensor(stored.dtype, box.stop, (ForeignBox(box, name, stored.begin),))
+    return tensors
 
 
 def _header(reader: Reader, name: str, where: str) -> bytes:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
 from lightning_shardckpt.sources.dcp import open_dcp
@@ -23,6 +24,7 @@ from lightning_shardckpt.sources.detect import (
     SAFE,
     SAFETENSORS,
     detect_format,
+    files_of_slices,
     only_index,
 )
 from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
@@ -160,11 +162,17 @@ def open_file(path: str) -> Source:
     """Open a single safetensors file."""
     folder, name = os.path.split(os.path.abspath(path))
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        return _safetensors_source(path, reader, {name: tensors_of(reader, name, folder)}, {})
+        tensors = tensors_of(reader, name, folder)
+        if any(any(box.start) for tensor in tensors.values() for box, _, _ in tensor.boxes):
+            raise FormatError(f"{path!r} has one rank's slices of tensors: give the path of a directory with all files")
+        return _safetensors_source(path, reader, {name: tensors}, {})
 
 
 def open_directory(path: str, index: str | None = None) -> Source:
     """Open a directory with weights; ``index`` is the name of an index file, if it has several."""
+    has_weights = index is not None or any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    if not has_weights and (slices := files_of_slices(path)):
+        return _open_slices(path, slices)
     single, index = _choose(path) if index is None else (None, index)
     with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)
@@ -177,6 +185,21 @@ def open_directory(path: str, index: str | None = None) -> Source:
     if missing:
         raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {index}")
     return TorchFileSource(path, files=names)
+
+
+def _open_slices(path: str, names: list[str]) -> Source:
+    """Open a directory in which each file has a rank's slices, at offsets in its header."""
+    tensors: dict[str, ForeignTensor] = {}
+    with close_on_error(LocalReader(path, follow_links=True)) as reader:
+        for name in names:
+            for key, part in tensors_of(reader, name, path).items():
+                first = tensors.get(key, part)
+                if (first.dtype, len(first.shape)) != (part.dtype, len(part.shape)):
+                    raise FormatError(f"{path!r}: {shown(key)} has another dtype or number of dims in {name}")
+                shape = tuple(map(max, first.shape, part.shape))
+                boxes = part.boxes if first is part else first.boxes + part.boxes
+                tensors[key] = ForeignTensor(part.dtype, shape, boxes)
+        return _weights(path, reader, tensors)
 
 
 def _choose(path: str) -> tuple[str | None, str]:
@@ -229,4 +252,13 @@ def _safetensors_source(
     if lost:
         listed = "\n  ".join(f"{shown(key)} should be in {weight_map[key]}" for key in lost[:_LISTED])
         raise CorruptionError(f"{path!r}: {count_text(len(lost), 'tensor')} of the index not in the files\n  {listed}")
-    return ForeignSource(ForeignTensors(path, reader, {"model": tensors}))
+    return _weights(path, reader, tensors)
+
+
+def _weights(path: str, reader: Reader, tensors: dict[str, ForeignTensor]) -> ForeignSource:
+    """Return a model's tensors under their names without the components that wrappers such as torch.compile add."""
+    named = {clean_fqn(key): tensor for key, tensor in tensors.items()}
+    if len(named) < len(tensors):
+        again = next(key for key in tensors if tensors[key] is not named[clean_fqn(key)])
+        raise FormatError(f"{path!r}: {shown(again)} and {shown(clean_fqn(again))} are two tensors of that name")
+    return ForeignSource(ForeignTensors(path, reader, {"model": named}))

@@ -134,6 +134,30 @@ def test_a_cache_of_links_is_followed(tmp_path: Path) -> None:
     assert equal(read(opened(single)), TENSORS)
 
 
+@pytest.mark.parametrize("kind", ["file", "index", "torch"])
+def test_names_of_compiled_modules_are_those_of_the_modules(kind: str, tmp_path: Path) -> None:
+    """Oracle: the state of the module that has not been compiled."""
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    plain = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    state = {name.replace("1.", "1._orig_mod."): tensor for name, tensor in plain.items()}
+    path = tmp_path / {"file": "x.safetensors", "index": "", "torch": "x.pt"}[kind]
+    if kind == "index":
+        safe(state, tmp_path / "model-1.safetensors")
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(state, "model-1.safetensors")}))
+    else:
+        (safe if kind == "file" else torch.save)(state, path)
+    assert ckpt.metadata(path).tensors.keys() == plain.keys()
+    again = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    ckpt.load(path, {"model": again})
+    assert equal({**again.state_dict()}, plain)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    safe({"a.w": torch.zeros(1), "a._orig_mod.w": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(FormatError, match=r"'a\..*' and 'a\.w' are two tensors of that name"):
+        opened(tmp_path / "x.safetensors")
+
+
 def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_path: Path) -> None:
     in_two(tmp_path, "safetensors", safe)
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
