@@ -39,7 +39,6 @@ from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, re
 from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
@@ -112,7 +111,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._stepped: PipelinedSteps | None = None  # whose backward has not run yet
         self._deferred: DeferredInit | None = None
         self._agreement = BatchAgreement()
-        self._joint_updates = JointUpdates()
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
 
     # --- properties ---
@@ -230,9 +228,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Run an optimizer step. Collective in a pipeline without a closure: every rank of the world must call it."""
-        if self.topology.pipeline > 1 and not kwargs:  # without a closure, which would compute the gradients
-            self._joint_updates.check(optimizer, None, self.root_device)
         closure, group = kwargs.get("closure"), None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure or (lambda: None), group) as gradients:
             return super().optimizer_step(optimizer, **kwargs | ({} if closure is None else {"closure": gradients}))

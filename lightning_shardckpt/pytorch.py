@@ -50,7 +50,6 @@ from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.heartbeat import abort_unfinished, note_batch
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
-from lightning_shardckpt.parallel.pipeline.joint_updates import JointUpdates
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code
 from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -124,7 +123,6 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         self._unmark_user_code: Callable[[], None] = lambda: None
         self._ungather_metrics: Callable[[], None] = lambda: None
         self._preemption, self._agreement, self._epoch_ends = Preemption(), BatchAgreement(), EpochEnds()
-        self._joint_updates = JointUpdates()
         self._checkpoints = RunCheckpoints()
 
     # --- the sharded module ---
@@ -394,8 +392,6 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if not self._is_alone:
             closure = with_mean_loss(optimizer, closure, self.reduce)
-        if self.sharded.pipeline is not None:
-            closure = self._joint_updates.wrap_closure(optimizer, closure, self.root_device)
         group = None if self._is_alone else self.meshes.data_parallel_group
         with share_optimizer_rng(optimizer, closure, group) as gradients, user_code(False):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)

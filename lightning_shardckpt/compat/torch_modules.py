@@ -154,16 +154,6 @@ def convert_tensors(root: nn.Module, convert: Callable[[Tensor], Tensor]) -> Non
     root._apply(convert)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that run after the module's own forward."""
-    return list(module._forward_hooks.values())
-
-
-def other_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that run before the module's own forward, and before and after its backward."""
-    return [*module._forward_pre_hooks.values(), *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-
-
 def result_hooks(module: nn.Module) -> frozenset[int]:
     """Return the handle ids of a module's hooks that get results or gradients: forward, backward, backward-pre."""
     return frozenset((*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks))
@@ -190,11 +180,6 @@ def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
         if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict):
             for number in [number for number in hooks if number not in kept]:
                 del hooks[number]
-
-
-def any_global_hook() -> bool:
-    """Return whether there are global hooks, such as of ``register_module_forward_hook``."""
-    return any(_global_hooks())
 
 
 def _global_hooks() -> list[dict[int, Any]]:

@@ -4,16 +4,14 @@ Checked with torch 2.12 to 2.15. DTensor, whose import is slow, has its own modu
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -63,53 +61,6 @@ def with_hooks(leaves: Iterable[L]) -> list[L]:
     """Return the leaves that have hooks of either kind. Fast, since it is called several times in a step."""
     with without_torch_function():
         return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
-
-
-_MODULE_HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
-
-
-@contextmanager
-def watch_hooks(
-    hooked: Callable[..., None],
-    retained: Callable[[Tensor], None],
-    packed: Callable[[saved_tensors_hooks], None],
-    of_module: Callable[..., None],
-) -> Iterator[None]:
-    """Inside, call a function before this thread registers hooks of tensors and modules.
-
-    ``hooked`` gets the arguments of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook``, ``retained``
-    the tensor of a ``retain_grad``, ``packed`` a context of ``saved_tensors_hooks`` that is entered, ``of_module`` the
-    arguments of a method that registers a hook of a module's forward or backward. Replaces these methods for all
-    threads; calls of other threads are unchanged.
-    """
-    thread = threading.get_ident()
-
-    def watched(method: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                check(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
-
-        return call
-
-    watchers: list[tuple[Any, str, Callable[..., None]]] = [
-        (Tensor, "register_hook", hooked),
-        (Tensor, "register_post_accumulate_grad_hook", hooked),
-        (Tensor, "retain_grad", retained),
-        (saved_tensors_hooks, "__enter__", packed),
-        *((nn.Module, f"register_{kind}_hook", of_module) for kind in _MODULE_HOOKS),
-    ]
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watchers]
-    for owner, name, check in watchers:
-        setattr(owner, name, watched(getattr(owner, name), check))
-    try:
-        yield
-    finally:
-        for owner, name, method in before:
-            if method is None:  # inherited from a base class
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
 
 
 def set_gradient_hooks(leaf: Tensor, hooks: dict[int, Any]) -> None:

@@ -313,7 +313,10 @@ def adopt_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModule) ->
             of another module.
     """
     if sharded.pipeline is not None and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
-        raise UnsupportedCodeError("LBFGS uses all parameters at once, which are on different stages of a pipeline")
+        raise UnsupportedCodeError(
+            "LBFGS updates all parameters as one, and a pipeline stage has only some of them. Use an optimizer that "
+            "treats each parameter by itself, or pipeline_parallel_size=1."
+        )
     for optimizer in optimizers:
         rebind_optimizer(optimizer, sharded)
 

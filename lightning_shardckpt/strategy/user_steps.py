@@ -25,7 +25,7 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
 from lightning_shardckpt.parallel.pipeline.runner import Pipeline
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
-from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error, note_effect
+from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error
 
 _HOST = torch.device("cpu")
 
@@ -69,7 +69,6 @@ class _SideEffects:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._modules = pipeline, pipeline.common
         self.start, self.drew = ModuleSnapshot(self._modules), False
-        self._written: dict[tuple[str, str], Tensor] = {}
         self._latest: ModuleSnapshot | None = self.start  # None if modules may have changed since
 
     @contextmanager
@@ -77,24 +76,10 @@ class _SideEffects:
         """Undo the changes of one run."""
         snapshot = self._latest or ModuleSnapshot(self._modules)
         try:
-            with snapshot.iterators.refuse():
-                yield
+            yield
         finally:
             self._latest = snapshot if snapshot.restore() else None
             self.drew = self.drew or snapshot.drew
-            self._check_buffers(snapshot.written)
-
-    def _check_buffers(self, written: Mapping[tuple[str, str], Tensor]) -> None:
-        """Raise an UnsupportedCodeError if runs on several microbatches write different values into a buffer.
-
-        Activations that are computed from such a buffer would differ, too.
-        """
-        for (kind, name), value in written.items():
-            if not _are_equal(self._written.setdefault((kind, name), value), value):
-                raise UnsupportedCodeError(
-                    f"{name} of {kind} is a buffer that a step changes before the layers of a pipeline, where it sees "
-                    "microbatches, not batches. Use pipeline_microbatches=1, or change it after the layers."
-                )
 
     @contextmanager
     def keep(self) -> Iterator[None]:
@@ -164,7 +149,6 @@ class LightningStep:
     ) -> None:
         self.name, self.train = name, name == "training_step"
         self._module, self._context, self._effects = module, context, _SideEffects(pipeline)
-        self._scheduled = _scheduled_epochs(module.trainer)
         self._log_calls: list[_LogCall] = []
         self._logger_calls: list[LoggerCall] = []
         # Lightning passes the batch first, or by its name if the step has keyword-only arguments.
@@ -187,30 +171,15 @@ class LightningStep:
             args = (batch, *args[1:])
         elif self._key:
             kwargs = {**kwargs, self._key: batch}
-        with self._undo() if share is None else self._effects.keep(), self._context(), self._record_logs(share):
+        effects = self._effects.undo() if share is None else self._effects.keep()
+        with effects, self._context(), self._record_logs(share):
             return getattr(self._module, self.name)(*args, **kwargs)
-
-    @contextmanager
-    def _undo(self) -> Iterator[None]:
-        trainer = self._module.trainer
-        should_stop, hyperparameters = trainer.should_stop, _get_hyperparameters(trainer)
-        with self._effects.undo():
-            try:
-                yield
-            finally:
-                trainer.should_stop = should_stop
-                _set_hyperparameters(trainer, hyperparameters)
 
     def loss(self, output: Any) -> Tensor | None:
         return _get_loss(self.name, output)
 
     def report(self, outputs: list[tuple[Any, float]]) -> StepReport:
         trainer = self._module.trainer
-        if _scheduled_epochs(trainer) != self._scheduled:
-            raise UnsupportedCodeError(
-                f"{self.name} steps a learning rate scheduler, which pipeline stages would do several times or not at "
-                "all. Let the Trainer do it, or do it in a hook such as on_train_batch_end."
-            )
         return StepReport(
             output=_encode("the result of the step", _merge_outputs(self.name, outputs)),
             log_calls=self._log_calls,
@@ -247,7 +216,6 @@ class LightningStep:
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            note_effect()
             if share is None:
                 return
             metric = None
@@ -351,10 +319,6 @@ def _merge_log_calls(calls: list[_LogCall]) -> Any:
     return result.to(dtype if dtype.is_floating_point else torch.float32)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 def _detach(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -371,10 +335,6 @@ def _encode(name: str, value: Any) -> Any:
     if placeholder is not None:
         raise leak_error(name, placeholder)
     return to_portable(tree_map(_detach, value))
-
-
-def _scheduled_epochs(trainer: pl.Trainer) -> list[int]:
-    return [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
 
 
 def _get_hyperparameters(trainer: pl.Trainer) -> list[dict[str, Any]]:

@@ -108,32 +108,6 @@ def save_and_refuse(path: str) -> None:
         fabric.load(path, {"model": again})
 
 
-class Normalized(torch.optim.SGD):
-    """Its step is as long for any gradient."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        for parameter in parameters:
-            parameter.sub_(parameter.grad / norm, alpha=0.1)
-
-
-def step_by_a_norm() -> None:
-    fabric = fabric_of("64-true", **PIPELINE)
-    torch.manual_seed(3)
-    module = Language("net")
-    model, optimizer = fabric.setup(module, Normalized(module.parameters(), 0.1))
-    (batch, *_) = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=GLOBAL_BATCH))
-    fabric.backward(fabric.strategy.run_step(model, batch))
-    with pytest.raises(UnsupportedCodeError, match="Normalized updates a parameter differently"):
-        optimizer.step()
-
-
-def test_an_optimizer_that_joins_parameters_is_refused_on_every_stage() -> None:
-    run_ranks(2, step_by_a_norm)
-
-
 class Stopping(nets.Block):
     """Is interrupted, as by Ctrl-C, when it has run as often as `left` says."""
 

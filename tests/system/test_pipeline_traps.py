@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MetricTracker
+from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 
 from lightning_shardckpt import load
 from tests.support.nets import full_state
@@ -94,24 +94,6 @@ class ChangesBatch(Plain):
     def loss(self, batch: Any) -> Tensor:
         batch[0].add_(1).remainder_(VOCABULARY)
         return super().loss(batch)
-
-
-class MetricsInLists(Plain):
-    """Metrics that no module has registered."""
-
-    def build(self) -> None:
-        self.metrics = {"means": [MeanMetric()], "all": MetricCollection({"most": MaxMetric(), "each": CatMetric()})}
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        self.metrics["means"][0].update(loss.detach())
-        self.metrics["all"].update(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        found = self.metrics["all"].compute()
-        numbers = [self.metrics["means"][0].compute(), found["most"], found["each"].sum()]
-        self.log_dict(dict(zip("abc", numbers, strict=True)))
 
 
 class Distance(nn.Module):
@@ -275,42 +257,6 @@ class ThawsAtStart(Plain):
             self.layers[0].requires_grad_(True)
             self.layers[3].requires_grad_(True)
         return super().training_step(batch, index)
-
-
-class Depth:
-    """How many layers a forward has run."""
-
-    count = 0
-
-
-class CountsLayers(Plain):
-    """Layers add numbers to an object, a dict and a list that they have in common with the module."""
-
-    class Layer(Layer):
-        common: tuple[Depth, dict[str, int], list[int]]
-
-        def forward(self, x: Tensor) -> Tensor:
-            depth, numbers, seen = self.common
-            depth.count += 1
-            numbers["layers"] += 1
-            seen.append(depth.count)
-            return super().forward(x) * (1 + 0.1 * depth.count + 0.01 * numbers["layers"] + 0.001 * len(seen))
-
-    def build(self) -> None:
-        self.depth, self.numbers, self.seen = Depth(), dict[str, int](), list[int]()
-        for layer in self.layers:
-            layer.depth, layer.numbers, layer.seen = self.depth, self.numbers, self.seen
-            layer.common = self.depth, self.numbers, self.seen
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        self.depth.count = 0
-        self.numbers["layers"] = 0
-        self.seen.clear()
-        return super().training_step(batch, index)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        super().on_train_batch_end(outputs, batch, index)
-        self.kept = [self.depth.count, dict(self.numbers), list(self.seen)]
 
 
 class DetachedHead(Plain):

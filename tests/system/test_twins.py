@@ -50,12 +50,9 @@ GUARDED = {
 REFUSED_IN_PIPELINES = {
     "ClipsByNorm": "optimizes manually (automatic_optimization = False), which cannot be pipelined",
     "GanToggled": "optimizes manually (automatic_optimization = False), which cannot be pipelined",
-    "ClampsInStep": "training_step changes net.scale",
-    "SlowsDown": "training_step changes net.scale",
-    "IsPositive": "training_step changes net.layers.1.b.weight",
-    "MomentumContrast": "training_step changes key.embed.weight",
+    "MomentumContrast": "key.embed.weight was given the data of a parameter that only another",
     "ConfiguresClipping": "combine parameters of several stages, such as a norm over all of them, need",
-    "Lbfgs": "uses all parameters at once, which are on different stages of a pipeline",
+    "Lbfgs": "LBFGS updates all parameters as one, and a pipeline stage has only some of them",
     "Reparametrized": "is a buffer that training changes in a layer",
     "SimSiam": "was called a second time",
     "LogsGradients": "item needs the value of the gradient of net.",
@@ -70,19 +67,13 @@ REFUSED_IN_PIPELINES = {
     "HooksInStep": "has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksTied": "embed.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
     "HooksInForward": ".b.weight has a hook (register_hook, register_post_accumulate_grad_hook)",
-    "WatchesModules": "net.layers.0 has the hook",
-    "WatchesEveryModule": "every module (torch.nn.modules.module.register_module_forward_hook, …) got a forward or",
     "StepsInBackwardByTorch": "is registered on a node of autograd's graph",
     "KeepsShadowInBuffers": "writes net.",
     "Averages": "WeightAveraging averages the weights in a copy of the whole module",
     "Diffusion": "_foreach_copy_ writes net.",
     "Finetunes": "equal needs the value of net.",
-    "TakesFromAnIterator": "weights of TakesFromAnIterator, an iterator or a file, is used before the last layer",
-    "CountsInLayers": "net.layers.0.calls is an attribute that changes with every call",
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
-    "ScalesActivations": "registers the hook ScalesActivations.training_step",
-    "RetainsGradients": "calls retain_grad of a tensor of shape (16, 8)",
     "PenalizesInputGradients": "torch.autograd.grad can't pass through the layers of other stages",
     "LoadsByAssignment": "a hook loads a state dict that doesn't fit",
     "ClonesByClass": "a hook loads a state dict that doesn't fit",
@@ -93,11 +84,11 @@ NOT_IN_PIPELINES = (
     *REFUSED_IN_PIPELINES,
     *("AveragesExponentially", "AveragesStochastically", "PrunesGlobally", "PrunesRows", "GoesOnUnfrozen"),
     *("FinetunesBackbone", "FollowsByData", "FollowsByAssignment", "FollowsForeach", "FollowsByState"),
-    *("FollowsByVector", "FollowsBeforeZeroGrad", "FollowsByCallback", "NormalizesPrototypes", "ResetsItsHead"),
+    *("FollowsByVector", "FollowsBeforeZeroGrad", "FollowsByCallback", "ResetsItsHead"),
     *("LoadsInStep", "CopiesItself", "Elastic", "HoldsAList", "WritesThroughViews", "Recurrent", "Attentive"),
     *("Recomputed", "Codebook", "ReparametrizedByHooks", "RescalesRows", "SparseGradients", "CompiledNet"),
     *("UsesWeightsByHand", "ScalesByHook", "MasksByHook", "ClampsByHook", "HooksWhileItAccumulates", "ReadsInHook"),
-    *("EditsAfterAccumulation", "WatchesActivations"),
+    "EditsAfterAccumulation",
 )
 """All others that optimize automatically train in pipelines."""
 CROSSED = {"pp2 x fsdp2": ["GroupsByLayer", "CountsByItself"], "pp2 x replicas": ["GroupsParametersEarly"]}
@@ -120,7 +111,8 @@ def _chosen(topology: str) -> list[str]:
     every, guarded = ONE_OF[topology], list(GUARDED.get(topology, ()))
     cases = {name: case for name, case in CASES.items() if not is_swept(case)}
     if topology == "pp2":
-        names = [name for name, case in cases.items() if name not in NOT_IN_PIPELINES and not is_manual(case)]
+        automatic = {name: case for name, case in cases.items() if not is_manual(case)}
+        names = [n for n, case in automatic.items() if fits(case, topology) and n not in NOT_IN_PIPELINES]
         return names[::every] + guarded
     names = [name for name, case in cases.items() if fits(case, topology) and topology not in case.refused]
     return names[list(TOPOLOGIES).index(topology) % every :: every] + guarded
@@ -192,10 +184,8 @@ REFUSED = [
 BY_TORCH = [("fsdp2 by torch", name, case.exact) for name, case in CASES.items() if case.exact]
 REFUSALS = "(TopologyError|UnsupportedCodeError)"
 IN_PIPELINES = (
-    *("ClipsByNorm", "ClampsInStep", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients"),
-    *("PenalizesInBackward", "PenalizesWeights", "HooksInStep", "WatchesModules", "Diffusion"),
-    *("TakesFromAnIterator", "CountsInLayers", "ScalesActivations", "RetainsGradients", "PenalizesInputGradients"),
-    "MixesWithTheFlipped",
+    *("ClipsByNorm", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients", "PenalizesInBackward"),
+    *("PenalizesWeights", "HooksInStep", "Diffusion", "PenalizesInputGradients", "MixesWithTheFlipped"),
 )
 """One for each reason for which pipelines refuse; test_pipeline_refusals has the other reasons."""
 OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"
@@ -212,10 +202,6 @@ NAMED = [
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "which tensor_parallel_plan shards, was assigned a whole parameter"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),
-    ("pp2", "Adan", "Adan updates a parameter differently without the others"),
-    ("pp2", "NormalizesByAllRanks", "is a buffer that a step changes before the layers of a pipeline"),
-    ("pp2", "ReadsGradientInForward", "training_step changes the gradient of net."),
-    ("pp2", "MarksWeightsInForward", "training_step changes the attribute calls of net.head.weight"),
     *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
     *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::4],
 ]

@@ -8,12 +8,12 @@ stage. Using its value is an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
@@ -111,23 +111,6 @@ _HOOKED = (
 )
 
 
-def refuse_hook(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
-    """Check a hook that a step registers on a tensor.
-
-    Raises:
-        UnsupportedCodeError: for a hook of the user.
-    """
-    if not is_of_user(hook):
-        return
-    if isinstance(tensor, nn.Parameter):
-        raise UnsupportedCodeError(f"a parameter of shape {tuple(tensor.shape)} {_HOOKED}")
-    raise UnsupportedCodeError(
-        f"a pipelined step registers the hook {getattr(hook, '__qualname__', hook)} on a tensor of shape "
-        f"{tuple(tensor.shape)}, whose gradient exists only on one stage, and for microbatches. Change the gradient in "
-        "a torch.autograd.Function, or use pipeline_parallel_size=1."
-    )
-
-
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if a parameter has a gradient. No communication."""
     with without_torch_function():
@@ -152,19 +135,19 @@ def copy_without_weights(
     fqn: str,
     device: torch.device,
     placeholders: dict[int, Placeholder],
-    shared: Mapping[int, Any] | None = None,
+    outside: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Return a copy of ``module`` with the same classes and attributes, but no parameters, buffers and hooks.
 
     Plain attributes hold placeholders for the weights, so that the copy can be called, indexed and asked for shapes.
     `register_placeholders` makes them parameters. New placeholders are added to ``placeholders``, by the ``id`` of the
-    parameter or buffer, so that copies of modules that share a parameter share its placeholder. The copy has the
-    ``shared`` objects themselves, by ``id``.
+    parameter or buffer, so that copies of modules that share a parameter share its placeholder. Modules
+    ``outside``, to which an attribute may refer, are not copied.
 
     Raises:
         UnsupportedCodeError: if the module cannot be copied.
     """
-    memo = dict(shared or {})
+    memo: dict[int, Any] = {id(other): other for other in outside}
     for named in (module.named_parameters(fqn), module.named_buffers(fqn)):
         for name, tensor in named:
             memo[id(tensor)] = placeholders.setdefault(id(tensor), Placeholder.like(tensor, name, device))

@@ -7,10 +7,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, get_args
 from weakref import WeakSet
 
@@ -21,8 +19,6 @@ from torch import nn
 from lightning_shardckpt.compat.torch_modules import (
     child_slots,
     compiled_call,
-    forward_hooks,
-    other_hooks,
     parameter_slots,
 )
 from lightning_shardckpt.distributed.host_numbers import host_group
@@ -33,7 +29,6 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     copy_without_weights,
     register_placeholders,
 )
-from lightning_shardckpt.parallel.pipeline.attribute_owners import INTERNAL, find_owners, is_installed
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
@@ -41,7 +36,6 @@ from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where
 from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.user_hooks import module_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
@@ -96,7 +90,6 @@ class StagedModule:
         modules: the layers and other modules with parameters, by clean FQN.
         copies: copies of these modules without weights, made while the module was whole.
         placeholders: by id of the whole module's parameters and buffers.
-        shared: see `_shared_objects`.
         holders: the stages of each parameter, by the name that is registered first.
     """
 
@@ -107,7 +100,6 @@ class StagedModule:
     modules: dict[str, nn.Module]
     copies: dict[str, nn.Module]
     placeholders: dict[int, Placeholder]
-    shared: Mapping[int, Any]
     holders: Mapping[str, frozenset[int]]
 
     @property
@@ -174,8 +166,7 @@ class StagedModule:
         for name, stages in self.plan.units().items():
             owned = bool(stages & self._own)
             module = self.modules[name] if owned else self.copies[name]
-            stub = Stub(self.copies[name], name, list(self.shared.values()))
-            add_gate(module, Gate(gates, name, places[name], stub, owned=owned))
+            add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
         staged = [m for name, m in root.named_modules() if is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
         return Pipeline(
@@ -230,31 +221,12 @@ def split_into_stages(
     units = {name: modules[name] for name in plan.units()}
     _refuse_unsupported(root, plan, recipe)
     placeholders: dict[int, Placeholder] = {}
-    shared = _shared_objects(root, units)
-    copies = {name: copy_without_weights(module, name, device, placeholders, shared) for name, module in units.items()}
+    copies = {}
+    for name, module in units.items():
+        outside = set(root.modules()).difference(module.modules())
+        copies[name] = copy_without_weights(module, name, device, placeholders, outside)
     holders = _holders(root, plan, units)
-    return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, shared, holders)
-
-
-def _shared_objects(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, Any]:
-    """Return modules outside of units, and objects and containers that several units or those modules have, by id.
-
-    A layer that writes into them does so on stages that only infer its outputs, too: there the step finds numbers that
-    the layer wrote, and gets an error if it uses tensors.
-    """
-    unit_of = {module: name for name, unit in units.items() for module in unit.modules()}
-    groups: dict[str, dict[str, nn.Module]] = {"": {}}
-    for name, module in root.named_modules():
-        groups.setdefault(unit_of.get(module, ""), {})[name] = module
-    shared: dict[int, Any] = {id(module): module for module in groups[""].values()}
-    first: dict[int, str] = {}
-    for group, modules in groups.items():
-        values = (value for m in modules.values() for key, value in vars(m).items() if key not in INTERNAL)
-        containers = (value for value in values if isinstance(value, list | dict | set | deque))
-        for value in chain(containers, (owner for _, owner in find_owners(modules))):
-            if first.setdefault(id(value), group) != group:
-                shared[id(value)] = value
-    return shared
+    return StagedModule(plan, schedule, meshes, recipe, units, copies, placeholders, holders)
 
 
 def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -> dict[str, frozenset[int]]:
@@ -296,13 +268,4 @@ def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe
             raise UnsupportedCodeError(
                 f"{clean or type(module).__name__} collects the router logits of all layers for its loss "
                 "(config.output_router_logits), which are on different stages of a pipeline. Switch that off."
-            )
-        sees_whole = recipe.loss == "batch" and plan.sees_whole_batch(clean)
-        hooks = [hook for hook in other_hooks(module) + forward_hooks(module) if not is_installed(module_of(hook))]
-        hooks += forward_hooks(module) if is_inside(clean, plan.layers) else []
-        if hooks and not sees_whole:
-            raise UnsupportedCodeError(
-                f"{clean or type(module).__name__} has the hook {getattr(hooks[0], '__qualname__', hooks[0])}. In a "
-                "pipeline modules run on microbatches, and modules of other stages do not run, so a hook of a forward "
-                "or backward would see other tensors than on one process. Remove it, or do its work in the forward."
             )

@@ -12,10 +12,8 @@ Outside of a stage run a gate only calls its module.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, Literal
 from weakref import ref
 
@@ -26,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.attribute_owners import MAX_ITEMS, attributes_of
 from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.stages import Where
@@ -36,7 +33,6 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     first_placeholder,
     in_stage_run,
     leak_error,
-    note_placeholders,
     placeholder_positions,
 )
 from lightning_shardckpt.system.random_generators import advance_rng, derive_rng, rng_checksum
@@ -45,7 +41,6 @@ Forward = Callable[..., Any]
 _Flat = tuple[list[Any], Any]
 """The result of `flatten_call`."""
 _PLAIN = (int, float, str, bool, type(None))
-_INFERRED_AGAIN = 512  # calls
 
 
 class StageExit(BaseException):
@@ -138,17 +133,11 @@ class Gates:
 
 
 class Stub:
-    """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments.
+    """Infers the outputs of a module, as placeholders, from a copy without weights; cached by kinds of arguments."""
 
-    Some calls infer them again: a module may begin to keep tensors outside of itself, see `_has_effect`. The copy has
-    the ``shared`` objects in common with the module and with others.
-    """
-
-    def __init__(self, copy: nn.Module, fqn: str, shared: Sequence[Any] = ()) -> None:
-        self._copy, self._fqn, self._shared = copy, fqn, shared
-        self._is_guessed = self._writes = False
+    def __init__(self, copy: nn.Module, fqn: str) -> None:
+        self._copy, self._fqn = copy, fqn
         self._cache: dict[Any, tuple[list[Any], TreeSpec]] = {}
-        self._calls = 0
 
     def __call__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: _Flat, *, like: nn.Module | None = None
@@ -159,76 +148,33 @@ class Stub:
                 part.training = real.training
         leaves, spec = flat
         key: Any = (spec, self._copy.training, *(_cache_key(leaf) for leaf in leaves))
-        self._calls += 1
-        if self._calls % _INFERRED_AGAIN == 0:
-            self._cache.clear()
         try:
             cached = self._cache.get(key)
         except TypeError:  # an argument that cannot be hashed
             cached, key = None, None
         if cached is None:
-            before = self._shared_values()
-            with note_placeholders() as new:
-                out = self._infer(args, kwargs, leaves, new)
+            out = self._infer(args, kwargs, leaves)
             out_leaves, out_spec = tree_flatten(out)
             # An argument that is returned, such as a cache object, is that of each call, not of the first one.
             positions = {id(leaf): position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
             recipe = [_recipe(leaf, positions) for leaf in out_leaves]
             if key is None or None in recipe:
                 return out
-            del out, out_leaves
-            if not self._has_effect(new) and _are_same(before, self._shared_values()):
-                self._cache[key] = recipe, out_spec
-            cached = recipe, out_spec
+            cached = self._cache[key] = recipe, out_spec
         recipe, out_spec = cached
         return tree_unflatten([self._build(item, leaves) for item in recipe], out_spec)
 
-    def _has_effect(self, new: Sequence[ref[Placeholder] | None]) -> bool:
-        """Return True if something outside of the copy has new placeholders, as a list of auxiliary losses would.
-
-        Then each call must add its own, so that code which uses them gets an error.
-        """
-        attributes = {id(value) for part in self._copy.modules() for value in vars(part).values()}
-        alive = [one() for one in new if one is not None]
-        return len(alive) < len(new) or any(one is not None and id(one) not in attributes for one in alive)
-
-    def compute(self, forward: Callable[[], Any]) -> Any:
-        """Return the result of ``forward``, the module's own; refuse effects on ``shared`` that the copy may lack."""
-        before = self._shared_values()
-        out = forward()
-        self._writes |= not _are_same(before, self._shared_values())
-        self._check_effects()
-        return out
-
-    def _check_effects(self) -> None:
-        if self._writes and self._is_guessed:
-            raise UnsupportedCodeError(
-                f"{self._fqn} writes into an object that other modules have, too, and its shapes or operations depend "
-                "on values, so other stages of the pipeline can't do the same. Return such values from the layer, "
-                "or use pipeline_parallel_size=1."
-            )
-
-    def _shared_values(self) -> list[Any]:
-        found = list[Any]()
-        for owner in self._shared:
-            held = owner if isinstance(owner, list | dict | set | deque) else attributes_of(owner)
-            if len(held) <= MAX_ITEMS:
-                found += (*held, *held.values()) if isinstance(held, Mapping) else held
-        return found
-
-    def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any], new: Sequence[Any]) -> Any:
+    def _infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
         try:
             with torch.no_grad(), derive_rng(self._fqn):  # it draws only for new shapes
                 out = self._copy.forward(*args, **kwargs)
         except (UnsupportedCodeError, AttributeError, LookupError, ValueError):
             like = next((leaf for leaf in leaves if isinstance(leaf, Placeholder)), None)
-            if like is None or None in new:
+            if like is None:
                 raise
             # Shapes depend on values, as in experts, or the forward looks up weights in _buffers, as in PEFT. Assume
             # that the layer returns the shape of its input; `Gate._receive` compares. Other errors are raised by the
             # stage that runs the layer.
-            self._is_guessed = True
-            self._check_effects()
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
@@ -322,7 +268,7 @@ class Gate:
             if run.draws:
                 run.checks = (rng_checksum(),)
             raise StageExit
-        out = self._stub.compute(lambda: self._compute(module, forward, args, kwargs))
+        out = self._compute(module, forward, args, kwargs)
         if ends_after:
             run.outputs += [self._check_plain(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
             raise StageExit
@@ -431,10 +377,6 @@ def add_gate(module: nn.Module, gate: Gate) -> None:
         return gate.call(module, forward, args, kwargs)
 
     intercept_calls(module, call)
-
-
-def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _cache_key(leaf: Any) -> Any:

@@ -31,7 +31,7 @@ from lightning_shardckpt.parallel.pipeline.agree import (
 from lightning_shardckpt.parallel.pipeline.checks import StepChecks
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
-from lightning_shardckpt.parallel.pipeline.microbatch_check import NOTHING_TO_COMPARE, MicrobatchCheck
+from lightning_shardckpt.parallel.pipeline.microbatch_check import MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
@@ -118,8 +118,7 @@ class Pipeline:
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
         state = self._prepare(step, scale)
-        state.before_last = self._checks.note_trained
-        attributes, failure = self._checks.parameter_attributes(), None
+        failure = None
         early = step.train and self.backward_early
 
         def work() -> tuple[PickledReport | None, int]:
@@ -127,22 +126,16 @@ class Pipeline:
             with self._gathering():
                 self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
                 self._checks.check_buffers(state, before)
-                self._checks.compare_parameters()
                 if self.has_last_stage and not state.whole_steps:
                     self._finish(state)
-                if self.has_last_stage:
-                    self._checks.check_trained(state)
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
                 self.absent.check_hooks()
-                self._checks.check_parameters(state)
-                if not early:
-                    self._checks.check_parameter_attributes(state, attributes)
                 digest = 0 if state.batch_digest is None else int(state.batch_digest.read())
                 return pickle_report(report, self._group) if self.has_last_stage else None, digest
 
         source = self._schedule.rank_of(self._last)
-        with preserve_rng(), self._checks.guard_hooks():  # each run starts from a seed of its own
+        with preserve_rng():  # each run starts from a seed of its own
             failure = _catch(self._split_and_probe, state)
             if self._microbatch_check.is_due(state):
                 self._check_microbatches(state, failure)
@@ -172,7 +165,6 @@ class Pipeline:
             failure = _catch(self.absent.check_hooks)
             with self._gathering():
                 self._stages.run(state, len(state.batches), "backward", first=finish, failure=failure)
-            self.absent.check_hooks()
             if not alone:
                 return []
             self._gradients.finish_kept(self._kept)
@@ -221,7 +213,6 @@ class Pipeline:
     # ── before the passes ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
-        self._checks.begin()
         digest: list[HostCopy | None] = [None]
 
         def measure() -> tuple[int, int, int]:
@@ -230,7 +221,6 @@ class Pipeline:
             self._checks.check_calls()
             count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
             checksum, digest[0] = fingerprint_without_wait(step.batch)
-            self._checks.mark_parameters()
             return count, checksum, draw_seed()
 
         rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
@@ -259,9 +249,7 @@ class Pipeline:
 
         def work() -> tuple[int, ...]:
             with self._gradients.no_sync(), KeptGathers().used():
-                measured = self._microbatch_check.measure(state, failure)
-            self._checks.compare_parameters()
-            return NOTHING_TO_COMPARE if self._checks.changed_parameter() else measured  # the step raises for changes
+                return self._microbatch_check.measure(state, failure)
 
         try:
             rows = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
@@ -281,8 +269,6 @@ class Pipeline:
         state.shares = [size / sum(sizes) for size in sizes]
         self._probe(state)
         self._checks.check_start(state)
-        if len(sizes) > 1:
-            state.watch_attributes = self._checks.layer_attributes(sizes).watch
 
     def _probe(self, state: StepState) -> None:
         """Find the tensors that cross the boundary after each of this rank's stages: arguments unknown to later stages.

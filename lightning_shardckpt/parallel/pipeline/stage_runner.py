@@ -7,6 +7,7 @@ receives, and sends the failure instead of each result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,17 +99,13 @@ class StageRunner:
         whole = stage == self._last and state.whole_steps
         positions = state.positions.get(stage, ())
 
-        def receive() -> Message:
-            if (stage, microbatch) == (self._last, 0):
-                state.before_last()
-            return self._transport.receive(Receive("forward", stage - 1, microbatch))
-
+        receive = partial(self._transport.receive, Receive("forward", stage - 1, microbatch))
         run = StageRun("run", start, stop, whole=whole, positions=positions, receive=receive, draws=state.draws)
         share = state.shares[microbatch]
         batch = copy_batch(state.batches[microbatch])
         seed_rng(state.seed + microbatch)
         in_microbatch = state.running(microbatch)
-        with state.watch_attributes(stage, microbatch), in_microbatch:
+        with state.around(stage, microbatch), in_microbatch:
             self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
         outputs = run.outputs
         if whole:

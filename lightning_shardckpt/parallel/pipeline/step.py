@@ -67,8 +67,7 @@ class StepState:
         scale: the gradient of the loss.
         whole_steps: True if the last stage runs the whole step on each microbatch.
         draws: True if the step draws random numbers before its layers.
-        watch_attributes: returns a context manager for the forward of a stage on a microbatch.
-        before_last: called on the last stage before its first layer, for the first microbatch.
+        around: returns a context manager for the forward of a stage on a microbatch.
         positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
         forwards: by stage and microbatch.
         deferred: the weight gradients to be computed later, by stage and microbatch.
@@ -86,8 +85,7 @@ class StepState:
     whole_steps: bool
     sizes: list[int] = field(default_factory=list)
     draws: bool = False
-    watch_attributes: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
-    before_last: Callable[[], None] = lambda: None
+    around: Callable[[int, int], AbstractContextManager[None]] = lambda stage, microbatch: nullcontext()
     positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     forwards: dict[tuple[int, int], StashedForward] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredBackward] = field(default_factory=dict)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,6 @@ _COPIES = frozenset({"new_tensor", "new_full", "full_like"})  # of a placeholder
 _MOVES = frozenset({"cpu", "cuda"})
 
 _IN_STAGE_RUN: ContextVar[bool] = ContextVar("_IN_STAGE_RUN", default=False)
-_NEW: ContextVar[list[ref[Placeholder] | None] | None] = ContextVar("_NEW", default=None)
 
 
 @contextmanager
@@ -64,23 +62,6 @@ def in_stage_run() -> Iterator[None]:
         yield
     finally:
         _IN_STAGE_RUN.reset(token)
-
-
-@contextmanager
-def note_placeholders() -> Iterator[list[ref[Placeholder] | None]]:
-    """Inside, add each new placeholder to a list, and None for `note_effect`."""
-    new: list[ref[Placeholder] | None] = []
-    token = _NEW.set(new)
-    try:
-        yield new
-    finally:
-        _NEW.reset(token)
-
-
-def note_effect() -> None:
-    """Note that a module, which a stub infers, has an effect besides its outputs, such as a logged value."""
-    if (new := _NEW.get()) is not None:
-        new.append(None)
 
 
 class Placeholder(Tensor):
@@ -110,8 +91,6 @@ class Placeholder(Tensor):
             # not `meta` itself, which other placeholders may share: its shape may be changed in place
             geometry = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
             made.origin, made.geometry = origin, geometry
-        if (new := _NEW.get()) is not None:
-            new.append(ref(made))
         return made  # type: ignore[no-any-return]  # it is a placeholder now
 
     @classmethod

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -37,7 +35,6 @@ from lightning_shardckpt.compat.torch_tensors import (
     storage_id,
     storage_uses,
     version_of,
-    watch_hooks,
     with_hooks,
     with_torch_function,
     without_modes,
@@ -154,38 +151,6 @@ def test_memory_is_shared_as_long_as_another_tensor_has_it() -> None:
     assert shares_memory(known)
     del view
     assert not shares_memory(known)
-
-
-def test_hooks_of_this_thread_are_told_before_they_are_registered() -> None:
-    hooked, retained, packed, of_modules = list[Any](), list[Tensor](), list[Any](), list[Any]()
-    module, kinds = nn.Linear(1, 1), ("forward", "forward_pre", "full_backward", "full_backward_pre")
-    x = torch.ones(2, requires_grad=True)
-    names = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-    before = [*(getattr(Tensor, name) for name in names), saved_tensors_hooks.__enter__]
-    context = saved_tensors_hooks(lambda t: t, lambda t: t)
-
-    def of_module(*args: Any, prepend: bool = False) -> None:
-        of_modules.append((*args, prepend))
-
-    with watch_hooks(lambda *args: hooked.append(args), retained.append, packed.append, of_module), context:
-        y = x * 1
-        triple, none = (lambda g: g * 3), (lambda leaf: None)
-        y.register_hook(triple)  # type: ignore[no-untyped-call]
-        x.register_post_accumulate_grad_hook(none)  # type: ignore[no-untyped-call]
-        y.retain_grad()  # type: ignore[no-untyped-call]
-        for kind in kinds:
-            getattr(module, f"register_{kind}_hook")(print, prepend=True)
-        z = x * 1
-        with ThreadPoolExecutor(1) as other:
-            other.submit(z.register_hook, lambda g: g * 5).result()
-            other.submit(z.retain_grad).result()
-    assert [*(getattr(Tensor, name) for name in names), saved_tensors_hooks.__enter__] == before
-    assert of_modules == [(module, print, True)] * len(kinds)
-    assert all(getattr(nn.Module, f"register_{kind}_hook").__module__.startswith("torch.") for kind in kinds)
-    (y + z).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [8, 8]
-    assert [args[1] for args in hooked] == [triple, none] and hooked[0][0] is y and hooked[1][0] is x
-    assert len(retained) == 1 and retained[0] is y and packed == [context]
 
 
 def test_a_transform_of_functions_is_noticed_inside() -> None:

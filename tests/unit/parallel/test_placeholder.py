@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shardckpt.compat.pytree import flatten_call
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import copy_without_weights
-from lightning_shardckpt.parallel.pipeline.gates import Stub
 from lightning_shardckpt.parallel.tensors.placeholder import (
     Placeholder,
     first_placeholder,
@@ -640,38 +638,3 @@ def test_a_module_that_cannot_be_copied_is_an_error_that_says_why() -> None:
     module.lock = __import__("threading").Lock()
     with pytest.raises(UnsupportedCodeError, match=r"net\.layers\.1 \(Linear\) is on another .*TypeError.*lock"):
         copy_without_weights(module, "net.layers.1", CPU, {})
-
-
-# ── stubs of modules ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Collecting(nn.Linear):
-    """Adds its outputs to a list outside, if there is one."""
-
-    collected: list[Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if Collecting.collected is not None:
-            Collecting.collected.append(y.sum())
-        return y
-
-
-@pytest.mark.parametrize("before", [0, 1], ids=["from the start", "later"])
-def test_a_stub_adds_to_a_list_outside_as_the_module_does(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = Stub(copy_without_weights(Collecting(2, 2), "layer", CPU, {}), "layer")
-    args = (Placeholder.like(torch.ones(3, 2), "x", CPU),)
-
-    def call() -> Any:
-        return stub(args, {}, flatten_call(args, {}))
-
-    for _ in range(before):
-        assert call().shape == (3, 2)
-    outside = list[Tensor]()
-    monkeypatch.setattr(Collecting, "collected", outside)
-    while not outside:  # it looks again after some calls
-        call()
-    outside.clear()
-    call()
-    call()
-    assert [type(value) for value in outside] == [Placeholder, Placeholder]

@@ -8,9 +8,7 @@ import pickle
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,27 +33,6 @@ class Thing:
         self.work = lambda: None
 
 
-class Meter:
-    """An object of one's own, whose attributes a step changes."""
-
-    def __init__(self, total: float = 0.0) -> None:
-        self.total, self.values, self.inner = total, [1.0], None
-        self.draw = random.Random(3)
-
-
-class Slotted:
-    __slots__ = ("count", "unset")
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-@dataclass
-class Settings:
-    rate: float = 0.5
-    meter: Meter = field(default_factory=Meter)
-
-
 class Phase(enum.Enum):
     WARM = 1
     HOT = 2
@@ -64,8 +41,7 @@ class Phase(enum.Enum):
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.meter, self.meters, self.settings = Meter(), {"a": [Meter()]}, Settings()
-        self.slotted, self.space = Slotted(), SimpleNamespace(best=1.0)
+        self.draw = random.Random(3)
         self.array, self.count, self.phase = np.zeros(2), np.int64(0), Phase.WARM
         self.day, self.folder, self.dtype_of = datetime.date(2026, 1, 1), Path("a"), torch.float32
         self.weight = nn.Parameter(torch.ones(2))
@@ -152,14 +128,7 @@ STEPS: dict[str, Step] = {
     "metric update": lambda m: m.metric.update(torch.tensor([1.0, 3.0])),
     "metric of a list": lambda m: (m.cats.update(torch.ones(2)), m.cats(torch.zeros(1))),
     "metrics twice": lambda m: (m.scores.update(*ANSWERS), m.scores(*ANSWERS)),
-    "attribute of an object": lambda m: setattr(m.meter, "total", 2.0),
-    "list of an object": lambda m: m.meter.values.append(2.0),
-    "object in a dataclass": lambda m: (setattr(m.settings.meter, "total", 3.0), setattr(m.settings, "rate", 1.0)),
-    "a new attribute of an object": lambda m: setattr(m.meter, "late", 1),
-    "another object": _set("meter", lambda: Meter(9.0)),
-    "generator of an object": lambda m: m.meter.draw.random(),
-    "slots": lambda m: (setattr(m.slotted, "count", 1), setattr(m.slotted, "unset", [2])),
-    "namespace": lambda m: setattr(m.space, "best", 0.5),
+    "generator": lambda m: m.draw.random(),
     "deque": lambda m: m.window.append(2),
     "array in place": lambda m: m.array.__iadd__(1),
     "a number of numpy": lambda m: setattr(m, "count", m.count + 1),
@@ -190,10 +159,6 @@ def look(value: Any) -> Any:
         return set(value)
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, Meter | Settings | SimpleNamespace):
-        return (type(value).__name__, look(vars(value)))
-    if isinstance(value, Slotted):
-        return [look(getattr(value, name, None)) for name in value.__slots__]
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.generic | enum.Enum | datetime.date | Path | torch.dtype):
@@ -294,7 +259,7 @@ def test_a_change_in_a_module_that_other_stages_lack_is_refused() -> None:
         ModuleSnapshot(parts(here)).apply(snapshot.changes(), CPU)
 
 
-def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent_and_cannot_be_undone() -> None:
+def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent() -> None:
     here: Any = Module()
     there: Any = Module()
     snapshot, other = ModuleSnapshot(parts(here)), ModuleSnapshot(parts(there))
@@ -302,8 +267,6 @@ def test_a_tensor_in_a_list_that_is_changed_in_place_is_sent_and_cannot_be_undon
     here.losses[1].mul_(3)
     other.apply(pickle.loads(pickle.dumps(snapshot.changes())), CPU)
     assert state(there) == state(here)
-    with pytest.raises(UnsupportedCodeError, match=r"(table|losses), or a tensor inside of it, is changed in place"):
-        snapshot.restore()
 
 
 @pytest.mark.parametrize("attribute", ["mean", "total"])
@@ -334,14 +297,3 @@ def test_an_attribute_that_became_unknown_is_an_error_that_names_it() -> None:
     module.losses.append(Placeholder.like(torch.ones(2), "net.embed", CPU))
     with pytest.raises(UnsupportedCodeError, match=r"losses.*net\.embed"):
         pickle.dumps(snapshot.changes())
-
-
-def test_an_iterator_may_be_used_where_a_step_runs_once() -> None:
-    module: Any = Module()
-    module.meter.words = iter([1, 2, 3])
-    with (
-        ModuleSnapshot(parts(module)).iterators.refuse(),
-        pytest.raises(UnsupportedCodeError, match="words of Meter, an iterator or a file, is used before"),
-    ):
-        next(module.meter.words)
-    assert list(module.meter.words) == [1, 2, 3]
