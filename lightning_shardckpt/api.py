@@ -21,7 +21,6 @@ from torch import nn
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import (
-    ExtraFormat,
     LoadOptions,
     Replicas,
     SaveOptions,
@@ -52,7 +51,6 @@ def save(
     named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
-    also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -86,7 +84,6 @@ def save(
             is saved by number.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable before this returns; otherwise a machine crash can destroy it.
-        also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it; see ``ShardCkptIO``.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
@@ -102,7 +99,7 @@ def save(
     """
     group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
-    options = SaveOptions(size_per_shard, also, replicas)
+    options = SaveOptions(size_per_shard, replicas)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
     notes = checkpoint.save(
@@ -126,7 +123,6 @@ def save_async(
     named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
-    also: ExtraFormat | None = None,
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -147,7 +143,6 @@ def save_async(
         named_by: the module that has the optimizers' parameters, if it is not in the state.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable before it counts as complete.
-        also: with "huggingface", write the model a second time, as ``from_pretrained`` reads it.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
@@ -164,7 +159,7 @@ def save_async(
     Raises:
         Exception: the failure of an earlier save, on every rank; otherwise as ``save`` does.
     """
-    options = SaveOptions(size_per_shard, also, replicas)
+    options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group, check_max_pending(max_pending))
     storage = _storage(sync_files, storage_options, throttle_uploads)

@@ -21,13 +21,11 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load
 from lightning_shardckpt.checkpoint.checkpoint_options import (
-    ExtraFormat,
     LoadOptions,
     Replicas,
     SaveOptions,
     check_max_pending,
 )
-from lightning_shardckpt.checkpoint.hf_mirror import check_path
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import run_info
@@ -45,7 +43,7 @@ from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
-_FIXED = {"size_per_shard", "verify", "also", "replicas", "use_async", "max_pending"}
+_FIXED = {"size_per_shard", "verify", "replicas", "use_async", "max_pending"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -79,9 +77,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         adapters_only: save only the state that training changes: adapters of PEFT, other trained parameters, buffers,
             optimizers and the rest of the trainer's state. Frozen parameters of the base model are left out, and a load
             does not change them, so the module must have their values from another source. For ``ShardedStrategy``.
-        also: with "huggingface", every rank writes its slices of the model a second time, into the files that
-            ``from_pretrained`` reads, in the same directory: transformers can load the checkpoint once it is committed.
-            For a LightningModule that has a Hugging Face model; not on object stores.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by
             environment variables, such as ``AWS_ENDPOINT_URL``.
@@ -105,18 +100,15 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         sync_files: bool = True,
         replicas: Replicas = "same",
         adapters_only: bool = False,
-        also: ExtraFormat | None = None,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
         pickle_objects: bool = False,
     ) -> None:
-        self.save_options = SaveOptions(size_per_shard, also, replicas)
+        self.save_options = SaveOptions(size_per_shard, replicas)
         max_pending = check_max_pending(max_pending)
         self.saves = SaveSeries(max_pending if use_async else None)
         self.load_options = LoadOptions(verify=verify)
-        if adapters_only and also is not None:
-            raise ValueError(f"adapters_only leaves out the base model, so also={also!r} cannot write it: choose one")
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
@@ -195,7 +187,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
         Raises:
             Exception: the failure of an earlier asynchronous save; then this save does not begin.
-            ValueError: for ``also`` with a URL, and for ``storage_options`` with a path of the file system.
+            ValueError: for ``storage_options`` with a path of the file system.
             StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
         path, attached = file_path(path), self._attached
@@ -214,7 +206,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             notes.extend(described.notes)
             return described
 
-        check_path(path, self.save_options.also)
         if self.saves.background is None and attached.module is None:  # otherwise the strategy enables it
             self.saves.enable(Ranks.alone())
         run, ranks = run_info(checkpoint, dict(attached.topology)), attached.ranks

@@ -7,9 +7,6 @@ from typing import Literal, get_args
 
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
-ExtraFormat = Literal["huggingface"]
-"""Formats in which a save can write the model a second time."""
-
 Replicas = Literal["same", "first"]
 """How replicas of a tensor are stored: they must be equal, or the lowest rank's is stored."""
 
@@ -20,7 +17,6 @@ class SaveOptions:
 
     Attributes:
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
-        also: a format in which the model is written a second time, into the same directory, by the same ranks.
         replicas: "same" requires equal replicas of each tensor; "first" stores the first rank's.
 
     Raises:
@@ -28,7 +24,6 @@ class SaveOptions:
     """
 
     size_per_shard: float = 1024
-    also: ExtraFormat | None = None
     replicas: Replicas = "same"
 
     def __post_init__(self) -> None:
@@ -37,8 +32,6 @@ class SaveOptions:
                 f"size_per_shard is a size in MB (2^20 bytes) and must be a positive number, got "
                 f"{self.size_per_shard!r}: write size_per_shard=1024 for 1 GB"
             )
-        if self.also not in (None, *get_args(ExtraFormat)):
-            raise ValueError(f'also is "huggingface" or None, got {self.also!r}')
         if self.replicas not in get_args(Replicas):
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 from lightning_shardckpt.format.index import ROOT_NAME, Component, RootIndex
 from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_from_json, root_to_json, tables_to_text
 from lightning_shardckpt.format.plan import check_cover, plan_save
-from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.transfer.writer import FilePlan, plan_files
 
 Tables = dict[str, Component]
@@ -61,7 +60,6 @@ class PlanCache:
 
     digest: LastResult[Tables, str] = field(default_factory=LastResult)
     plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
-    mirror: LastResult[tuple[list[OutputTensor], int], list[OutputFile]] = field(default_factory=LastResult)
 
 
 def plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:

@@ -174,7 +174,6 @@ class Agreement(TypedDict):
     save_id: str
     groups: list[list[list[int]]]
     """Ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage."""
-    mirror: dict[str, Any]
     """The record of the model that is written a second time."""
     tables: str
     """The tables of all groups as a root index without files; empty if there is one group, whose ranks all have it."""

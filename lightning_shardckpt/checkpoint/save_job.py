@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.hf_mirror import HFMirror, plan_mirror, single_model
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
@@ -35,7 +34,7 @@ from lightning_shardckpt.checkpoint.save_agreement import (
 )
 from lightning_shardckpt.checkpoint.staging import HostMemory, HostWindows, copy_all
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import FormatError, StateError
+from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
@@ -44,11 +43,10 @@ from lightning_shardckpt.format.plan import table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, check_readable
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
-from lightning_shardckpt.state.hf_directory import CONFIG_DTYPES, Model
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.transfer.writer import MB, write_component
+from lightning_shardckpt.transfer.writer import write_component
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ class Content:
         plan: of this rank.
         tensors: values of pieces, live or copied, by the piece's id.
         documents: roles and contents, by file name.
-        mirror: writes the model a second time, if requested.
         shared: digests of tensors that other groups of ranks hold, too.
     """
 
@@ -77,7 +74,6 @@ class Content:
     plan: SavePlan
     tensors: dict[int, torch.Tensor]
     documents: dict[str, tuple[str, bytes]]
-    mirror: HFMirror | None
     shared: Digests
 
 
@@ -136,28 +132,17 @@ class SaveJob:
 
         Raises:
             MismatchError: if the ranks disagree about the path or the step.
-            StateError: if the model can't be written in the extra format.
             FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
-        groups, documents = group_ranks(requests), self._snapshot.documents
+        groups = group_ranks(requests)
         if do_replicas_differ([request["replicas"] for request in requests]):
             return None
-        mirror = {}
-        if self._options.also is not None:
-            if "peft" in documents:
-                raise StateError(
-                    f"also={self._options.also!r} cannot write a model with adapters of PEFT: transformers would not "
-                    "find its weights under their names. Leave it out, and make a folder for PEFT of the checkpoint "
-                    "with `python -m lightning_shardckpt.consolidate DIR --format peft`."
-                )
-            recorded = single_model(documents.get("huggingface")).recorded
-            mirror = {k: v for k, v in recorded.items() if k != "files"}
         ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
         draft = self._storage.draft(self.path, save_id)
         draft.begin()
         self._draft = draft  # set only after begin: if that fails, there is nothing to discard
-        return {"save_id": save_id, "groups": ranges, "mirror": mirror, "tables": ""}
+        return {"save_id": save_id, "groups": ranges, "tables": ""}
 
     def group_table(self, agreed: Agreement) -> GroupTable | None:
         """Return a group's tables and trainer state on its first rank, None on others. Runs on every rank."""
@@ -172,15 +157,6 @@ class SaveJob:
         """Return the joined tables of all groups, and keep the union of their trainer states. Runs on rank 0."""
         text, self._trainer = join_groups([report for report in reports if report is not None], self._ranks.world)
         return text
-
-    def _mirror(self, table: Component, model: dict[str, Any]) -> HFMirror:
-        key = list(Model(model).tensors(table)), int(self._options.size_per_shard * MB)
-        files = self._plans.mirror.get(key, lambda: plan_mirror(*key))
-        texts: dict[str, bytes] = {}
-        if self._ranks.rank == 0:
-            floating = (tensor.dtype for tensor in key[0] if tensor.dtype in CONFIG_DTYPES)
-            texts = single_model(self._snapshot.documents.get("huggingface")).files(next(floating, None), False)
-        return HFMirror(files, texts)
 
     def _own_specs(self) -> dict[str, TensorSpec]:
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
@@ -214,9 +190,7 @@ class SaveJob:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
         key = tables, rank, self._ranks.world, self._options.size_per_shard
-        plan, mirror = self._plans.plan.get(key, lambda: plan_rank(*key)), None
-        if self._options.also is not None:
-            mirror = self._mirror(table_of(tables, "model"), agreed["mirror"])
+        plan = self._plans.plan.get(key, lambda: plan_rank(*key))
         tensors: dict[int, torch.Tensor] = {}
         for component, files in plan.files.items():
             aliases = tables[component].aliases
@@ -226,7 +200,7 @@ class SaveJob:
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
-        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), mirror, shared)
+        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), shared)
 
     def write(self, agreed: Agreement) -> WriteReport:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
@@ -247,9 +221,6 @@ class SaveJob:
             check_readable(role, text, f"the {role} state of rank {self._ranks.rank}")
             draft.write(name, [text])
             documents.append(_info_to_json(FileInfo(name, len(text), checksum(text))))
-        if content.mirror is not None:
-            pieces = [piece for file in plan.files.get("model", ()) for piece in file.pieces]
-            content.mirror.write(draft, pieces, lambda p: windows.bytes_of(id(p)))
         return {
             "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
             "documents": documents,
@@ -289,7 +260,7 @@ class SaveJob:
         if find_differences(dict(enumerate(shared))):
             refuse_differing(self.path, shared)
         assert self._draft is not None and self._content is not None
-        plan, mirror, components = self._content.plan, self._content.mirror, {}
+        plan, components = self._content.plan, {}
         for name, table in plan.tables.items():
             infos = {rank: report["indexes"].get(name) for rank, report in enumerate(reports)}
             indexes = {rank: FileInfo(*info) for rank, info in infos.items() if info is not None}
@@ -307,7 +278,6 @@ class SaveJob:
             epoch=self._run.epoch,
             topology=self._run.topology,
             software=_software(),
-            mirror={} if mirror is None else mirror.finish(self._draft),
             prefix=self._draft.prefix,
         )
         content = root_to_json(root, plan.text)
@@ -317,7 +287,7 @@ class SaveJob:
         self.notes += self._draft.notes
         self.notes += dict.fromkeys(note for report in reports for note in report["notes"])
         self._draft = None
-        listed = [*root.documents.values(), *root.mirror.values()]
+        listed = [*root.documents.values()]
         listed += [info for component in components.values() for info in component.indexes.values()]
         shard_bytes = sum(report["shard_bytes"] for report in reports)
         return shard_bytes + sum(info.nbytes for info in listed) + len(content)

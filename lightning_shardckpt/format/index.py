@@ -138,9 +138,8 @@ class Component:
 class RootIndex:
     """Description of a whole checkpoint.
 
-    ``documents`` are the JSON files with the state that is not tensors. ``mirror`` are files with a second copy of the
-    model in Hugging Face's form; for files with tensors, the checksum covers only the header. ``prefix`` precedes the
-    names of all other files in an object store.
+    ``documents`` are the JSON files with the state that is not tensors. ``prefix`` precedes the names of all other
+    files in an object store.
     """
 
     save_id: str
@@ -151,5 +150,4 @@ class RootIndex:
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
-    mirror: dict[str, FileInfo] = field(default_factory=dict)
     prefix: str = ""

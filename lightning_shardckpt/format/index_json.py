@@ -306,8 +306,6 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
     if head["version"] != 1:
         head["documents_by_rank"] = {stem: to_packed_columns(files) for stem, files in by_rank.items()}
-    if root.mirror:
-        head["mirror"] = {f.name: [f.nbytes, f.checksum] for f in root.mirror.values()}
     parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
     body = f'{",".join(parts)},"documents":{compact(documents)}}}'.encode()
     check_json_size(body, "the root index")
@@ -363,7 +361,6 @@ def _root(value: dict[str, Any]) -> RootIndex:
         epoch=None if value["epoch"] is None else check_size(value["epoch"]),
         topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
         software={check_text(k): check_text(v) for k, v in value["software"].items()},
-        mirror={name: parse_file_info(name, n, c) for name, (n, c) in value.get("mirror", {}).items()},
         prefix=_prefix(value.get("prefix", ""), value["save_id"]),
     )
 

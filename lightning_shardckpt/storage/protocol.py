@@ -63,12 +63,6 @@ class Draft(Protocol):
         The file is durable on return, unless syncs are disabled in the backend. The same holds for ``publish``.
         """
 
-    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Write pieces of a file at their offsets, while other ranks write other pieces; else like ``write``.
-
-        Raises ValueError if the backend can only write whole files.
-        """
-
     def publish(self) -> None:
         """Make the checkpoint appear at its path, in place of an older one.
 

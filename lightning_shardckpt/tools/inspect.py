@@ -99,7 +99,6 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
                 problems.append(str(error))
                 continue
             yield from ({"name": file.name, "rank": rank, "bytes": file.nbytes} for file in files)
-    yield from ({"name": info.name, "rank": None, "bytes": info.nbytes} for info in root.mirror.values())
     for document in sorted(root.documents.values(), key=lambda d: d.name):
         rank_text = document.name.rpartition("-dist-")[2].removesuffix(".json")
         yield {"name": document.name, "rank": int(rank_text) if rank_text.isdigit() else None, "bytes": document.nbytes}

@@ -11,31 +11,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
-from lightning_shardckpt.format.safetensors_files import OutputTensor
-from lightning_shardckpt.format.safetensors_header import (
-    parse_header,
-    read_header,
-)
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
-from lightning_shardckpt.state.documents import HUGGING_FACE, parse_document
-from lightning_shardckpt.state.hf_directory import pick_model
-from lightning_shardckpt.storage.protocol import Reader, read_all
+from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader
-from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_part
+from lightning_shardckpt.transfer.shard_reader import BlockChecksums
 
 _CHUNK_BYTES = 4 << 20
 _TENSORS = ".safetensors"
@@ -102,7 +92,6 @@ def verify(
         expect(job.nbytes)
         job.check_shard_files(advance)
         job.check_documents()
-        job.findings += check_mirror(checkpoint, quick=quick)
         job.check_names()
         return VerifyReport(tuple(job.findings), len(job.known), job.nbytes)
 
@@ -127,7 +116,7 @@ class _Verification:
         self._checkpoint, self._root, self._quick = checkpoint, checkpoint.root, quick
         self.findings: list[Finding] = []
         self.files: list[tuple[str, RankIndex, FileInfo]] = []
-        self.known = {ROOT_NAME, *self._root.documents, *self._root.mirror}
+        self.known = {ROOT_NAME, *self._root.documents}
         self._unknown_shards: set[str] = set()
 
     @property
@@ -275,77 +264,3 @@ def _check_data(reader: Reader, index: RankIndex, info: FileInfo, advance: Calla
         if bad:
             more = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
             yield Finding(info.name, f"corrupted data, bytes {bad[0][0]} to {bad[0][1]}{more}", key, index.rank)
-
-
-# ── the mirror for transformers ───────────────────────────────────────────────────────────────────────────────────
-
-
-def check_mirror(checkpoint: Checkpoint, *, quick: bool) -> Iterator[Finding]:
-    """Yield the differences of a mirror's files from the shards; with ``quick``, of sizes and headers only."""
-    files = checkpoint.root.mirror
-    if not files:
-        return
-    try:
-        document = parse_document("huggingface", checkpoint.document(HUGGING_FACE), HUGGING_FACE)
-        model = pick_model(document, "")
-        expected = {one.name: one for one in model.tensors(checkpoint.root.components["model"])} if model else {}
-    except (ShardCkptError, OSError, LookupError, ValueError) as error:
-        yield Finding(HUGGING_FACE, f"cannot determine the expected content of {sorted(files)}: {error}")
-        return
-    unread = False
-    for info in files.values():
-        try:
-            if info.name.endswith(_TENSORS):
-                yield from _check_tensors(checkpoint, info, expected, quick)
-            elif not quick:
-                _check_whole(checkpoint, info)
-            elif checkpoint.reader.size(info.name) != info.nbytes:
-                yield Finding(info.name, f"{checkpoint.reader.size(info.name)} bytes, expected {info.nbytes}")
-        except (ShardCkptError, OSError, EOFError, ValueError) as error:
-            unread = True
-            yield Finding(info.name, "the file is missing" if isinstance(error, FileNotFoundError) else str(error))
-    if not unread:
-        yield from (Finding(ROOT_NAME, "none of the files for Hugging Face has it", name) for name in sorted(expected))
-
-
-def _check_whole(checkpoint: Checkpoint, info: FileInfo) -> None:
-    content = read_all(checkpoint.reader, info.name)
-    if (len(content), checksum(content)) != (info.nbytes, info.checksum):
-        raise CorruptionError(f"{len(content)} bytes with checksum {checksum(content)}, expected {info}")
-
-
-def _check_tensors(
-    checkpoint: Checkpoint, info: FileInfo, expected: dict[str, OutputTensor], quick: bool
-) -> Iterator[Finding]:
-    """Compare one file, and remove its tensors from ``expected``."""
-    reader = checkpoint.reader
-    if reader.size(info.name) != info.nbytes:
-        yield Finding(info.name, f"{reader.size(info.name)} bytes, expected {info.nbytes}")
-    start = read_header(partial(reader.read_into, info.name), info.nbytes)
-    if checksum(start) != info.checksum:
-        raise CorruptionError("the header is damaged, or it is of another save")
-    for name, stored in parse_header(start, info.name).tensors.items():
-        one = expected.pop(name, None)
-        if one is None or (one.dtype, one.shape) != (stored.dtype, stored.shape):
-            yield Finding(info.name, f"{stored.dtype} {stored.shape}, expected {one and (one.dtype, one.shape)}", name)
-        elif not quick:
-            yield from _compare_tensor(checkpoint, info.name, one, stored.begin)
-
-
-def _compare_tensor(checkpoint: Checkpoint, file: str, one: OutputTensor, begin: int) -> Iterator[Finding]:
-    """Compare a tensor with its box in the shards, a window at a time."""
-    if not one.nbytes:
-        return
-    at, memory = begin, memoryview(bytearray(min(one.nbytes, _CHUNK_BYTES)))
-    source = ShardReader(checkpoint.path, checkpoint.reader, target_bytes=_CHUNK_BYTES)
-    try:
-        boxes = WholeTensors(checkpoint).boxes(*one.source)
-        for in_shards in read_part(source, one.box or Box.whole(one.shape), boxes, _CHUNK_BYTES):
-            in_file = memory[: len(in_shards)]
-            checkpoint.reader.read_into(file, at, in_file)
-            if in_shards != in_file:
-                yield Finding(file, f"bytes {at} to {at + len(in_file)} differ from the shards", one.name)
-                return
-            at += len(in_file)
-    except CorruptionError as error:
-        yield Finding(file, f"cannot be compared: {error}", one.name)

@@ -52,7 +52,6 @@ class MemoryDraft:
 
     def __init__(self, storage: MemoryStorage, path: str) -> None:
         self._storage, self._path, self._files = storage, path, dict[str, bytes]()
-        self._pieces = dict[str, bytearray]()
         self.notes: list[str] = []
 
     def begin(self) -> None:
@@ -64,22 +63,13 @@ class MemoryDraft:
             raise FileExistsError(name)
         self._files[name] = b"".join(parts)
 
-    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Keep copies of the pieces, and zeros between them."""
-        content = self._pieces.setdefault(name, bytearray())
-        for offset, data in pieces:
-            content.extend(bytes(max(offset + len(data) - len(content), 0)))
-            content[offset : offset + len(data)] = data
-
     def publish(self) -> None:
         """Show the files at the path."""
-        for name, content in self._pieces.items():
-            self.write(name, [bytes(content)])
-        self._storage.checkpoints[self._path], self._files, self._pieces = self._files, {}, {}
+        self._storage.checkpoints[self._path], self._files = self._files, {}
 
     def discard(self) -> None:
         """Forget the files."""
-        self._files, self._pieces = {}, {}
+        self._files = {}
 
 
 class MemoryStorage:

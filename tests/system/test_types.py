@@ -87,7 +87,6 @@ from lightning_shardckpt.consolidate import consolidate  # right
 
 ShardCkptIO(use_async="yes")  # arg-type
 ShardCkptIO(asynchronous=True)  # call-arg
-ShardCkptIO(also="onnx")  # arg-type
 ShardedStrategy(data_parallel_shard_size="2")  # arg-type
 save("a.ckpt")  # call-arg
 save("a.ckpt", {}, True)  # call-arg

@@ -28,7 +28,6 @@ from lightning_shardckpt.storage.local.posix import (
     make_and_open,
     make_directories,
     sync_directory,
-    write_at,
     write_durably,
     write_parts,
 )
@@ -185,18 +184,10 @@ class LocalDraft:
             else:
                 write_parts(file, parts)
 
-    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Write this rank's pieces of a file of several ranks; sync it and its entry, unless syncs are disabled."""
-        with self._create(name, shared=True) as file:
-            for offset, data in pieces:
-                write_at(file, memoryview(data), offset)
-            if self._sync_files:
-                os.fsync(file)
-
     @contextmanager
-    def _create(self, name: str, *, shared: bool = False) -> Iterator[int]:
+    def _create(self, name: str) -> Iterator[int]:
         path = os.path.join(self._directory, name)
-        file = _open_new(path, None if self._seen else self._visible_within_s, shared=shared)
+        file = _open_new(path, None if self._seen else self._visible_within_s)
         self._seen = True
         try:
             with errors_with_path(path):
@@ -268,9 +259,9 @@ class LocalDraft:
             self._claim = None
 
 
-def _open_new(path: str, visible_within_s: float | None, *, shared: bool = False) -> int:
+def _open_new(path: str, visible_within_s: float | None) -> int:
     """Create and open a file; wait first until this machine sees its directory."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if shared else os.O_EXCL)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL
     directory, pause = os.path.dirname(path), _PAUSE_S
     deadline = time.monotonic() + (visible_within_s or 0.0)
     while True:

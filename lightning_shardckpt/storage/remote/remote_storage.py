@@ -29,12 +29,6 @@ from lightning_shardckpt.system.text import count_text, size_text
 # still there. All other objects below the path then belong to saves that can't be committed any more, and are deleted.
 
 
-_PARTS_HINT = (
-    "a file that several ranks write parts of can't be saved to an object store, which takes whole objects only; "
-    'leave out also="huggingface", and export the checkpoint with `python -m lightning_shardckpt.consolidate`'
-)
-
-
 class RemoteDraft:
     """A draft of objects whose names begin with the save's id; the root index is held back until ``publish``."""
 
@@ -86,10 +80,6 @@ class RemoteDraft:
             return
         with self._turn():
             self._objects.upload(self._key(self.prefix + name), parts)
-
-    def write_pieces(self, name: str, pieces: Iterable[tuple[int, Bytes]]) -> None:
-        """Raise ValueError, with the remedy: an object store takes only whole objects."""
-        raise ValueError(f"{self._path!r}, {name}: {_PARTS_HINT}")
 
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.

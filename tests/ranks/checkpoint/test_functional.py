@@ -504,8 +504,6 @@ def test_bad_arguments_are_told() -> None:
         save("a", {}, size_per_shard=0)
     with pytest.raises(ValueError, match=r"size_per_shard is a size in MB .*got '1GB': write size_per_shard=1024"):
         save("a", {}, size_per_shard="1GB")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="also is"):
-        save("a", {}, also="pickle")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
-from lightning_shardckpt.checkpoint.checkpoint_options import ExtraFormat, SaveOptions
+from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.system.tuning import TUNING
-from lightning_shardckpt.tools.verify import verify
 from tests.sweeps.faults.trial import Found, Scenario
 
 OLD, NEW = 1, 2
 SMALL_WINDOW_BYTES = 300  # of an archive of some KB
 SIZE_PER_SHARD = 0.0002  # MB: two files of each rank's tensors
-_CAUSAL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
-HUB = {"models": [{**_CAUSAL, "files": {"config.json": "{}"}}], "files": {}}
 
 
 def whole(step: int) -> dict[str, Any]:
@@ -70,18 +66,13 @@ def save_step(
     ranks: Ranks,
     *,
     sync_files: bool = True,
-    also: ExtraFormat | None = None,
 ) -> None:
     """Collective: every rank of ``ranks`` must call it."""
     state = of_rank(step, ranks)
     storage = LocalStorage(sync_files=sync_files)
 
-    def describe() -> Snapshot:
-        found = snapshot(state)
-        return replace(found, documents={**found.documents, "huggingface": HUB} if also else found.documents)
-
-    options = SaveOptions(SIZE_PER_SHARD, also)
-    save(path, describe, ranks=ranks, run=RunInfo(step), options=options, storage=storage)
+    options = SaveOptions(SIZE_PER_SHARD)
+    save(path, lambda: snapshot(state), ranks=ranks, run=RunInfo(step), options=options, storage=storage)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -139,19 +130,6 @@ def _first(root: str) -> Found:
 def _replaced(root: str) -> Found:
     found = loads(_one(root))
     return "lost" if found in ("nothing", "broken") else found  # type: ignore[return-value]
-
-
-def _save_mirrored(root: str, ranks: Ranks, step: int) -> None:
-    save_step(_one(root), step, ranks, also="huggingface")
-
-
-def _save_mirrored_again(root: str) -> None:
-    _save_mirrored(root, Ranks.alone(), NEW)
-
-
-def _mirrored(root: str) -> Found:
-    """The files for Hugging Face are of the step that the shards are of."""
-    return _replaced(root) if not verify(_one(root)).findings else "mixed"
 
 
 def _save_unsynced(root: str, ranks: Ranks, step: int) -> None:
@@ -315,14 +293,6 @@ _UNSYNCED = Scenario(
     _save_unsynced_again,
     durable=False,
 )
-_MIRRORED = Scenario(
-    "save for Hugging Face, too, over an older one",
-    1,
-    partial(_save_mirrored, step=OLD),
-    partial(_save_mirrored, step=NEW),
-    _mirrored,
-    _save_mirrored_again,
-)
 _ROTATE = Scenario("rotation", 1, lambda r, k: save_step(_step(r, OLD), OLD, k), _rotate, _newest, _rotate_again)
 _LINK = Scenario(
     "rotation with a link", 1, _save_and_link, _rotate_and_link, _linked, _rotate_and_link_again, named=False
@@ -338,7 +308,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        for kind in (_FIRST, _REPLACE, _MIRRORED, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
+        for kind in (_FIRST, _REPLACE, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)

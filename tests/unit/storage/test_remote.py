@@ -339,14 +339,6 @@ def test_what_is_no_checkpoint_is_not_removed_but_told(url: str) -> None:
     assert not fsspec.filesystem("memory").exists(f"{url}2")
 
 
-def test_whole_files_only_is_said_before_anything_is_written(url: str) -> None:
-    with pytest.raises(ValueError, match=r"also='huggingface' needs a file system.*consolidate"):
-        ShardCkptIO(also="huggingface").save_checkpoint({}, url)
-    with pytest.raises(ValueError, match="whole objects only"):
-        backend_of(url).draft(url, ID).write_pieces("a", [])
-    assert not fsspec.filesystem("memory").exists(url)
-
-
 def test_a_protocol_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="nowhere"):
         backend_of("nowhere://a/b")
