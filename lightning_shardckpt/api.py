@@ -1,8 +1,8 @@
 """Save and load the objects of a plain torch script, without a Trainer or Fabric.
 
-The state is a dict of modules, optimizers, learning rate schedulers, tensors and plain values, nested at will; see
-``state.nested_dict`` for how each is stored. The checkpoints have the format of ``ShardedStrategy``: each loads the
-other's model and optimizers.
+The state is a flat dict of modules, optimizers, other objects with a state dict, lists of these, and nested state of
+tensors and plain values; see ``state.nested_dict`` for how each is stored. The checkpoints have the format of
+``ShardedStrategy``: each loads the other's model and optimizers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import nn
 
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
@@ -48,7 +47,6 @@ def save(
     *,
     overwrite: bool = False,
     prefix: str = "",
-    named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
     replicas: Replicas = "same",
@@ -75,13 +73,11 @@ def save(
 
     Args:
         path: a directory that does not exist yet or is empty; with ``overwrite``, also a checkpoint.
-        state: modules, optimizers, other objects with ``state_dict`` and ``load_state_dict``, tensors, DTensors and
-            plain values, in dicts and lists. The keys "state_dict", "optimizer_states" and "rank_state" may only hold
-            objects.
+        state: by key, a module, an optimizer, another object with ``state_dict`` and ``load_state_dict``, or a list of
+            these; or tensors, DTensors and plain values in dicts and lists, such as a state dict. The keys
+            "state_dict", "optimizer_states" and "rank_state" may only hold objects.
         overwrite: replace an existing checkpoint, which can be loaded until the new one is complete.
         prefix: prepended to the names of parameters and buffers.
-        named_by: the module that has the optimizers' parameters, if it is not in the state. Without names, their state
-            is saved by number.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable before this returns; otherwise a machine crash can destroy it.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
@@ -101,7 +97,7 @@ def save(
     drain_all()  # a pending save may be to this path
     options = SaveOptions(size_per_shard, replicas)
     storage = _storage(sync_files, storage_options, throttle_uploads)
-    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
+    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     notes = checkpoint.save(
         path,
         nested.describe,
@@ -120,7 +116,6 @@ def save_async(
     *,
     overwrite: bool = False,
     prefix: str = "",
-    named_by: nn.Module | None = None,
     size_per_shard: float = 1024,
     sync_files: bool = True,
     replicas: Replicas = "same",
@@ -140,7 +135,6 @@ def save_async(
         state: the state to save; see ``save``.
         overwrite: replace an existing checkpoint, which can be loaded until the new one is complete.
         prefix: prepended to the names of parameters and buffers.
-        named_by: the module that has the optimizers' parameters, if it is not in the state.
         size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
         sync_files: make the checkpoint durable before it counts as complete.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values; ``"first"`` stores the first
@@ -163,7 +157,7 @@ def save_async(
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group, check_max_pending(max_pending))
     storage = _storage(sync_files, storage_options, throttle_uploads)
-    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, named_by=named_by, storage=storage)
+    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     written = checkpoint.save_async(
         path,
         nested.describe,
@@ -220,7 +214,6 @@ def load(
     strict: bool = True,
     prefix: str = "",
     key_mapping: KeyMappingLike | None = None,
-    named_by: nn.Module | None = None,
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -249,7 +242,6 @@ def load(
             expressions to new names (None leaves a tensor out), a function, its import path, or a file. All names are
             mapped at once, also those of optimizer state. An entry that matches nothing in the checkpoint is a
             difference. See "Rename tensors" in the documentation.
-        named_by: see ``save``.
         verify: compare checksums.
         process_group: see ``save``.
         storage_options: for URLs, see ``ShardCkptIO``.
@@ -273,11 +265,11 @@ def load(
         full = checkpoint.load_full(file_path(path), verify=verify, weights_only=weights_only, storage=storage)
         return states_of_checkpoint(full)
     group, path = _group_of(process_group), file_path(path)
-    objects, whole = _describe_state(state, named_by, group.ranks)
+    objects, whole = _describe_state(state, group.ranks)
 
     def make() -> NestedLoad:
         mapping = KeyMapping.of(key_mapping)
-        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, named_by=named_by, whole=whole)
+        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, whole=whole)
 
     nested = NestedLoad.prepare(group.ranks, make)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
@@ -286,9 +278,7 @@ def load(
     return remainder
 
 
-def _describe_state(
-    state: dict[str, Any], named_by: nn.Module | None, ranks: Ranks
-) -> tuple[NestedObjects, WholeNames]:
+def _describe_state(state: dict[str, Any], ranks: Ranks) -> tuple[NestedObjects, WholeNames]:
     """Return the objects of a state, in rank 0's order, and the names over all ranks if ranks have different ones.
 
     Ranks of different pipeline stages do. Collective: every rank must call it.
@@ -298,7 +288,7 @@ def _describe_state(
     def describe() -> tuple[str, list[str]]:
         nonlocal objects
         objects = check_state(state)
-        names.extend(sorted(names_in(objects, named_by)))
+        names.extend(sorted(names_in(objects)))
         return checksum("\n".join(names).encode()), objects.keys
 
     def compare(reports: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:

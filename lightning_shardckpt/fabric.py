@@ -348,8 +348,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def describe() -> str:
             objects = collect_objects(state).in_order(order)
             check_loaded([*objects.modules.values(), *objects.optimizers.values()])
-            whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            described.append((objects, whole, names_for(objects, named_by, whole)))
+            whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
+            described.append((objects, whole, names_for(objects, owner, whole)))
             return file_path(path)
 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
@@ -390,8 +390,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         def make() -> NestedLoad:
             objects = collect_objects(states).in_order(order)
-            whole, named_by = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            return NestedLoad(states, objects, named_by=named_by, whole=whole, keep_parameters=True)
+            whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
+            return NestedLoad(states, objects, owner=owner, whole=whole, keep_parameters=True)
 
         nested = NestedLoad.prepare(self._ranks, make)
         is_first = self.meshes.data_parallel_rank == 0

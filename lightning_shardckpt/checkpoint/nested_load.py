@@ -1,4 +1,4 @@
-"""Load a checkpoint into the objects of a nested dict: match objects and names, then fill them."""
+"""Load a checkpoint into the objects of a flat dict: match objects and names, then fill them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _UNCHANGED = KeyMapping()
 
 
 class NestedLoad:
-    """One load into a nested dict, on one rank.
+    """One load into a flat dict, on one rank.
 
     Args:
         state: the dict to load into.
         objects: the objects in it.
         prefix: of the stored names.
         key_mapping: from stored names without ``prefix`` to names in the state.
-        named_by: the module of optimizers whose module is not in the state.
+        owner: the module of the optimizers in a state without modules, if known.
         whole: names of the model over all pipeline stages.
         keep_parameters: see ``load_remaining``.
 
@@ -70,7 +70,7 @@ class NestedLoad:
         *,
         prefix: str = "",
         key_mapping: KeyMapping = _UNCHANGED,
-        named_by: nn.Module | None = None,
+        owner: nn.Module | None = None,
         whole: WholeNames | None = None,
         keep_parameters: bool = False,
     ) -> None:
@@ -78,9 +78,9 @@ class NestedLoad:
         self._state, self._objects, self._prefix = state, objects, prefix
         self._key_mapping, self._whole = key_mapping, whole or WholeNames()
         self._state_dict, self._root = objects.state_dict(), objects.root
-        self._own_names, self._named = names_in(objects, named_by), names_for(objects, named_by, self._whole)
-        if not objects.modules and named_by is not None:
-            self._whole = _optimizer_names(self._own_names, unwrap(named_by), self._whole)
+        self._own_names, self._named = names_in(objects, owner), names_for(objects, owner, self._whole)
+        if not objects.modules and owner is not None:
+            self._whole = _optimizer_names(self._own_names, unwrap(owner), self._whole)
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
         self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
         self._optimizers = list(objects.optimizers.values())
@@ -175,7 +175,8 @@ class NestedLoad:
         document = source.document("optimizer") or {}
         if all(optimizer["numbered"] for optimizer in document.values()):
             return []
-        return ["optimizer  its parameters are in no module of the state: pass named_by=, the module that has them"]
+        remedy = "load it together with its module, or build it from named_parameters()"
+        return [f"optimizer  its parameters are in no module of the state: {remedy}"]
 
     def _compare_rest(self, trainer: dict[str, Any]) -> list[str]:
         problems = []

@@ -1,4 +1,4 @@
-"""Describe a nested dict of objects for a save on one rank."""
+"""Describe a flat dict of objects for a save on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
@@ -40,17 +39,16 @@ class SaveGroup:
 
 
 class NestedSave:
-    """One save of a nested state.
+    """One save of a state.
 
     Collective: every rank must construct it, with its own state.
 
     Args:
         group: the ranks that save together.
         path: of the checkpoint.
-        state: the nested dict.
+        state: the dict.
         overwrite: replace an existing checkpoint.
         prefix: prepended to the names of parameters and buffers.
-        named_by: the module of optimizers whose module is not in the state.
         storage: of ``path``.
 
     Attributes:
@@ -66,12 +64,11 @@ class NestedSave:
         *,
         overwrite: bool,
         prefix: str,
-        named_by: nn.Module | None,
         storage: StorageRouter,
     ) -> None:
         self.path, self.notes = path, list[str]()
         self._group, self._state, self._overwrite = group, state, overwrite
-        self._prefix, self._named_by, self._storage = prefix, named_by, storage
+        self._prefix, self._storage = prefix, storage
         self._order = order_of_state(state, group.ranks, f"preparing to save {path!r}")
         self.run = run_info(state if isinstance(state, dict) else {}, {})  # ``describe`` raises for other types
 
@@ -87,7 +84,7 @@ class NestedSave:
             _refuse_existing(self.path, self._storage)
         objects = check_state(self._state).in_order(self._order)
         check_loaded([*objects.modules.values(), *objects.optimizers.values()])
-        names = names_for(objects, self._named_by, prefix=self._prefix)
+        names = names_for(objects, prefix=self._prefix)
         module = objects.root if objects.modules else None
         described = snapshot(checkpoint_of(self._state, objects, names), module)
         _check_members(described, self._group)

@@ -1,9 +1,10 @@
-"""The objects with a state in a nested dict, and the places of their state in a checkpoint.
+"""The objects with a state in a flat dict, and the places of their state in a checkpoint.
 
-All modules together are the model. The FQNs of a single module are unchanged; those of several modules begin with the
-module's key in the dict, as in ``generator.net.weight``. So the key of a single module does not matter, and the
-checkpoint of a LightningModule whose attributes are the networks fits, too. Optimizers are numbered in order.
-Everything else is trainer state at its place in the dict.
+Objects are values of the dict, or items of a list there. All modules together are the model. The FQNs of a single
+module are unchanged; those of several modules begin with the module's key in the dict, as in
+``generator.net.weight``. So the key of a single module does not matter, and the checkpoint of a LightningModule whose
+attributes are the networks fits, too. Optimizers are numbered in order. Everything else is trainer state at its place
+in the dict: tensors and plain values may be nested at will.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from lightning_shardckpt.system.memory import gc_paused
 WRAPPED = "_shardckpt_wrapped"
 """Attribute of a wrapper module that holds the wrapped module."""
 
+_PLAIN = (str, int, float, bool, bytes, type(None), dict, list, tuple)
+"""Types that are no objects with a state, for speed."""
+
 T = TypeVar("T")
 
 Keep: TypeAlias = Callable[[str, Any], bool]
@@ -49,7 +53,7 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class NestedObjects:
-    """Objects in a nested dict, each kind by path.
+    """Objects and tensors in a dict, each kind by path.
 
     Attributes:
         values: the largest parts of the dict that contain no object or tensor.
@@ -129,31 +133,36 @@ class NestedObjects:
         return join_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
 
 
-def names_in(objects: NestedObjects, named_by: nn.Module | None) -> frozenset[str]:
-    """Return the canonical names of all entries of the modules, or without modules, of the parameters of ``named_by``.
+def names_in(objects: NestedObjects, owner: nn.Module | None = None) -> frozenset[str]:
+    """Return the canonical names of all entries of the modules, or without modules, of the parameters of ``owner``.
 
     Args:
         objects: of the state.
-        named_by: the module that names the parameters of optimizers in a state without modules.
+        owner: the module of the optimizers in a state without modules, if known.
 
     Raises:
         StateError: if two modules have an entry of one name.
     """
     if objects.modules:
         return frozenset(map(clean_fqn, objects.state_dict()))
-    parameters, _ = named_tensors(unwrap(named_by))
+    parameters, _ = named_tensors(unwrap(owner))
     return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
 
 
 def collect_objects(state: Mapping[str, Any]) -> NestedObjects:
-    """Collect the objects and tensors of a nested dict, whose containers may be dicts and lists.
+    """Collect the objects of a flat dict, and its tensors, which may be in dicts and lists.
 
     Raises:
-        StateError: for an object in a tuple or a set, where it can't be replaced, and for two under one key.
+        StateError: for an object that is neither a value of the dict nor an item of a list there, and for two under one
+            key.
     """
     objects = NestedObjects()
     for key, value in state.items():
-        _visit(value, (key,), objects)
+        if isinstance(value, list) and any(map(_is_object, value)):
+            for number, item in enumerate(value):
+                _add(item, (key, number), objects)
+        else:
+            _add(value, (key,), objects)
     for paths in (objects.modules, objects.optimizers):
         if len({key_of(path) for path in paths}) < len(paths):
             raise StateError(f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys")
@@ -185,30 +194,49 @@ def unwrap(value: Any) -> Any:
     return loader_of_fabric(value)
 
 
-def _visit(value: Any, path: Path, objects: NestedObjects) -> None:
+def _add(value: Any, path: Path, objects: NestedObjects) -> None:
+    """Add a value of the state, or an item of a list there."""
     value = unwrap(value)
     if isinstance(value, nn.Module):
         objects.modules[path] = value
     elif isinstance(value, Optimizer):
         objects.optimizers[path] = value
-    elif isinstance(value, torch.Tensor):
-        objects.tensors[path] = value
-    elif _is_stateful(value):
-        objects.stateful[path] = value
-    elif isinstance(value, DataLoader):
+    elif isinstance(value, DataLoader) and not _is_stateful(value):
         objects.loaders[path] = value
-    elif isinstance(value, dict | list) and _holds_objects(value):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _visit(item, (*path, key), objects)
+    elif not isinstance(value, torch.Tensor) and _is_stateful(value):
+        objects.stateful[path] = value
     else:
-        if isinstance(value, tuple | set | frozenset):
-            inside = next((item for item in value if _is_object(item)), None)
-            if inside is not None:
-                raise StateError(
-                    f"{key_of(path)!r} is a {type(value).__name__} that holds a {type(inside).__name__}; objects are "
-                    "saved and restored in dicts and lists"
-                )
-        objects.values[path] = value
+        _add_tensors(value, path, objects)
+
+
+def _add_tensors(value: Any, path: Path, objects: NestedObjects) -> None:
+    """Add the tensors in a value without objects, and the parts without tensors.
+
+    Raises:
+        StateError: for an object.
+    """
+    if isinstance(value, torch.Tensor):
+        objects.tensors[path] = value
+        return
+    if type(value) not in _PLAIN and _is_object(value):
+        raise StateError(
+            f"{key_of(path)!r} of the state is a {type(unwrap(value)).__name__}: objects are saved and restored as "
+            "values of the state, or in a list that is one. Give it a key of its own, such as "
+            f"{'_'.join(map(str, path))!r}"
+        )
+    if isinstance(value, tuple | set | frozenset):
+        for number, item in enumerate(value):
+            _add_tensors(item, (*path, number), NestedObjects())  # refuses objects; tensors are part of the value
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        inside = NestedObjects()
+        for key, item in items:
+            _add_tensors(item, (*path, key), inside)
+        if inside.tensors:
+            objects.tensors |= inside.tensors
+            objects.values |= inside.values
+            return
+    objects.values[path] = value
 
 
 def _is_stateful(value: Any) -> bool:
@@ -220,12 +248,6 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, nn.Module | Optimizer | DataLoader) or _is_stateful(value)
 
 
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(_holds_objects(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor) or _is_object(value)
-
-
 # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -235,10 +257,10 @@ def checkpoint_of(
     names: Mapping[int, str],
     filters: Mapping[str, Keep] | None = None,
 ) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict for a nested dict; tensors are live.
+    """Return Lightning's checkpoint dict for a flat dict; tensors are live.
 
     Args:
-        state: the nested dict.
+        state: the dict.
         objects: in the state.
         names: of the parameters of optimizers, by ``id``; see ``names_for``.
         filters: by key of ``state``: takes name and value of an entry, and returns True if it is saved.
@@ -270,19 +292,14 @@ _NOTHING = object()
 
 def _without_objects(value: Any, state_dicts: Mapping[int, Any]) -> Any:
     """Return a value without modules, optimizers and loaders, and with other objects replaced by their state dicts."""
+    if isinstance(value, list) and any(map(_is_object, value)):
+        items = [_without_objects(item, state_dicts) for item in value]
+        is_empty = all(item is _NOTHING for item in items)
+        return _NOTHING if is_empty else [None if item is _NOTHING else item for item in items]
     value = loader_of_fabric(value)
     if id(value) in state_dicts:
         return state_dicts[id(value)]
-    if isinstance(value, nn.Module | Optimizer | DataLoader):
-        return _NOTHING
-    if isinstance(value, dict | list) and _holds_objects(value):
-        if isinstance(value, dict):
-            items = {key: _without_objects(item, state_dicts) for key, item in value.items()}
-            return {key: item for key, item in items.items() if item is not _NOTHING} or _NOTHING
-        values = [_without_objects(item, state_dicts) for item in value]
-        is_empty = all(item is _NOTHING for item in values)
-        return _NOTHING if is_empty else [None if item is _NOTHING else item for item in values]
-    return value
+    return _NOTHING if isinstance(value, nn.Module | Optimizer | DataLoader) else value
 
 
 def _filter(keep: Keep | None, state: Any) -> Any:
@@ -312,7 +329,7 @@ def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def names_for(
-    objects: NestedObjects, named_by: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
+    objects: NestedObjects, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
 ) -> dict[int, str]:
     """Return the name of each parameter of the optimizers, by ``id``.
 
@@ -320,11 +337,11 @@ def names_for(
 
     Args:
         objects: of the state.
-        named_by: the module that names the parameters of optimizers in a state without modules.
+        owner: the module of the optimizers in a state without modules, if known.
         whole: names of the model over all pipeline stages.
         prefix: before each name.
     """
-    names = parameter_names(unwrap(named_by), whole) if named_by is not None else {}
+    names = parameter_names(unwrap(owner), whole) if owner is not None else {}
     if objects.modules:
         names |= parameter_names(objects.root, whole)
     for optimizer in objects.optimizers.values():

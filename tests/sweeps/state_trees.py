@@ -1,7 +1,7 @@
 """Random state for saves: ``python -m tests.sweeps.state_trees --trees 2000 --seed 0``.
 
-Nested dicts and lists of modules, optimizers, tensors of all kinds and values. A tree comes back equal, bit by bit, or
-the save refuses it by name; nothing else may happen.
+Modules and optimizers, also in lists, and nested dicts and lists of tensors of all kinds and values. A tree comes back
+equal, bit by bit, or the save refuses it by name; nothing else may happen.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ class Trees:
 
     def state(self) -> dict[str, Any]:
         """What to save."""
-        return {f"k{n}": self._node(0) for n in range(self._random.randint(1, 4))}
+        found: dict[str, Any] = {}
+        for n in range(self._random.randint(1, 4)):
+            kind = self._random.choices(["node", "module", "modules", "trained"], [8, 2, 1, 2])[0]
+            if kind == "trained":
+                found |= {f"k{n} {key}": value for key, value in self._trained().items()}
+            else:
+                found[f"k{n}"] = self._node(0) if kind == "node" else getattr(self, f"_{kind}")()
+        return found
 
     def _node(self, depth: int) -> Any:
-        kinds = ["tensor", "tensor", "value", "module", "trained", "odd"] + ["dict", "list"] * (depth < 3)
-        weights = [6, 6, 8, 5, 3, 0.4, *([4, 3] if depth < 3 else [])]
+        kinds = ["tensor", "tensor", "value", "odd"] + ["dict", "list"] * (depth < 3)
+        weights = [6, 6, 8, 0.4, *([4, 3] if depth < 3 else [])]
         return getattr(self, f"_{self._random.choices(kinds, weights)[0]}")(depth)
 
     def _dict(self, depth: int) -> dict[Any, Any]:
@@ -84,7 +91,10 @@ class Trees:
             return found.requires_grad_(found.dtype in (torch.float32, torch.float64))
         return found
 
-    def _module(self, _: int) -> nn.Module:
+    def _modules(self) -> list[nn.Module]:
+        return [self._module() for _ in range(self._random.randint(1, 3))]
+
+    def _module(self) -> nn.Module:
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
         with torch.no_grad():
             for value in module.state_dict().values():
@@ -103,8 +113,8 @@ class Trees:
             module.bfloat16()
         return module
 
-    def _trained(self, _: int) -> dict[str, Any]:
-        module = self._module(0)
+    def _trained(self) -> dict[str, Any]:
+        module = self._module()
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._random.choice(OPTIMIZERS)(trained, lr=self._random.random())
         for parameter in trained:
@@ -129,6 +139,7 @@ class Trees:
                 lambda: object(),
                 lambda: [lambda: 1],
                 lambda: (nn.Linear(2, 2),),
+                lambda: {"deep": {"net": nn.Linear(2, 2)}},
             ]
         )()
 
@@ -155,13 +166,13 @@ def same(a: Any, b: Any) -> bool:
 
 def blank(state: Any) -> Any:
     """The same tree with other values, to be filled; optimizers go on with the parameters of the new modules."""
-    if isinstance(state, dict) and state.keys() == {"module", "optimizer"}:
-        module = blank(state["module"])
-        old: torch.optim.Optimizer = state["optimizer"]
-        optimizer = type(old)([p for p in module.parameters() if p.requires_grad], lr=0.5)
-        return {"module": module, "optimizer": optimizer}
     if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
+        found = {key: blank(value) for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
+        for key, value in state.items():
+            if isinstance(value, torch.optim.Optimizer):
+                module = found[key.replace("optimizer", "module")]
+                found[key] = type(value)([p for p in module.parameters() if p.requires_grad], lr=0.5)
+        return {key: found[key] for key in state}
     if isinstance(state, list):
         return [blank(value) for value in state]
     if isinstance(state, nn.Module):

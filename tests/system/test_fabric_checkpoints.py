@@ -247,15 +247,15 @@ def with_loaders(directory: str) -> dict[str, Any]:
     fabric, found = fabric_of("32-true"), dict[str, Any]()
 
     def state_of(seed: int) -> dict[str, Any]:
-        loaders: Any = DataLoader(range(8), 2), {"counted": Counted(range(8), 2, shuffle=False)}  # type: ignore[arg-type]
-        plain, counted = fabric.setup_dataloaders(loaders[0], loaders[1]["counted"], use_distributed_sampler=False)
+        loaders: Any = DataLoader(range(8), 2), Counted(range(8), 2, shuffle=False)  # type: ignore[arg-type]
+        plain, counted = fabric.setup_dataloaders(*loaders, use_distributed_sampler=False)
         model = script(fabric, seed, 0)["model"]
-        return {"model": model, "train_dataloader": plain, "more": {"counted": counted}, "step": seed}
+        return {"model": model, "train_dataloader": plain, "more": [counted], "step": seed}
 
     for name, keep, take in (("fabric", fabric.save, fabric.load), ("functions", save, load)):
         state, fresh = state_of(2), state_of(1)
         for _ in range(3):
-            given = iter(state["more"]["counted"])
+            given = iter(state["more"][0])
             next(given)
         loader = fresh["train_dataloader"]
         with warnings.catch_warnings(record=True) as told:
@@ -269,7 +269,7 @@ def with_loaders(directory: str) -> dict[str, Any]:
             fresh["step"],
             fresh["train_dataloader"] is loader,
             list(loader),
-            [batch.tolist() for batch in fresh["more"]["counted"]],
+            [batch.tolist() for batch in fresh["more"][0]],
         )
     return found
 

@@ -147,26 +147,25 @@ def test_what_is_not_asked_for_is_left_and_plain_state_is_returned(tmp_path: Pat
     assert torch.equal(nested["nested"]["mean"], saved["nested"]["mean"])
 
 
-def test_without_a_state_everything_is_returned_as_it_was_nested(tmp_path: Path) -> None:
+def test_without_a_state_everything_is_returned(tmp_path: Path) -> None:
     saved = trained(1)
-    nets = {"first": saved["model"], "second": nn.Linear(2, 2)}
-    save(tmp_path / "a", {"nets": nets, "optimizers": [saved["optimizer"]]})
+    save(tmp_path / "a", {"nets": [saved["model"], nn.Linear(2, 2)], "optimizers": [saved["optimizer"]]})
     found = load(tmp_path / "a")
-    assert differing(dict(found["nets"]["first"]), whole(saved["model"])) == []
-    assert list(found["nets"]["second"]) == ["weight", "bias"]
+    assert differing(dict(found["nets"]["0"]), whole(saved["model"])) == []
+    assert list(found["nets"]["1"]) == ["weight", "bias"]
     names = found["optimizers"]["0"]["param_groups"][0]["params"]
-    assert names[0] == "nets.first.embed.weight"
+    assert names[0] == "nets.0.embed.weight"
 
 
 def test_several_modules_and_optimizers_are_found_by_their_keys(tmp_path: Path) -> None:
     def gan(seed: int) -> State:
         torch.manual_seed(seed)
         nets = {"generator": Net(), "critic": nn.Linear(3, 2)}
-        optimizers = {name: torch.optim.SGD(net.parameters(), lr=seed, momentum=0.9) for name, net in nets.items()}
+        optimizers = {f"{n}-sgd": torch.optim.SGD(net.parameters(), lr=seed, momentum=0.9) for n, net in nets.items()}
         for net, optimizer in zip(nets.values(), optimizers.values(), strict=True):
             sum(p.sum() for p in net.parameters() if p.requires_grad).backward()
             optimizer.step()
-        return {**nets, "optimizers": optimizers}
+        return {**nets, **optimizers}
 
     saved = gan(1)
     save(tmp_path / "gan", saved)
@@ -175,9 +174,9 @@ def test_several_modules_and_optimizers_are_found_by_their_keys(tmp_path: Path) 
     load(tmp_path / "gan", dict(reversed(state.items())))  # whatever their order
     assert differing(whole(state), whole(saved)) == []
     alone = gan(3)
-    load(tmp_path / "gan", {"critic": alone["critic"], "optimizers": {"critic": alone["optimizers"]["critic"]}})
+    load(tmp_path / "gan", {"critic": alone["critic"], "critic-sgd": alone["critic-sgd"]})
     assert differing(whole(alone["critic"]), whole(saved["critic"])) == []
-    assert differing(whole(alone["optimizers"]["critic"]), whole(saved["optimizers"]["critic"])) == []
+    assert differing(whole(alone["critic-sgd"]), whole(saved["critic-sgd"])) == []
     with pytest.raises(KeyError, match="does not have 'other' of the state; it has 'generator', 'critic'"):
         load(tmp_path / "gan", {"other": nn.Linear(3, 2)})
 
@@ -197,19 +196,17 @@ def test_schedulers_of_every_kind_continue(kind: str, tmp_path: Path) -> None:
     assert differing(whole(other.state_dict()), whole(one.state_dict())) == []
 
 
-def test_a_lone_optimizer_is_saved_by_number_or_by_the_names_of_a_module(tmp_path: Path) -> None:
+def test_a_lone_optimizer_is_saved_by_number_or_by_its_own_names(tmp_path: Path) -> None:
     saved, state = trained(1), trained(2, steps=0)
     save(tmp_path / "numbered", {"optimizer": saved["optimizer"]})
     assert "optimizer/0/#0/exp_avg" in metadata(tmp_path / "numbered").tensors
     load(tmp_path / "numbered", {"optimizer": state["optimizer"]})
     assert differing(whole(state["optimizer"]), whole(saved["optimizer"])) == []
-    save(tmp_path / "named", {"optimizer": saved["optimizer"]}, named_by=saved["model"])
+    save(tmp_path / "named", {"model": saved["model"], "optimizer": saved["optimizer"]})
     assert "optimizer/0/embed.weight/exp_avg" in metadata(tmp_path / "named").tensors
     third = trained(3, steps=0)
-    with pytest.raises(MismatchError, match="pass named_by=, the module that has them"):
+    with pytest.raises(MismatchError, match=r"load it together with its module, or build it from named_parameters\(\)"):
         load(tmp_path / "named", {"optimizer": third["optimizer"]})
-    load(tmp_path / "named", {"optimizer": third["optimizer"]}, named_by=third["model"])
-    assert differing(whole(third["optimizer"]), whole(saved["optimizer"])) == []
     linear, twin = nn.Linear(2, 3), nn.Linear(2, 3)
     torch.optim.SGD(linear.named_parameters(), lr=0.5, momentum=0.1)
     own = torch.optim.SGD(linear.named_parameters(), lr=0.5, momentum=0.1)
@@ -220,6 +217,31 @@ def test_a_lone_optimizer_is_saved_by_number_or_by_the_names_of_a_module(tmp_pat
     other = torch.optim.SGD(reversed([*twin.named_parameters()]), lr=0.1)
     load(tmp_path / "own", {"optimizer": other})
     assert torch.equal(other.state[twin.weight]["momentum_buffer"], own.state[linear.weight]["momentum_buffer"])
+    save(tmp_path / "prefixed", {"optimizer": own}, prefix="net.")
+    assert "optimizer/0/net.weight/momentum_buffer" in metadata(tmp_path / "prefixed").tensors
+    options: list[State] = [{"prefix": "net."}, {"key_mapping": {"^net\\.": ""}}]
+    for option in options:
+        other = torch.optim.SGD(reversed([*twin.named_parameters()]), lr=0.1)
+        load(tmp_path / "prefixed", {"optimizer": other}, **option)
+        assert torch.equal(other.state[twin.bias]["momentum_buffer"], own.state[linear.bias]["momentum_buffer"])
+
+
+DEEP: dict[str, tuple[Any, str]] = {
+    "a dict": ({"net": {"inner": nn.Linear(1, 1)}}, r"'net/inner' of the state is a Linear"),
+    "a list in a list": ({"nets": [[nn.Linear(1, 1)]]}, r"'nets/0/0' of the state is a Linear"),
+    "a dict in a list": ({"nets": [nn.Linear(1, 1), {"b": nn.Linear(1, 1)}]}, r"'nets/1/b' of the state is a Linear"),
+    "a scheduler": ({"a": {"b": LambdaLR(torch.optim.SGD([torch.ones(1)]), abs)}}, r"'a/b' of the state is a LambdaLR"),
+    "a tuple": ({"pair": (nn.Linear(1, 1), 1)}, r"'pair/0' of the state is a Linear"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_objects_deeper_in_a_state_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    state, message = DEEP[kind]
+    for use in (save, save_async, load):
+        with pytest.raises(StateError, match=message + ".* Give it a key of its own"):
+            use(tmp_path / "a", state)
+    assert not (tmp_path / "a").exists()
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -350,10 +372,10 @@ def optimizer_with(state: Callable[[Tensor], State]) -> State:
     ("state", "error"),
     [
         ({"state_dict": {"a": 1}}, "'state_dict' of the state has another meaning"),
-        ({"pair": (nn.Linear(1, 1), 1)}, "'pair' is a tuple that holds a Linear"),
+        ({"pair": (nn.Linear(1, 1), 1)}, "'pair/0' of the state is a Linear"),
         ({"what": object()}, "what: builtins.object"),
         ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
-        ({"a/b": nn.Linear(1, 1), "a": {"b": nn.Linear(1, 1)}}, "'a/b', 'a/b'] have the same key"),
+        ({"a/0": nn.Linear(1, 1), "a": [nn.Linear(1, 1)]}, "'a/0', 'a/0'] have the same key"),
         ({"lazy": nn.LazyLinear(1)}, "model/weight: a UninitializedParameter cannot be stored"),
         ({"sparse": sparse_buffer()}, "model/b: a torch.sparse_coo tensor cannot be stored"),
         (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is not a parameter"),
