@@ -188,6 +188,7 @@ def _storage(sync_files: bool, storage_options: Mapping[str, Any] | None, thrott
 def _background(group: SaveGroup, process_group: dist.ProcessGroup | None, max_pending: int) -> Background:
     if group.background is None:
         ranks = Ranks.of_group(_checked_group(process_group)) if group.ranks.world > 1 else Ranks.alone()
+        ranks.is_background = True
         group.background = Background(ranks)
     group.background.max_pending = max_pending
     return group.background

@@ -32,12 +32,11 @@ from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
     disable_backward_guard,
     optimizer_to_device,
-    reduce_tensor,
     show_samplers_of,
 )
 from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
-from lightning_shardckpt.distributed.heartbeat import raise_if_lost, watch_until_exit
-from lightning_shardckpt.distributed.host_numbers import any_rank
+from lightning_shardckpt.distributed.heartbeat import raise_if_lost
+from lightning_shardckpt.distributed.host_numbers import any_rank, reduce_tensor
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
@@ -141,7 +140,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._setup_distributed()
         show_samplers_of(self)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
-        watch_until_exit(self.tuning)
         self._enable_async()
         written_numbers.reset_numbers()
         if self.topology.data_parallel > 1:

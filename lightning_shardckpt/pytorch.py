@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
-from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device, reduce_tensor
+from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device
 from lightning_shardckpt.compat.lightning_loops import (
     batches_begun,
     batches_of_evaluation,
@@ -48,6 +48,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.heartbeat import abort_unfinished, note_batch
+from lightning_shardckpt.distributed.host_numbers import reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code

@@ -21,10 +21,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -97,22 +95,6 @@ def init_process_group(
         if value is None:
             os.environ.pop(name, None)
     return chosen
-
-
-def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
-    """Reduce a tensor over a group, in place, and return it. Collective: every rank of ``group`` must call it.
-
-    Unlike Lightning's own, a mean of integers is not rounded down: Lightning divides sums of epochs by mean numbers of
-    samples. Gradients remain those of this rank's value, so that a loss that is reduced for a log trains unchanged.
-
-    Relies on ``_sync_ddp_if_available``.
-    """
-    if reduce_op in ("mean", "avg") and not (tensor.is_floating_point() or tensor.is_complex()):
-        total = _sync_ddp_if_available(tensor.to(torch.int64, copy=True), group, reduce_op="sum")
-        mean = total / dist.get_world_size(group)
-        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
-    _sync_ddp_if_available(tensor.detach(), group, reduce_op=reduce_op)
-    return tensor
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:

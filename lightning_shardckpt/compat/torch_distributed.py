@@ -171,7 +171,7 @@ def abort_accelerators() -> None:
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-__all__ = ["Store", "default_store", "get_if_set", "clone_store", "put_bytes"]
+__all__ = ["Store", "default_store", "get_if_set", "clone_store", "prefix_store", "put_bytes"]
 
 _NO_VALUE = "?"
 
@@ -198,6 +198,11 @@ def clone_store(store: Store, prefix: str) -> Store:
     torch's stub lacks.
     """
     return PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+
+
+def prefix_store(store: Store, prefix: str) -> Store:
+    """Return the same store through the same connection, with a prefix before every key."""
+    return PrefixStore(prefix, store)
 
 
 def put_bytes(store: Store, key: str, value: bytes) -> None:

@@ -6,16 +6,27 @@ of the same ranks is created. Only the main thread communicates here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.torch_distributed import all_gather_single, backend_name, group_of_name
-from lightning_shardckpt.distributed.heartbeat import raise_if_lost
+from lightning_shardckpt.compat.torch_distributed import (
+    all_gather_single,
+    backend_name,
+    group_of_name,
+    pickle_to_tensors,
+    unpickle_tensors,
+)
+from lightning_shardckpt.distributed.error_report import is_collective_failure
+from lightning_shardckpt.distributed.heartbeat import find_lost, raise_if_lost
+from lightning_shardckpt.distributed.world import current_world
+from lightning_shardckpt.errors import RankError
 
 _WAIT_TIMED_OUT = "Operation timed out!"
 """torch's message if a wait for a gloo collective timed out; the collective goes on."""
@@ -47,15 +58,60 @@ def new_gloo_group(ranks: list[int], *, timeout_s: float = 1800.0) -> dist.Proce
     return group
 
 
-def wait_for(work: dist.Work | None) -> None:
-    """Wait for a gloo collective.
+Notice: TypeAlias = Callable[[str, Collection[int], set[str]], None]
+notices: list[Notice] = []
+"""Called by each wait every few seconds, with its purpose, the ranks that it waits for, and what it has seen before.
+
+They raise if one of these ranks waits for this one elsewhere. The list is emptied when the groups in which ranks wait
+are given up."""
+
+
+def look_for_notices(purpose: str, ranks: Collection[int], seen: set[str]) -> None:
+    """Raise an UnsupportedCodeError if one of ``ranks`` waits for this one elsewhere, for longer than a moment.
+
+    Args:
+        purpose: of the wait of this rank, for the message.
+        ranks: for which this rank waits.
+        seen: the same set in each look of one wait.
+    """
+    for notice in notices:
+        notice(purpose, ranks, seen)
+
+
+def wait_for(
+    work: dist.Work | None,
+    purpose: str = "an agreement of the ranks",
+    ranks: Collection[int] | None = None,
+    look: Callable[[], None] | None = None,
+) -> None:
+    """Wait for a gloo collective; every wait of this package for other ranks in a collective is one of these.
+
+    If it ends with an error, the connections are of no use any more, since the collective may go on: no later run of
+    a Trainer begins in this world.
+
+    Args:
+        work: the collective.
+        purpose: for messages.
+        ranks: for which it waits; None for all of the world.
+        look: called every few seconds, in place of `look_for_notices`.
 
     Raises:
-        RankError: if a rank is lost meanwhile.
+        RankError: if a rank is lost meanwhile, in place of gloo's error.
+        UnsupportedCodeError: if a rank waits for this one elsewhere.
     """
     assert work is not None  # since this rank is in the group
-    while not ends_within(work, _LOOK_S):
-        raise_if_lost()
+    look = look or partial(look_for_notices, purpose, range(dist.get_world_size()) if ranks is None else ranks, set())
+    try:
+        while not ends_within(work, _LOOK_S):
+            look()
+            raise_if_lost()
+    except BaseException as error:
+        if dist.is_initialized():
+            current_world().is_usable = False
+        lost = find_lost() if is_collective_failure(error) else None
+        if lost is not None:
+            raise RankError(lost) from error
+        raise
 
 
 def ends_within(work: dist.Work, seconds: float) -> bool:
@@ -76,7 +132,7 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None = None) -> T
     """
     ranks, own = host_group(group), numbers.detach().cpu().flatten()
     rows = own.new_empty(ranks.size() * own.numel())
-    wait_for(all_gather_single(rows, own, group=ranks, async_op=True))
+    wait_for(all_gather_single(rows, own, group=ranks, async_op=True), ranks=dist.get_process_group_ranks(ranks))
     return rows.view(ranks.size(), *numbers.shape)
 
 
@@ -90,8 +146,65 @@ def max_over_ranks(numbers: Tensor, group: dist.ProcessGroup | None = None) -> T
 
     Collective: every rank of `group` must call it.
     """
-    wait_for(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=host_group(group), async_op=True))
+    ranks = host_group(group)
+    work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=ranks, async_op=True)
+    wait_for(work, ranks=dist.get_process_group_ranks(ranks))
     return numbers
+
+
+def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None) -> Tensor:
+    """Reduce a tensor over a group, in place, and return it. Collective: every rank of ``group`` must call it.
+
+    Unlike Lightning's own, a mean of integers is not rounded down: Lightning divides sums of epochs by mean numbers of
+    samples. Gradients remain those of this rank's value, so that a loss that is reduced for a log trains unchanged.
+
+    Args:
+        tensor: on any device.
+        group: the ranks.
+        reduce_op: of torch, or its name in any case; ``"mean"`` is ``"avg"``, and None is ``"sum"``.
+    """
+    name = {"mean": "avg"}.get(reduce_op, reduce_op) if isinstance(reduce_op, str) else None
+    is_mean, total = name == "avg", tensor.detach()
+    if is_mean and not (tensor.is_floating_point() or tensor.is_complex()):
+        _reduce(total := tensor.to(torch.int64, copy=True), group, dist.ReduceOp.SUM)
+        mean = total / group.size()
+        return mean.to(tensor.dtype) if bool((mean == mean.floor()).all()) else mean
+    if is_mean and backend_name(group, tensor.device) == "gloo":  # which has no mean
+        _reduce(total, group, dist.ReduceOp.SUM)
+        total.div_(group.size())
+    else:
+        _reduce(total, group, getattr(dist.ReduceOp, name.upper()) if name else reduce_op or dist.ReduceOp.SUM)
+    return tensor
+
+
+def _reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    if tensor.is_cpu:
+        wait_for(work, "a reduction", dist.get_process_group_ranks(group))
+    else:
+        work.wait()  # only the stream waits
+
+
+def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of one rank, pickled and unpickled on the others.
+
+    Collective: every rank of ``group`` must call it.
+
+    Args:
+        value: of this rank.
+        source: the rank in ``group`` whose value is returned.
+        group: the ranks; None for the world.
+    """
+    group = host_group(group)
+    if group.size() == 1:
+        return value
+    is_source, ranks = group.rank() == source, [dist.get_global_rank(group, source)]
+    content, count = pickle_to_tensors(value if is_source else None, group, torch.device("cpu"))
+    wait_for(dist.broadcast(count, group=group, group_src=source, async_op=True), "a broadcast", ranks)
+    if not is_source:
+        content = torch.empty(int(count), dtype=torch.uint8)
+    wait_for(dist.broadcast(content, group=group, group_src=source, async_op=True), "a broadcast", ranks)
+    return value if is_source else unpickle_tensors(content, count, group)
 
 
 def on_device(numbers: Sequence[complex], dtype: torch.dtype, device: torch.device) -> Tensor:

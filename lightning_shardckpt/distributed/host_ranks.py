@@ -93,11 +93,11 @@ class HostRanks:
         for rank, process in (self._processes[number] for number in checked if number in self._processes):
             if process.is_gone():
                 self._gone[rank] = process
-        return self._gone
+        return dict(self._gone)
 
     def living(self) -> set[int]:
         """Return the ranks that had registered by the last call of ``gone`` and whose processes live."""
-        return {rank for rank, process in self._processes.values() if not process.is_gone()}
+        return {rank for rank, process in [*self._processes.values()] if not process.is_gone()}
 
     def machines_text(self, ranks: Sequence[int]) -> str:
         """Return the machines of ranks on any host, as far as registered: text that follows the ranks in a sentence."""

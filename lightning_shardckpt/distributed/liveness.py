@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -47,13 +49,19 @@ def cores_per_rank() -> int:
     return max(len(os.sched_getaffinity(0)) // local_rank_count(), 1)
 
 
-def host() -> str:
-    """Return a name that is equal for two processes if they can look each other up in /proc."""
+def host(boot_id: Path = _BOOT_ID) -> str:
+    """Return a name that is equal for two processes if they can look each other up in /proc.
+
+    Without /proc or without ``boot_id``, as in some sandboxes, no two processes have the same name.
+    """
     name = os.uname().nodename
     if not _has_own_proc():
         return f"{name}-{os.getpid()}"
-    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{name}-{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
+    try:
+        booted = boot_id.read_text().strip()
+        return f"{name}-{booted}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{name}-{os.getpid()}"
 
 
 def _has_own_proc() -> bool:

@@ -13,18 +13,21 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
-from lightning_shardckpt.compat.torch_distributed import Store, clone_store, default_store, get_if_set, put_bytes
+from lightning_shardckpt.compat.torch_distributed import Store, get_if_set, prefix_store, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
-from lightning_shardckpt.distributed.heartbeat import heartbeat, is_world_unusable, raise_if_lost
+from lightning_shardckpt.distributed.heartbeat import raise_if_lost, ranks_that_left, watch_run
+from lightning_shardckpt.distributed.host_numbers import look_for_notices
 from lightning_shardckpt.distributed.host_ranks import Arrivals, HostRanks, absent_keys
-from lightning_shardckpt.errors import MismatchError, RankError
+from lightning_shardckpt.distributed.world import current_world
+from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import Worker
 
@@ -51,6 +54,11 @@ class Ranks:
         timeout_s: of each step.
         name: of this instance, the same on all ranks; by default its number.
         tuning: intervals and waits.
+        members: the ranks in the default process group, which has registered their processes; None for ranks of
+            another store, which register with each instance.
+
+    Attributes:
+        is_background: True if another thread than the main one takes the steps.
     """
 
     def __init__(
@@ -62,16 +70,17 @@ class Ranks:
         *,
         name: str | None = None,
         tuning: Tuning = TUNING,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store | None = None
         self._tuning = tuning
-        self._server = store  # keeps a server in this process alive while other ranks may use it
+        self._members, self.is_background = members, False
         self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
         self._answered_at, self._store_is_silent = 0.0, False  # time of the store's last answer
         if store is not None:
-            self._store = clone_store(store, f"shardckpt-{next(_instances) if name is None else name}")
-            self._host_ranks = HostRanks(self._store, rank)
+            self._store = prefix_store(store, f"shardckpt-{next(_instances) if name is None else name}")
+            self._host_ranks = HostRanks(self._store, rank) if members is None else current_world().host_ranks
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -83,8 +92,9 @@ class Ranks:
         """Return all ranks of the default process group, or this process alone if it is not initialized."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()
-        ranks = cls(default_store(), dist.get_rank(), dist.get_world_size(), timeout_s, tuning=tuning)
-        atexit.register(ranks.wait_until_read)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        ranks = cls(current_world().store, rank, world, timeout_s, tuning=tuning, members=range(world))
+        _wait_at_exit(ranks)
         return ranks
 
     @classmethod
@@ -93,9 +103,26 @@ class Ranks:
         if group.size() == 1:
             return cls.alone()
         name = f"{group.group_name}-{next(_group_instances.setdefault(group.group_name, itertools.count()))}"
-        ranks = cls(default_store(), group.rank(), group.size(), timeout_s, name=name)
-        atexit.register(ranks.wait_until_read)
+        members = dist.get_process_group_ranks(group)
+        ranks = cls(current_world().store, group.rank(), group.size(), timeout_s, name=name, members=members)
+        _wait_at_exit(ranks)
         return ranks
+
+    def _gone(self) -> dict[int, str]:
+        """Return the ranks that have ended, with a sentence for each."""
+        where = os.uname().nodename
+        gone = {
+            rank: f"its process, pid {process.pid} on {where}, is gone: it was killed, or it left"
+            for rank, process in self._host_ranks.gone().items()
+        }
+        if self._members is None:
+            return gone
+        gone = ranks_that_left() | gone
+        return {rank: gone[member] for rank, member in enumerate(self._members) if member in gone}
+
+    def _member(self, rank: int) -> int:
+        """Return the rank of a rank where its process is registered."""
+        return rank if self._members is None else self._members[rank]
 
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
@@ -108,7 +135,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             for rank in range(1, self.world):
-                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._host_ranks.gone():
+                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._gone():
                     if time.monotonic() >= deadline:
                         return
                     time.sleep(self._tuning.rank_longest_poll_s)
@@ -117,9 +144,9 @@ class Ranks:
         """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
 
         Raises:
-            RankError: naming the lost rank, at the latest at the end of the context; see `heartbeat`.
+            RankError: naming the lost rank, at the latest at the end of the context; see `watch_run`.
         """
-        return heartbeat(self._tuning)
+        return watch_run(self._tuning)
 
     def step(
         self, phase: str, work: Callable[[], T], lead: Callable[[list[T]], R], *, timeout_s: float | None = None
@@ -240,15 +267,15 @@ class Ranks:
         pause = max(_ROLL_CALL_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
         while (now := time.monotonic()) < deadline and not store.check(["left/absent"]):
             self._answered_at = now
-            gone = [rank for rank in self._host_ranks.gone() if not store.check([f"left/{rank}"])]
+            gone = [rank for rank in self._gone() if not store.check([f"left/{rank}"])]
             if store.add("left/count", 0) + len(gone) >= self.world:
                 break
             time.sleep(pause)
         own = str(self.rank)
         if store.compare_set("left/counted by", "", own).decode() == own:  # a request per rank: one rank counts for all
             living = self._host_ranks.living()
-            absent = [rank for rank in _absentees(store, "left", self.world) if rank not in living]
-            where = self._host_ranks.machines_text(absent)
+            absent = [r for r in _absentees(store, "left", self.world) if self._member(r) not in living]
+            where = self._host_ranks.machines_text([*map(self._member, absent)])
             ranks = absent and f"{_ranks_text(absent)} of {self.world}{where}"
             put_bytes(store, "left/absent", _json({"ranks": ranks}))
         text = self._wait(store, partial(get_if_set, store, "left/absent"), self._tuning.roll_call_s)
@@ -281,10 +308,10 @@ class Ranks:
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
         arrivals = Arrivals(store, [f"{self._count}/{rank}" for rank in range(self.world)])
-        texts = self._wait(store, partial(_look_unless_lost, arrivals.get_if_complete), timeout_s)
+        texts = self._wait(store, partial(_look_unless_lost, arrivals.get_if_complete), timeout_s, phase=phase)
         if texts is None:
             missing = _absentees(store, str(self._count), self.world)
-            where = self._host_ranks.machines_text(missing)
+            where = self._host_ranks.machines_text([*map(self._member, missing)])
             raise RankError(
                 f"rank(s) {_ranks_text(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
                 f"they{where} hang, are stopped, did not enter this call, or their machine is lost"
@@ -324,10 +351,10 @@ class Ranks:
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
             look = partial(_look_unless_lost, partial(get_if_set, store, key))
-            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs)) is not None:
+            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs, phase)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"
-        except RankError:
+        except ShardCkptError:
             raise
         except RuntimeError as error:  # the store's
             problem = f"it died, and the store with it: {error}"
@@ -335,15 +362,21 @@ class Ranks:
         raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
 
     def _wait(
-        self, store: Store, look: Callable[[], T | None], timeout_s: float, signs: Iterable[str] = ()
+        self,
+        store: Store,
+        look: Callable[[], T | None],
+        timeout_s: float,
+        signs: Iterable[str] = (),
+        phase: str | None = None,
     ) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each key of ``signs``, which appear in this order, restarts the time. The more ranks poll, the longer each
+        Each key of ``signs``, which appear in this order, restarts the time. With a phase, looks whether another rank
+        waits for this one elsewhere. The more ranks poll, the longer each
         pauses: together they would keep the store's server busy, and it serves a request of rank 0 only after one of
         each other rank. Rank 0 polls as often as one of few ranks.
         """
-        signs = list(signs)
+        signs, seen = list(signs), set[str]()
         checked_at = time.monotonic()
         began, deadline = checked_at, checked_at + timeout_s
         polling = self.world if self.rank else 1
@@ -355,6 +388,8 @@ class Ranks:
             if now - checked_at >= check_s or now >= deadline:
                 checked_at = now
                 self._answer_for_gone_ranks(store)
+                if phase is not None and self._members is not None and not self.is_background:
+                    look_for_notices(phase, self._members, seen)
                 while signs and store.check([signs[0]]):
                     del signs[0]
                     deadline = now + timeout_s
@@ -366,8 +401,7 @@ class Ranks:
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
         """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
-        for rank, process in self._host_ranks.gone().items():
-            message = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
+        for rank, message in self._gone().items():
             text = _json({"error": {**report_error(RankError(message)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
@@ -382,14 +416,31 @@ def refuse_unusable_world(ranks: Ranks) -> None:
     Raises:
         RankError: on every rank.
     """
-    every: list[bool] = ranks.step("beginning a run", is_world_unusable, lambda rows: rows)
-    if any(every):
-        waited = _ranks_text([rank for rank, is_unusable in enumerate(every) if is_unusable][:_LISTED], sum(every))
+    if ranks.world == 1:
+        return
+    every: list[bool] = ranks.step("beginning a run", lambda: current_world().is_usable, lambda rows: rows)
+    if not all(every):
+        waited = [rank for rank, is_usable in enumerate(every) if not is_usable]
         raise RankError(
-            f"this run cannot begin: an earlier one ended on rank(s) {waited} in a collective that another rank never "
-            "entered, because it had failed alone. The connections of the process group are of no use after that: "
-            "start the processes again, from the last checkpoint"
+            f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited[:_LISTED], len(waited))} in a "
+            "collective that another rank never entered, because it had failed alone. The connections of the process "
+            "group are of no use after that: start the processes again, from the last checkpoint"
         )
+
+
+_unread: WeakSet[Ranks] = WeakSet()
+
+
+def _wait_at_exit(ranks: Ranks) -> None:
+    if not _unread:
+        atexit.unregister(_wait_for_readers)
+        atexit.register(_wait_for_readers)
+    _unread.add(ranks)
+
+
+def _wait_for_readers() -> None:
+    for ranks in [*_unread]:
+        ranks.wait_until_read()
 
 
 def _look_unless_lost(look: Callable[[], T | None]) -> T | None:

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
-from lightning_shardckpt.distributed.host_numbers import any_rank, host_group
+from lightning_shardckpt.distributed.heartbeat import watch_world
+from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -295,6 +296,7 @@ class MeshStrategy(NamesCounterparts):
         self._process_group_backend = init_process_group(
             self.cluster_environment, self.root_device, backend=self._process_group_backend, timeout_s=self._timeout_s
         )
+        watch_world(self.tuning)
 
     def _new_meshes(self) -> Meshes:
         return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
@@ -306,7 +308,9 @@ class MeshStrategy(NamesCounterparts):
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""
         if self.checkpoint_io.saves.is_async:
-            self.checkpoint_io.saves.enable(self._new_ranks())
+            ranks = self._new_ranks()
+            ranks.is_background = True
+            self.checkpoint_io.saves.enable(ranks)
 
     # --- modules ---
 
@@ -377,9 +381,8 @@ class MeshStrategy(NamesCounterparts):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if self._is_alone:
             return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, group=host_group())
-        return objects[0]
+        value: TBroadcast = broadcast_object(obj, src)
+        return value
 
 
 # Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.heartbeat import heartbeat
+from lightning_shardckpt.distributed.heartbeat import watch_run
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
@@ -36,7 +36,7 @@ def _waits_for_the_lost(name: str) -> tuple[str, str]:
     dist.all_gather_object(pids, os.getpid())
     dist.all_reduce(x)
     torch.cuda.synchronize()
-    with pytest.raises(RankError) as raised, heartbeat(QUICK):
+    with pytest.raises(RankError) as raised, watch_run(QUICK):
         dist.all_reduce(x)
         x.sum().item()  # both have begun
         if dist.get_rank() == 1:

@@ -132,7 +132,7 @@ def _choose() -> None:
 
 def test_ranks_that_run_different_modules_are_an_error() -> None:
     outcomes = run_on_gpus(2, _choose, expect_errors=True)
-    assert all("the ranks gather parameters of different modules at a time" in o.error.message for o in outcomes)
+    assert all("different modules" in o.error.message for o in outcomes)
 
 
 class _Names(TorchFunctionMode):

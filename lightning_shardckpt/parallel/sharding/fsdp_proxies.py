@@ -217,10 +217,10 @@ class Engine:
 
     def _compare_trails(self, unused: float, axes: Sequence[Peers]) -> float:
         """Compare the recorded units of the ranks of ``axes``; return the maximum of ``unused``. Collective."""
-        done = f"{self._last_entry}, after {self._trail_hash:08x}"
+        done, before = self._last_entry, self._trail_hash
         self._trail_hash, self._last_entry = 0, ""
         for peers in axes:
-            unused = max(numbers[0] for numbers in peers.compare(done, float(unused)))
+            unused = max(numbers[0] for numbers in peers.compare(done, float(unused), before=before))
         self.peers[0].end_step(is_alike=True)
         return unused
 

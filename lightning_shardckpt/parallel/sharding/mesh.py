@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_shardckpt.distributed.host_numbers import any_rank
+from lightning_shardckpt.distributed.host_numbers import any_rank, notices
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.tensors.peers import READ_TIMEOUT_S, build_peers
 
@@ -130,6 +130,7 @@ def keep_meshes(meshes: Meshes) -> None:
 def forget_meshes() -> None:
     """Let no later run take process groups: after an error, collectives may still be under way in them."""
     _kept.clear()
+    notices.clear()
 
 
 def build_meshes(topology: Topology, device_type: str, timeout_s: float = READ_TIMEOUT_S) -> Meshes:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_shardckpt.distributed.host_numbers import any_rank, host_group
+from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
 from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
 
 _T = TypeVar("_T")
@@ -103,6 +103,5 @@ def broadcast_rng(group: dist.ProcessGroup) -> None:
 def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return state
-    box = [state]
-    dist.broadcast_object_list(box, group=host_group(group), group_src=0)
-    return box[0]
+    first: dict[str, Any] = broadcast_object(state, group=group)
+    return first

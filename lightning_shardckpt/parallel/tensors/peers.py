@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shardckpt.compat.torch_distributed import (
     Store,
     all_gather_single,
-    clone_store,
-    default_store,
+    get_if_set,
     group_of_name,
+    prefix_store,
 )
-from lightning_shardckpt.distributed.heartbeat import raise_if_lost
-from lightning_shardckpt.distributed.host_numbers import ends_within, host_group, new_gloo_group
+from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group, notices, wait_for
+from lightning_shardckpt.distributed.world import current_world
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 
 READ_TIMEOUT_S = 300.0
@@ -38,7 +38,6 @@ _FRAMEWORKS = (
     *("torch.", "lightning_shardckpt.compat."),
     *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
 )
-_LOOK_S = 2.0  # the interval at which a waiting rank checks whether another one waits elsewhere
 _TEXT_BYTES = 240
 _INLINE = 4  # numbers that fit into an announcement
 _peers: dict[DeviceMesh, Peers] = {}
@@ -60,7 +59,6 @@ class Peers:
     _entered: list[str] = field(default_factory=list)
     _entered_before: list[str] = field(default_factory=list)
     _announcements: int = 0
-    _store: Store | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -101,13 +99,18 @@ class Peers:
         """Begin the next step; ``is_alike``: the ranks have verified that they entered the same collectives."""
         self._entered_before, self._entered = self._entered if is_alike else [], []
 
-    def compare(self, done: str, *numbers: float) -> list[list[float]]:
+    def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:
         """Compare ``done`` on all ranks, and return every rank's numbers, at most four.
+
+        Args:
+            done: what this rank did last.
+            numbers: of this rank.
+            before: a digest of what it did before, which is compared, too.
 
         Raises:
             UnsupportedCodeError: on every rank, if ``done`` differs, or a rank reads a value instead.
         """
-        return self._announce(done, numbers, is_read=False)
+        return self._announce(done, numbers, is_read=False, before=before)
 
     def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
         """Wait for a collective; on a GPU, only the current stream waits.
@@ -151,10 +154,12 @@ class Peers:
         work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
         self._wait(work, what, flat.device, number=self._announcements)
 
-    def _announce(self, what: str, numbers: Sequence[float], *, is_read: bool = True) -> list[list[float]]:
+    def _announce(
+        self, what: str, numbers: Sequence[float], *, is_read: bool = True, before: int = 0
+    ) -> list[list[float]]:
         self._announcements += 1
         line = f" ({calling_line()})" if is_read else ""
-        marks = [float(self._announcements), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode()))]
+        marks = [float(self._announcements), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode(), before))]
         own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
         own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
         gathered = own.new_empty(self.size * own.numel())
@@ -166,15 +171,21 @@ class Peers:
         return [row[len(marks) :] for row in every]
 
     def _refuse(self, what: str, *, is_read: bool) -> None:
-        own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        own = torch.zeros(1 + _TEXT_BYTES, dtype=torch.uint8)
         text = what.encode()[:_TEXT_BYTES]
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        gathered = own.new_empty(self.size * _TEXT_BYTES)
-        all_gather_single(gathered, own, group=self.reads)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered.view(self.size, -1)]
+        own[0], own[1 : 1 + len(text)] = is_read, torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gathered = own.new_empty(self.size * own.numel())
+        wait_for(all_gather_single(gathered, own, group=self.reads, async_op=True), what, self.ranks)
+        rows = [bytes(row.tolist()) for row in gathered.view(self.size, -1)]
+        texts = [row[1:].rstrip(b"\0").decode(errors="replace") for row in rows]
+        if len({*rows}) == 1:
+            raise UnsupportedCodeError(f"the ranks ran different modules before {texts[0]}. {_SAME_MODULES}")
         each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
-        problem = "the ranks ask for values of different sharded tensors at a time" if is_read else _OTHER_MODULES
-        raise UnsupportedCodeError(f"{problem}: {each}. {_SAME_READS if is_read else _SAME_MODULES}")
+        if any(row[0] for row in rows):
+            problem, advice = "the ranks ask for values of different sharded tensors at a time", _SAME_READS
+        else:
+            problem, advice = "the ranks gather parameters of different modules at a time", _SAME_MODULES
+        raise UnsupportedCodeError(f"{problem}: {each}. {advice}")
 
     def _wait(
         self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None, is_read: bool = True
@@ -187,12 +198,10 @@ class Peers:
         if device.type != "cpu":  # no timeout: NCCL would abort the communicator, and a late rank end the run
             work.wait()
             return
-        begun, suspect = time.monotonic(), None
-        while not ends_within(work, _LOOK_S):
-            raise_if_lost()
-            if number is None:
-                suspect = self._find_waiting(what, suspect)
-                continue
+        begun = time.monotonic()
+
+        def look() -> None:
+            assert number is not None
             self._post_notice(what, number, is_read=is_read)
             if is_read and time.monotonic() - begun > self.timeout_s:
                 raise RankError(
@@ -200,37 +209,44 @@ class Peers:
                     f"{self.ranks} did. {_SAME_READS}"
                 )
 
+        wait_for(work, what, self.ranks, None if number is None else look)
+
     def _post_notice(self, what: str, number: int, *, is_read: bool) -> None:
         """Post to the store where this rank waits; raise if another rank has found that it waits elsewhere."""
-        store, conflict = self._open_store(), f"conflict/{number}"
         verb, advice = ("asks for", _SAME_READS) if is_read else ("has come to", _SAME_MODULES)
-        store.set(f"waits/{number}/{self.rank}", f"rank {dist.get_rank()} {verb} {what}\n{advice}")
-        if store.check([conflict]):
-            raise UnsupportedCodeError(store.get(conflict).decode())
+        self._store.set(f"waits/{number}", f"{dist.get_rank()}\n{verb} {what}\n{advice}")
+        if (conflict := get_if_set(self._store, f"conflict/{number}")) is not None:
+            raise UnsupportedCodeError(conflict.decode())
 
-    def _find_waiting(self, what: str, suspect: str | None) -> str | None:
-        """Return the key of a rank's notice that it waits in the next announcement, which this rank has not made.
+    def raise_if_awaited(self, purpose: str, ranks: Collection[int], seen: set[str]) -> None:
+        """Look for the notice of a rank that waits in the next announcement, which this rank has not made.
+
+        Args:
+            purpose: of the wait of this rank.
+            ranks: for which this rank waits.
+            seen: notices that an earlier look of this wait has found.
 
         Raises:
-            UnsupportedCodeError: if the key is ``suspect``, which an earlier look has returned: the wait is no delay.
+            UnsupportedCodeError: for a notice of one of ``ranks`` that was there before: the wait is no delay.
         """
-        store, following = self._open_store(), self._announcements + 1
-        keys = [f"waits/{following}/{rank}" for rank in range(self.size)]
-        waiting = next((key for key in keys if store.check([key])), None)
-        if waiting is not None and waiting == suspect:
-            notice, advice = store.get(waiting).decode().split("\n")
-            message = f"{notice}, while rank {dist.get_rank()} waits for it in {what}. {advice}"
-            store.set(f"conflict/{following}", message)
+        following = self._announcements + 1
+        notice = get_if_set(self._store, f"waits/{following}")
+        if notice is None:
+            return
+        rank, waits, advice = notice.decode().split("\n")
+        key = f"{self.reads_name}/{following}"
+        if int(rank) in ranks and key in seen:
+            message = f"rank {rank} {waits}, while rank {dist.get_rank()} waits for it in {purpose}. {advice}"
+            self._store.set(f"conflict/{following}", message)
+            notices.remove(self.raise_if_awaited)  # said once: nobody reads values here any more
             raise UnsupportedCodeError(message)
-        return waiting
+        seen.add(key)
 
-    def _open_store(self) -> Store:
-        if self._store is None:
-            self._store = clone_store(default_store(), f"shardckpt-reads-{self.reads_name}")
-        return self._store
+    @property
+    def _store(self) -> Store:
+        return prefix_store(current_world().store, f"shardckpt-reads-{self.reads_name}")
 
 
-_OTHER_MODULES = "the ranks gather parameters of different modules at a time"
 _SAME_MODULES = (
     "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
     "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
@@ -256,7 +272,7 @@ def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
         for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
             if dist.get_rank() in row:
                 group = new_gloo_group(row, timeout_s=4 * timeout_s)
-                _peers[own] = Peers(own.get_group().group_name, group.group_name, timeout_s)
+                _add_peers(own, Peers(own.get_group().group_name, group.group_name, timeout_s))
 
 
 def peers_of(mesh: DeviceMesh) -> Peers:
@@ -266,8 +282,13 @@ def peers_of(mesh: DeviceMesh) -> Peers:
     """
     if mesh not in _peers:
         group = mesh.get_group()
-        _peers[mesh] = Peers(group.group_name, host_group(group).group_name)
+        _add_peers(mesh, Peers(group.group_name, host_group(group).group_name))
     return _peers[mesh]
+
+
+def _add_peers(mesh: DeviceMesh, peers: Peers) -> None:
+    _peers[mesh] = peers
+    notices.append(peers.raise_if_awaited)
 
 
 def calling_line() -> str:

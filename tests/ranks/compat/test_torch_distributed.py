@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     default_store,
     get_if_set,
     group_of_name,
+    prefix_store,
     put_bytes,
     reduce_scatter_single,
 )
@@ -118,12 +120,13 @@ def test_what_one_rank_puts_into_the_default_store_the_others_get() -> None:
     assert run_ranks(2, told) == [b"\xff\x00"] * 2
 
 
-def test_a_view_has_keys_of_its_own() -> None:
+@pytest.mark.parametrize("view", [clone_store, prefix_store])
+def test_a_view_has_keys_of_its_own(view: Callable[[Any, str], Any]) -> None:
     store = dist.HashStore()
-    first, second = clone_store(store, "first"), clone_store(store, "second")
+    first, second = view(store, "first"), view(store, "second")
     put_bytes(first, "key", b"1")
     assert first.get("key") == b"1" and not second.check(["key"]) and not store.check(["key"])
-    assert clone_store(store, "first").get("key") == b"1"
+    assert view(store, "first").get("key") == b"1"
 
 
 def test_a_view_has_a_connection_of_its_own() -> None:

@@ -29,10 +29,10 @@ from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks
 
-QUICK = Tuning(heartbeat_s=0.01, silent_s=0.5, exception_meeting_s=0.05)
+QUICK = Tuning(heartbeat_s=0.01, silent_s=0.5, exception_meeting_s=0.05, error_delivery_s=0.1)
 # Busy machines stall whole processes.
 PATIENT = Tuning(heartbeat_s=0.05, silent_s=2, exception_meeting_s=0.05)
-ALIVE = Tuning(heartbeat_s=0.01, silent_s=20, exception_meeting_s=0.05)
+ALIVE = Tuning(heartbeat_s=0.01, silent_s=20, exception_meeting_s=0.05, error_delivery_s=0.1)
 WORLD = 4
 
 
@@ -50,7 +50,7 @@ def beating(store: Store, *ranks: int, tuning: Tuning = ALIVE) -> Iterator[list[
         yield hearts
     finally:
         for heart in hearts:
-            heart.stop()
+            heart.end()
 
 
 def texts(hearts: list[Heartbeat], rounds: int) -> list[str | None]:
@@ -76,7 +76,7 @@ def test_ranks_that_have_left_or_not_begun_are_not_lost(store: Store) -> None:
 
 def test_a_rank_that_fails_is_named_with_its_error(store: Store) -> None:
     with beating(store, 0, 1, 2, 3) as hearts:
-        hearts[3].stop(ValueError("of mine"))
+        hearts[3].end(ValueError("of mine"))
         assert texts(hearts[:3], 1000) == ["rank 3 failed: ValueError: of mine"] * 3
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_begins_a_batch_of_an_epoch_that_is_over_on_another_is_named
 
 def test_all_end_when_rank_0_has_left_which_may_keep_the_store(store: Store) -> None:
     with beating(store, 0, 1, 2, 3) as hearts:
-        hearts[0].stop()
+        hearts[0].end()
         for heart in hearts[1:]:
             assert heart.has_ended(30)
     assert [heart.lost for heart in hearts] == [None] * WORLD

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import default_store
 from lightning_shardckpt.distributed.host_ranks import HostRanks
+from lightning_shardckpt.distributed.liveness import host
 from tests.support.pool import run_ranks
 
 RANKS = 200
@@ -32,3 +34,9 @@ def test_each_of_many_ranks_of_a_host_finds_all_that_have_ended() -> None:
     first, second = run_ranks(2, crowded, expect_errors=True, grace_s=60)
     assert second.killed
     assert first.value == (list(range(1, RANKS, 2)), list(range(0, RANKS, 2)))
+
+
+def test_a_host_without_an_id_of_its_boot_has_a_name_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "boot_id").write_text("one\n")
+    assert host(tmp_path / "none") == f"{os.uname().nodename}-{os.getpid()}"
+    assert host(tmp_path / "boot_id").startswith(f"{os.uname().nodename}-one-")

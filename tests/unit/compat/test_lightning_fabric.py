@@ -44,29 +44,6 @@ def test_a_process_alone_leaves_the_environment_as_it_was(before: dict[str, str]
     assert run_ranks(1, environment_after, before, init_process_group=False) == [before]
 
 
-def reductions() -> list[float]:
-    value, world = torch.tensor(float(dist.get_rank() + 1)), dist.group.WORLD
-    assert world is not None
-    return [compat.reduce_tensor(value.clone(), world, op).item() for op in ("mean", "sum", dist.ReduceOp.MAX)]
-
-
-def test_tensors_are_reduced_as_lightning_spells_it() -> None:
-    assert run_ranks(2, reductions) == [[1.5, 3.0, 2.0]] * 2
-
-
-def means_of_integers() -> list[tuple[torch.dtype, float]]:
-    world = dist.group.WORLD
-    assert world is not None
-    values = [torch.tensor(number + dist.get_rank() * step) for number, step in ((1, 1), (1, 2))]
-    found = [compat.reduce_tensor(value, world, "mean") for value in values]
-    return [(one.dtype, one.item()) for one in found] + [(values[0].dtype, values[0].item())]
-
-
-def test_a_mean_of_integers_is_not_rounded() -> None:
-    for rank, found in enumerate(run_ranks(2, means_of_integers)):
-        assert found == [(torch.float32, 1.5), (torch.int64, 2), (torch.int64, 1 + rank)]
-
-
 def test_optimizer_state_moves_but_for_the_steps() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight])

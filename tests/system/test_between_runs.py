@@ -1,0 +1,221 @@
+"""A rank that ends between two runs, or fails alone, is named on the others, in seconds.
+
+Oracle: who was made to do so; plain ddp, where the others end in less than a second with gloo's words.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lightning_shardckpt
+from lightning_shardckpt.distributed.host_numbers import any_rank
+from lightning_shardckpt.fabric import ShardedStrategy
+from lightning_shardckpt.system.tuning import Tuning
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+TUNING = Tuning(heartbeat_s=0.2, exception_meeting_s=0.5)
+PIPELINE = {"pipeline_parallel_size": 2, "pipeline_layers": ["blocks.*"]}
+
+
+def end(how: str) -> None:
+    """End this process as a script does."""
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":  # as Python does it before it ends
+        sys.last_value = ValueError("of mine")
+    atexit._run_exitfuncs()
+    os._exit(3)
+
+
+def say(call: Callable[[], object]) -> None:
+    """Print how a call ends, and leave: the destruction of a process group may wait for its timeout."""
+    try:
+        call()
+        print("raised nothing")
+    except BaseException as error:
+        print(f"raised {type(error).__name__}: {error}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run(name: str) -> None:
+    getattr(tiny.trainer({}, TUNING, max_steps=2), name)(tiny.TinyLM(), tiny.loader(shuffle=False))
+
+
+def saves() -> None:
+    lightning_shardckpt.save("here", {"x": {"y": torch.ones(3)}})
+
+
+NEXT: dict[str, Callable[[], object]] = {
+    "fit": lambda: run("fit"),
+    "validate": lambda: run("validate"),
+    "a save": saves,
+    "an agreement": lambda: any_rank(False),
+}
+
+
+def ends_between_runs(how: str, who: int, then: str) -> None:
+    run("fit")
+    if dist.get_rank() == who:
+        end(how)
+    say(NEXT[then])
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "then"),
+    [
+        *(("raises", who, then) for who in (0, 1) for then in NEXT),
+        *((how, who, "fit") for how in ("leaves", "is killed") for who in (0, 1)),
+    ],
+)
+def test_a_rank_that_ends_between_two_runs_is_named_on_the_others(how: str, who: int, then: str) -> None:
+    other = run_ranks(2, ends_between_runs, how, who, then, expect_errors=True, grace_s=60)[1 - who]
+    assert "raised RankError: " in other.output and f"rank {who}" in other.output, other
+    assert how != "raises" or f"rank {who} failed: ValueError: of mine" in other.output, other
+
+
+def ends_in_a_script_of_fabric(how: str, when: str) -> None:
+    strategy = ShardedStrategy()
+    strategy.tuning = TUNING
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    if when == "before setup" and fabric.global_rank == 1:
+        end(how)
+    if when == "before setup":
+        say(lambda: fabric.setup(nn.Linear(4, 4)))
+    model = fabric.setup(nn.Linear(4, 4))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    if fabric.global_rank == 1:
+        end(how)
+    if when == "at a save":
+        say(lambda: fabric.save("here", {"model": model}))
+    say(lambda: fabric.backward(model(torch.ones(2, 4)).sum()))
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves", "is killed"])
+@pytest.mark.parametrize("when", ["before setup", "at a step", "at a save"])
+def test_a_rank_that_ends_in_a_script_of_fabric_is_named_on_the_others(how: str, when: str) -> None:
+    other, _ = run_ranks(2, ends_in_a_script_of_fabric, how, when, expect_errors=True, grace_s=60)
+    assert "raised RankError: " in other.output and "rank 1" in other.output, other
+    assert how != "raises" or "rank 1 failed: ValueError: of mine" in other.output, other
+
+
+class ReadsAlone(tiny.TinyLM):
+    """Its rank 0 alone reads a parameter, in one of the places where users log histograms."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def read(self, where: str) -> None:
+        if where == self.where and self.global_rank == 0:
+            self.head.weight.norm().item()
+
+    def on_train_epoch_end(self) -> None:
+        self.read("at the end of an epoch")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.read("after a step")
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.read("in a step")
+        return loss
+
+    def on_fit_end(self) -> None:
+        self.read("at the end of a fit")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read("at a save")
+
+
+def reads_alone(where: str) -> None:
+    said = []
+    for module in (ReadsAlone(where), tiny.TinyLM()):
+        trainer = tiny.trainer({}, TUNING, max_epochs=2, limit_train_batches=3)
+        try:
+            trainer.fit(module, tiny.loader())
+            trainer.save_checkpoint("here")
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    print("\n".join(f"run {number} raised {text}" for number, text in enumerate(said)), flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "where", ["at the end of an epoch", "after a step", "in a step", "at the end of a fit", "at a save"]
+)
+def test_a_read_on_one_rank_is_named_on_both_and_the_next_run_says_that_it_cannot_begin(where: str) -> None:
+    seconds = []
+    for outcome in run_ranks(2, reads_alone, where, expect_errors=True):
+        first, second = (text.partition(" raised ")[2] for text in outcome.output.split("\nrun ")[-2:])
+        assert first.startswith("UnsupportedCodeError: ") and "head.weight" in first, outcome
+        assert "test_between_runs.py:" in first and "read it on every rank" in first, outcome
+        seconds.append(second.partition(":")[0].strip())
+        assert second.startswith("RankError: this run cannot begin") or where == "in a step", outcome
+    assert seconds[0] == seconds[1], seconds  # the ranks of a step may have compared what they read, and left together
+
+
+class FailsAlone(tiny.TinyLM):
+    def __init__(self, error: BaseException, who: int) -> None:
+        super().__init__()
+        self.error, self.who = error, who
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == 1 and self.global_rank == self.who:
+            raise self.error
+        return super().training_step(batch, index)
+
+
+def fails_alone(strategy: dict[str, Any], error: BaseException, who: int) -> None:
+    def fit() -> None:
+        tiny.trainer(strategy, TUNING, max_steps=3).fit(FailsAlone(error, who), tiny.loader())
+
+    if dist.get_rank() != who:
+        say(fit)
+    try:
+        fit()
+    except BaseException as raised:
+        if not isinstance(raised, SystemExit):  # as Python
+            sys.last_value = raised
+    end("leaves")
+
+
+@pytest.mark.parametrize("strategy", [{}, PIPELINE, {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of mine")], ids=["Ctrl-C", "an error"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_that_ends_one_rank_is_named_on_the_others(
+    strategy: dict[str, Any], error: BaseException, who: int
+) -> None:
+    other = run_ranks(2, fails_alone, strategy, error, who, expect_errors=True, grace_s=60)[1 - who]
+    assert "raised RankError: " in other.output or "raised UnsupportedCodeError: " in other.output, other
+    assert f"rank {who} failed" in other.output and type(error).__name__ in other.output, other
+
+
+def descriptors_after_runs() -> list[int]:
+    module, counts = tiny.TinyLM(), []
+    for _ in range(4):
+        trainer: pl.Trainer = tiny.trainer({}, TUNING, max_steps=2)
+        trainer.fit(module, tiny.loader())
+        trainer.validate(module, tiny.loader(shuffle=False), verbose=False)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_runs_leave_no_file_descriptors() -> None:
+    for counts in run_ranks(2, descriptors_after_runs):
+        assert counts[1:] == counts[:1] * 3
