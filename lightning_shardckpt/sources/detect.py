@@ -28,6 +28,8 @@ def find_dcp_directory(path: str) -> str | None:
 SAFE, BIN, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
 """Names of weights in a Hugging Face directory, the preferred first."""
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Names of the files of ``PeftModel.save_pretrained``, the preferred first."""
 
 
 _INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")
@@ -37,8 +39,8 @@ _SLICES = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")  # Hug
 
 
 def is_hub_directory(path: str) -> bool:
-    """Return whether a directory has weights under Hugging Face's names, an index of a variant of them, or slices."""
-    has_weights = any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    """Return whether a directory has weights or an adapter under Hugging Face's names, an index of these, or slices."""
+    has_weights = any(os.path.lexists(os.path.join(path, name)) for name in (*HUB_WEIGHTS, *ADAPTERS))
     return has_weights or bool(indexes(path)) or bool(files_of_slices(path))
 
 

@@ -32,7 +32,7 @@ from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import rename_versions
-from lightning_shardckpt.state.peft_names import added_names
+from lightning_shardckpt.state.peft_names import added_names, live_names_in_file
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import KEYS, VERSION, is_weights
 from lightning_shardckpt.system.text import count_text, list_some
@@ -154,6 +154,7 @@ class _Candidate:
         module_name: of the matched part of the model.
         model: of transformers, if its conversions are applied.
         stored_prefix: is removed from stored names.
+        has_adapter: whether tensors of an adapter match.
     """
 
     live: Mapping[str, list[str]]
@@ -161,6 +162,7 @@ class _Candidate:
     module_name: str
     model: nn.Module | None = None
     stored_prefix: str = ""
+    has_adapter: bool = False
 
     def name(self, stored: str) -> str:
         """Return the name in the model of a stored name."""
@@ -192,6 +194,8 @@ def match_model(source: Source, module: nn.Module, whole: WholeNames, mapping: K
     state = [name for name in whole.state if not is_extra_state(name)]
     candidates = list(_candidates(names, state, module))
     best = max(candidates, key=lambda candidate: candidate.score)  # the first of several
+    with_adapter = [c for c in candidates if c.has_adapter and len(c.hits) >= len(best.hits)]
+    best = max(with_adapter, key=lambda candidate: candidate.score, default=best)
     part = best.module_name
     rivals = [c for c in candidates if c.score == best.score and part and not _nested(c.module_name, part)]
     if rivals and best.score:
@@ -219,16 +223,29 @@ def _nested(a: str, b: str) -> bool:
 def _candidates(names: Mapping[str, str], state: Collection[str], module: nn.Module) -> Iterator[_Candidate]:
     everything = _relative(state, "")
     yield _Candidate(everything, {n: n for n in names if n in everything}, "")
+    children = dict.fromkeys(f"{name}." for name, _ in module.named_children())
+    yield from (_of_adapter(names, state, prefix) for prefix in ["", *children])
     for prefix, model in hugging_face_models(module).items():
         live = _relative(state, f"{prefix}." if prefix else "")
         sources = Conversions(model).apply(names, live.__contains__)
         yield _Candidate(live, {name: where for name, where in sources.items() if name in live}, prefix, model)
-    prefixes = {common_prefix(state), *(f"{name}." for name, _ in module.named_children())} - {""}
+    prefixes = {common_prefix(state), *children} - {""}
     for prefix in ["", *sorted(prefixes)]:
         live = _relative(state, prefix)
         for stored_prefix in dict.fromkeys(["", common_prefix(names)]):
             hits = {short: n for n in names if (short := n.removeprefix(stored_prefix)) in live}
             yield _Candidate(live, hits, prefix[:-1], stored_prefix=stored_prefix)
+
+
+def _of_adapter(names: Mapping[str, str], state: Collection[str], prefix: str) -> _Candidate:
+    """Return the match with a model of PEFT below a prefix, by its own names or those in PEFT's files."""
+    inside = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    in_file = live_names_in_file(inside)
+    live = {name: [prefix + name] for name in inside} | {short: [prefix + name] for short, name in in_file.items()}
+    adapters = added_names(inside)
+    hits = {n: n for n in names if n in live}
+    has_adapter = any(name in adapters or in_file.get(name) in adapters for name in hits)
+    return _Candidate(live, hits, prefix[:-1], has_adapter=has_adapter)
 
 
 def _relative(state: Collection[str], prefix: str) -> dict[str, list[str]]:

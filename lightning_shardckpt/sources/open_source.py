@@ -15,6 +15,7 @@ from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
 from lightning_shardckpt.sources.dcp import open_dcp
 from lightning_shardckpt.sources.detect import (
+    ADAPTERS,
     BIN,
     DCP,
     HUB_DIRECTORY,
@@ -25,6 +26,8 @@ from lightning_shardckpt.sources.detect import (
     SAFETENSORS,
     detect_format,
     files_of_slices,
+    indexes,
+    is_safetensors,
     only_index,
 )
 from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
@@ -170,9 +173,12 @@ def open_file(path: str) -> Source:
 
 def open_directory(path: str, index: str | None = None) -> Source:
     """Open a directory with weights; ``index`` is the name of an index file, if it has several."""
-    has_weights = index is not None or any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    exist = any(os.path.lexists(os.path.join(path, name)) for name in HUB_WEIGHTS)
+    has_weights = index is not None or exist or bool(indexes(path))
     if not has_weights and (slices := files_of_slices(path)):
         return _open_slices(path, slices)
+    if not has_weights and (adapters := [one for name in ADAPTERS if os.path.isfile(one := os.path.join(path, name))]):
+        return open_file(adapters[0]) if is_safetensors(adapters[0]) else TorchFileSource(adapters[0])
     single, index = _choose(path) if index is None else (None, index)
     with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)

@@ -75,6 +75,19 @@ def name_in_file(name: str, adapter: str) -> str:
     return f"{owner.removesuffix(f'.{adapter}')}.{last}"
 
 
+def live_names_in_file(live_names: Collection[str]) -> dict[str, str]:
+    """Return the name in the model by name in PEFT's files of the tensors of an adapter; biases have their own names.
+
+    Of several adapters it is the one that PEFT loads a file into by default.
+
+    >>> live_names_in_file(["base_model.model.q.lora_A.default.weight", "base_model.model.q.base_layer.bias"])
+    {'base_model.model.q.lora_A.weight': 'base_model.model.q.lora_A.default.weight'}
+    """
+    adapters = {part for name in live_names for before, part in pairwise(name.split(".")) if _is_container(before)}
+    adapter = "default" if "default" in adapters else next(iter(adapters)) if len(adapters) == 1 else None
+    return {name_in_file(n, adapter): n for n in live_names if is_of_adapter(n, adapter)} if adapter else {}
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """One adapter of a wrapped model, as the document "peft" describes it.
