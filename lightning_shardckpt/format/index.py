@@ -70,6 +70,42 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
+HEAD_BYTES = 4096  # of a root index; its prefix is within them
+_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
+PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
+
+
+def is_ours(name: str) -> bool:
+    """Return True if a file or object of a checkpoint has a name that a save gives. Nothing else is deleted.
+
+    >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
+    (True, True, True)
+    >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
+    (False, False)
+    """
+    return PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
+
+
+def read_prefix(root: bytes) -> str | None:
+    """Return the prefix that a root index records, from its first bytes.
+
+    >>> read_prefix(b'{"prefix":"5afe5afe5afe5afe-"}'), read_prefix(b"{}")
+    ('5afe5afe5afe5afe-', None)
+    """
+    match = _PREFIX.search(root)
+    return match[1].decode() if match else None
+
+
+def prefix_of(save_id: str) -> str:
+    """Return the prefix of the names of a save's files, which no other save uses.
+
+    >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
+    '5afe5afe5afe5afe-'
+    """
+    return save_id[:16] + "-"
+
+
 def documents_by_rank(documents: Mapping[str, FileInfo]) -> tuple[dict[str, FileInfo], dict[str, dict[int, FileInfo]]]:
     """Return the documents whose names have no rank, by name, and the others by stem and rank."""
     single, ranked = dict[str, FileInfo](), dict[str, dict[int, FileInfo]]()

@@ -60,8 +60,7 @@ class StorageRouter:
         storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``.
         throttle_uploads: let only one process of each machine upload at a time.
         pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
-        tuning: of transfers to and from object stores (part sizes, thread counts, attempts, timeouts), and of the
-            default ``local``.
+        tuning: of transfers to and from object stores: part sizes, thread counts, attempts, timeouts.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class StorageRouter:
         pre_download: str | os.PathLike[str] | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
-        self.local: Storage = local or LocalStorage(tuning=tuning)
+        self.local: Storage = local or LocalStorage()
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
         self._tuning = tuning

@@ -47,9 +47,7 @@ class Tuning:
     retry_pause_s: float = 0.2  # before the second one; later pauses double
     retry_longest_pause_s: float = 10.0
     retry_total_s: float = 120.0
-    lock_wait_s: float = 5.0  # for a lock that is held only briefly
     turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
-    leftover_quiet_s: float = 3600.0  # after which files of a save are leftovers, where locks don't reach its machine
     host_look_s: float = 1.0  # between two checks of a waiting rank that the processes of its host live
     look_again_s: float = 0.1  # before ranks that see different checkpoints at a path look again
     roll_call_s: float = 10.0  # within which a training collective that failed on one rank fails on the others

@@ -15,15 +15,15 @@ from typing import TypeAlias
 from uuid import uuid4
 
 from lightning_shardckpt.storage.local import leftovers
-from lightning_shardckpt.storage.local.leftovers import status_of
+from lightning_shardckpt.storage.local.leftovers import Claim
+from lightning_shardckpt.storage.local.local_storage import Rename, swap
 from lightning_shardckpt.storage.local.posix import (
-    EXCHANGE,
     NO_REPLACE,
-    POSIX,
-    FileSystem,
     errors_with_path,
-    make_and_open,
+    keep_owner_and_mode,
     make_directories,
+    rename_with_flag,
+    status_of,
     sync_directory,
 )
 
@@ -34,11 +34,11 @@ NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
 class LocalOutputs:
     """Files and directories for exports. Leftovers of killed processes next to an output are removed first.
 
-    Each context also yields a list of notes for the user.
+    An output has the mode, owner and group of what it replaces. Each context also yields a list of notes for the user.
     """
 
-    def __init__(self, file_system: FileSystem = POSIX) -> None:
-        self._file_system = file_system
+    def __init__(self, rename: Rename = rename_with_flag) -> None:
+        self._rename = rename
 
     @contextmanager
     def file(self, path: str, *, overwrite: bool) -> Iterator[tuple[int, list[str]]]:
@@ -46,12 +46,17 @@ class LocalOutputs:
 
         Raises:
             FileExistsError: if anything else is at ``path``, or another process is creating it.
+            PermissionError: if the file that is there has an owner or group that cannot be kept.
         """
         publish = _replace_file if overwrite else self._rename_new
-        with self._temporary(path, _make, publish) as (unfinished, claim):
-            yield claim.file, claim.notes
-            with errors_with_path(unfinished):
-                os.fsync(claim.file)
+        with self._temporary(path, lambda name: os.close(_make(name)), publish) as (unfinished, notes):
+            file = os.open(unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                yield file, notes
+                with errors_with_path(unfinished):
+                    os.fsync(file)
+            finally:
+                os.close(file)
 
     @contextmanager
     def directory(self, path: str, *, replaceable: Callable[[str], bool]) -> Iterator[tuple[NewFile, list[str]]]:
@@ -61,21 +66,17 @@ class LocalOutputs:
 
         Raises:
             FileExistsError: if ``path`` must not be replaced, or another process is creating it.
+            PermissionError: if the directory that is there has an owner or group that cannot be kept.
         """
 
         def publish(unfinished: str, output: str) -> str | None:
             if not os.path.isdir(output) or os.path.islink(output) or not replaceable(output):
                 self._rename_new(unfinished, output)
                 return None
-            if self._file_system.rename_with_flag(unfinished, output, EXCHANGE):
-                return unfinished
-            trash = leftovers.trash_name(output)
-            os.rename(output, trash)  # the path is empty until the next line: this file system cannot exchange names
-            os.rename(unfinished, output)
-            return trash
+            return swap(unfinished, output, self._rename)
 
-        with self._temporary(path, make_and_open, publish) as (unfinished, claim):
-            yield partial(_open_new, unfinished), claim.notes
+        with self._temporary(path, os.mkdir, publish) as (unfinished, notes):
+            yield partial(_open_new, unfinished), notes
             for folder, _, names in os.walk(unfinished, topdown=False):
                 for name in names:
                     _sync_file(os.path.join(folder, name))
@@ -83,8 +84,8 @@ class LocalOutputs:
 
     @contextmanager
     def _temporary(
-        self, output: str, make: Callable[[str], int], publish: Callable[[str, str], str | None]
-    ) -> Iterator[tuple[str, leftovers.Claim]]:
+        self, output: str, make: Callable[[str], object], publish: Callable[[str, str], str | None]
+    ) -> Iterator[tuple[str, list[str]]]:
         """Create a temporary with ``make``, yield it, and rename it with ``publish``.
 
         ``publish`` returns the path to which it moved the older output, or None; that output is deleted.
@@ -94,23 +95,31 @@ class LocalOutputs:
         make_directories(os.path.dirname(output))
         status_of(output)  # again, since a name's length is only checked if its parent exists
         unfinished = leftovers.temporary_name(output, uuid4().hex)
-        claim = leftovers.claim(output, unfinished, make, self._file_system)
+        claim, is_done = Claim.take(output, unfinished), False
         try:
             try:
+                make(unfinished)
+                if not keep_owner_and_mode(output, unfinished, writable=True):
+                    raise PermissionError(
+                        errno.EPERM, "its owner or group can't be kept: delete it, or give another path", output
+                    )
                 with errors_with_path(unfinished):
-                    yield unfinished, claim
+                    yield unfinished, claim.notes
+                keep_owner_and_mode(output, unfinished)
                 old = publish(unfinished, output)
             except BaseException:
-                leftovers.delete(unfinished)
+                is_done = leftovers.delete(unfinished) is None
                 raise
+            sync_directory(os.path.dirname(output))
+            error = None if old is None else leftovers.delete(old)
+            is_done = error is None
+            if error is not None:
+                claim.notes.append(f"could not remove the replaced output {old!r}: {error}")
         finally:
-            claim.release()
-        sync_directory(os.path.dirname(output))
-        if old is not None:
-            claim.notes += leftovers.trash_replaced(old).delete()
+            claim.release(is_done=is_done)
 
     def _rename_new(self, source: str, target: str) -> None:
-        if self._file_system.rename_with_flag(source, target, NO_REPLACE):
+        if self._rename(source, target, NO_REPLACE):
             return
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint directory; it keeps reading the same directory even if its path is replaced."""
+"""Reader of a checkpoint directory; it never reads files of a checkpoint that replaced this one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import stat
 import threading
 
-from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.storage.local import locks
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local.posix import add_path, errors_with_path
 
 OPEN_FILES = 64  # per reader; the usual limit of a process is 1,024
@@ -28,6 +28,7 @@ class LocalReader:
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()  # held while files are closed, since a clone may be duplicating a descriptor
         self._original: LocalReader | None = None
+        self._root: os.stat_result | None = None
 
     def clone(self) -> LocalReader:
         """Return another reader of the same directory, even if its path was replaced.
@@ -36,25 +37,23 @@ class LocalReader:
         file piece by piece in turn, the kernel sees one stream.
         """
         clone = LocalReader(".", self._directory, follow_links=self._follow_links)
-        clone._path, clone._original = self._path, self
+        clone._path, clone._original, clone._root = self._path, self, self._root
         return clone
 
-    def lock_against_deletion(self, path: str) -> bool:
-        """Take the shared lock that keeps saves from deleting the files until this reader is closed.
-
-        If the file system has no locks, a file that is not yet open may disappear when the path is replaced.
-
-        Returns:
-            False if the directory is being deleted, or the path no longer names it.
-        """
-        return locks.try_lock(self._directory, shared=True) is not False and self.is_at(path)
-
-    def is_at(self, path: str) -> bool:
-        """Return True if the path still names this directory."""
+    def is_checkpoint(self) -> bool:
+        """Return True if the directory has a root index; the reader then tells when another one is at its path."""
         try:
-            return os.path.samestat(os.stat(path), os.fstat(self._directory))
+            self._root = os.stat(ROOT_NAME, dir_fd=self._directory)
         except FileNotFoundError:
             return False
+        return True
+
+    def _is_replaced(self) -> bool:
+        try:
+            now = os.stat(os.path.join(self._path, ROOT_NAME))
+        except OSError:
+            return self._root is not None
+        return self._root is not None and not os.path.samestat(self._root, now)
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""
@@ -84,16 +83,23 @@ class LocalReader:
                 os.close(file)
             self._files.clear()
         if self._directory >= 0:
-            locks.release(self._directory)
+            os.close(self._directory)
             self._directory = -1
 
     def _file(self, name: str) -> int:
         if name in self._files:
             self._files[name] = self._files.pop(name)  # moved to the end: the least recently used is closed first
             return self._files[name]
-        with errors_with_path(os.path.join(self._path, name)):
-            shared = self._duplicate(name)
-            file = self._open(name) if shared is None else shared
+        try:
+            with errors_with_path(os.path.join(self._path, name)):
+                shared = self._duplicate(name)
+                file = self._open(name) if shared is None else shared
+        except FileNotFoundError:
+            if self._is_replaced():
+                raise CheckpointNotFoundError(
+                    f"the checkpoint at {self._path!r} was replaced or deleted while it was read: load again"
+                ) from None
+            raise
         if len(self._files) >= OPEN_FILES:
             with self._lock:
                 os.close(self._files.pop(next(iter(self._files))))

@@ -1,39 +1,47 @@
-"""Checkpoints as directories of a file system with atomic renames.
+"""Checkpoints as directories of a file system.
 
-A save fills a temporary sibling directory and exchanges it with the target in one system call, so that the path always
-holds a whole checkpoint, old or new. If the file system cannot exchange two names (some network file systems), the old
-directory is first renamed to ``.old-<hash of its name>``; a reader that finds nothing at the path looks there.
-Names of temporaries neither contain "ckpt_" nor end in ".ckpt", since Lightning scans for both. A reader locks the
-directory that it reads; if a save replaces it meanwhile, a later save deletes it.
+A save fills a temporary directory beside the target, with the mode, owner and group of the directory that is there,
+and exchanges the two in one system call, so that the path always holds a whole checkpoint, old or new. If the file
+system cannot exchange two names (some network file systems), the old directory is first renamed to ``.old-<hash of its
+name>``; a reader that finds nothing at the path looks there.
+
+A directory that cannot or should not be replaced is filled in place: an empty or current directory, a mount point, one
+whose parent cannot be written or whose owner cannot be kept, and a checkpoint that was filled in place. Then names
+begin with the save's id, as in an object store, the root index is renamed into place last, and files of other saves are
+deleted after that. Names of temporaries neither contain "ckpt_" nor end in ".ckpt", since Lightning scans for both.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of, read_prefix
 from lightning_shardckpt.storage.local import leftovers
-from lightning_shardckpt.storage.local.leftovers import check_replaceable
+from lightning_shardckpt.storage.local.leftovers import Claim
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import (
     EXCHANGE,
-    POSIX,
-    FileSystem,
     errors_with_path,
-    make_and_open,
+    is_mount_point,
+    keep_owner_and_mode,
     make_directories,
+    rename_with_flag,
+    status_of,
     sync_directory,
     write_durably,
     write_parts,
 )
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.text import count_text, size_text
 
+Rename = Callable[[str, str, int], bool]
 _ATTEMPTS = 20  # for operations that fail if another process replaces the path meanwhile
 _PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
@@ -45,8 +53,8 @@ class LocalStorage:
         visible_within_s: the time within which a network file system shows a machine the changes of another.
         sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
             after a crash of the machine neither the old nor the new checkpoint may be left.
-        file_system: the file system's calls.
-        tuning: buffer sizes, and timeouts for other processes.
+        rename: renames with a flag, or returns False if the file system does not support it.
+        machine: the name of this machine in claims.
     """
 
     def __init__(
@@ -54,11 +62,11 @@ class LocalStorage:
         visible_within_s: float = 60.0,
         *,
         sync_files: bool = True,
-        file_system: FileSystem = POSIX,
-        tuning: Tuning = TUNING,
+        rename: Rename = rename_with_flag,
+        machine: str | None = None,
     ) -> None:
         self.visible_within_s, self.sync_files = visible_within_s, sync_files
-        self._file_system, self._tuning = file_system, tuning
+        self.rename, self.machine = rename, machine
 
     def open(self, path: str) -> LocalReader:
         """Open the checkpoint at ``path``, or the one that an interrupted save moved aside.
@@ -67,44 +75,26 @@ class LocalStorage:
             CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
         """
         path = _absolute_path(path)
-        for attempt in range(_ATTEMPTS):
-            current = _path_or_aside(path)
-            try:
-                self._check(current)
-                reader = LocalReader(current)
-            except FileNotFoundError as error:
-                if os.path.exists(os.path.join(_path_or_aside(path), ROOT_NAME)):
-                    continue  # replaced between two of these lines
-                if isinstance(error, CheckpointNotFoundError):
-                    raise
-                raise CheckpointNotFoundError(f"no checkpoint at {path!r}: it was removed just now") from None
-            if reader.lock_against_deletion(current) or (attempt == _ATTEMPTS - 1 and reader.is_at(current)):
-                return reader
-            reader.close()
-            time.sleep(_PAUSE_S)
+        for _ in range(_ATTEMPTS):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                reader = LocalReader(_path_or_aside(path))
+                if reader.is_checkpoint():
+                    return reader
+                reader.close()
+            if not os.path.exists(os.path.join(_path_or_aside(path), ROOT_NAME)):
+                raise CheckpointNotFoundError(_why_none(path))
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
-
-    def _check(self, path: str) -> None:
-        if os.path.exists(os.path.join(path, ROOT_NAME)):
-            return
-        if os.path.islink(path) and not os.path.exists(path):
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
-            )
-        if not os.path.exists(path):
-            raise CheckpointNotFoundError(f"no checkpoint at {path!r}: there is nothing at this path")
-        raise CheckpointNotFoundError(f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}")
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
-        path = _absolute_path(path)
-        return LocalDraft(path, save_id, self, file_system=self._file_system, tuning=self._tuning)
+        return LocalDraft(_absolute_path(path), save_id, self)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint, or the link to one, at ``path``; nothing else is ever deleted.
 
         The directory is renamed first, so that the path never holds a half-deleted checkpoint. If it cannot be deleted
-        after that, or a process is still reading it, the next save in the same folder deletes it.
+        after that, the next save in the same folder deletes it. One that was filled in place loses its root index
+        first, and stays as an empty directory.
 
         Returns:
             Notes about failures after the rename.
@@ -117,21 +107,45 @@ class LocalStorage:
             os.unlink(path)
             return []
         self.open(path).close()
-        notes = list[str]()
-        if os.path.lexists(path) and os.path.lexists(leftovers.aside_name(path)):
-            # left by an interrupted save; readers would find it as soon as the path is empty
-            notes += leftovers.trash_replaced(leftovers.aside_name(path)).delete()
+        current, aside = _path_or_aside(path), leftovers.aside_name(path)
+        if current == path and _is_kept(path):
+            return _delete_in_place(path, self)
+        # one aside was left by an interrupted save; readers would find it as soon as the path is empty
+        notes = self.delete(aside) if current == path and os.path.lexists(aside) else []
         try:
-            trash = leftovers.move_to_trash(_path_or_aside(path))
+            return notes + self.delete(current)
         except FileNotFoundError:
-            raise CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now") from None
+            raise _removed_meanwhile(path) from None
+
+    def delete(self, path: str) -> list[str]:
+        """Rename a directory and delete it; a sentence tells if that fails after the rename.
+
+        Raises:
+            OSError: if it cannot be renamed.
+        """
+        removed = leftovers.temporary_name("", uuid.uuid4().hex, os.path.dirname(path))
+        claim, is_done = Claim.of_removal(removed), False
         try:
-            if self.sync_files:
-                sync_directory(os.path.dirname(path))
-        except BaseException:
-            trash.keep()
-            raise
-        return notes + trash.delete()
+            os.rename(path, removed)
+            self.sync(os.path.dirname(path))
+            error = leftovers.delete(removed)
+            is_done = error is None
+        finally:
+            claim.release(is_done=is_done or not os.path.lexists(removed))
+        return _told(error, removed)
+
+    def sync(self, directory: str) -> None:
+        """Sync a directory, unless syncs are disabled."""
+        if self.sync_files:
+            sync_directory(directory)
+
+
+def _told(error: OSError | None, path: str) -> list[str]:
+    return [] if error is None else [f"could not remove the replaced checkpoint {path!r}: {error}"]
+
+
+def _removed_meanwhile(path: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now")
 
 
 def _absolute_path(path: str) -> str:
@@ -146,138 +160,328 @@ def _path_or_aside(path: str) -> str:
     return aside if not os.path.lexists(path) and os.path.exists(os.path.join(aside, ROOT_NAME)) else path
 
 
+def _why_none(path: str) -> str:
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
+    if not os.path.exists(path):
+        return f"no checkpoint at {path!r}: there is nothing at this path"
+    return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}"
+
+
+# ── what is at the target ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_replaceable(target: str) -> None:
+    """Check that a save may replace or fill ``target``.
+
+    That is a missing path, a checkpoint of ours, a link, and a directory that is empty or has only files of an
+    unfinished save in it.
+
+    Raises:
+        FileExistsError: for anything else.
+        OSError: if the name is too long.
+    """
+    entry = status_of(target)
+    if entry is None or stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced
+        return
+    if not stat.S_ISDIR(entry.st_mode):
+        raise FileExistsError(
+            f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
+        )
+    with suppress(FileNotFoundError):  # removed since
+        names = os.listdir(target)
+        is_foreign = ROOT_NAME not in names and not all(_is_of_a_save(name) for name in names)
+        if is_foreign and os.path.samestat(entry, os.lstat(target)):  # not replaced between these calls
+            raise FileExistsError(
+                f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
+                "replaced; move it or use another path"
+            )
+
+
+def _is_of_a_save(name: str) -> bool:
+    return PREFIXED_NAME.fullmatch(name) is not None or leftovers.is_temporary(name)
+
+
+def _is_kept(target: str) -> bool:
+    """Return True if a target is a directory that is filled in place rather than replaced."""
+    entry = status_of(target)
+    if entry is None or not stat.S_ISDIR(entry.st_mode):
+        return False
+    names = os.listdir(target)
+    return (
+        ROOT_NAME not in names
+        or any(map(PREFIXED_NAME.fullmatch, names))
+        or is_mount_point(target)
+        or not os.access(os.path.dirname(target), os.W_OK | os.X_OK, effective_ids=True)
+        or _is_current(entry)
+    )
+
+
+def _is_current(entry: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(entry, os.stat("."))
+    except FileNotFoundError:  # the current directory was deleted
+        return False
+
+
+# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class LocalDraft:
-    """A draft in a temporary directory next to the target."""
+    """A draft in a temporary directory next to the target, or in the target itself.
 
-    prefix = ""
+    ``begin`` decides which; ranks that don't call it find out when they write.
+    """
 
-    def __init__(
-        self, target: str, save_id: str, storage: LocalStorage, *, file_system: FileSystem, tuning: Tuning
-    ) -> None:
-        self._target, self._parent = target, os.path.dirname(target)
-        self._directory = leftovers.temporary_name(target, save_id)
-        self._visible_within_s, self._sync_files = storage.visible_within_s, storage.sync_files
-        self._file_system, self._tuning = file_system, tuning
-        self._seen = False
-        self._claim: leftovers.Claim | None = None
+    def __init__(self, target: str, save_id: str, storage: LocalStorage) -> None:
+        self._target, self._parent, self._save_id = target, os.path.dirname(target), save_id
+        self._storage = storage
+        self._temporary = leftovers.temporary_name(target, save_id)
+        self._directory: str | None = None  # where files are written, once this rank knows it
+        self._claim: Claim | None = None
+        self._written: set[str] = set()
+        self.prefix = ""
         self.notes: list[str] = []
 
     def begin(self) -> None:
-        """Create the directory, and delete leftovers of killed saves.
+        """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
 
         Raises:
             FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or if
                 another process is saving to it.
+            PermissionError: if neither the target nor its parent can be written.
         """
         check_replaceable(self._target)
-        make_directories(self._parent, sync=self._sync_files)
-        check_replaceable(self._target)  # again, since a name's length is only checked if its parent exists
-        self._claim = leftovers.claim(self._target, self._directory, make_and_open, self._file_system, self._tuning)
-        self._seen = True
+        if not _is_kept(self._target) and self._begin_beside():
+            return
+        try:
+            self._claim = Claim.take(self._target, self._in_place(), self._storage.machine)
+        except PermissionError as error:
+            raise PermissionError(
+                error.errno,
+                "a checkpoint can't be saved here, since neither this directory nor its parent can be written; change "
+                "the mode of one of them, or use another path",
+                self._target,
+            ) from None
+        self._fill_in_place()
         self.notes += self._claim.notes
+
+    def _begin_beside(self) -> bool:
+        """Create the temporary directory; return False if it can't have the owner or group of the target."""
+        make_directories(self._parent, sync=self._storage.sync_files)
+        check_replaceable(self._target)  # again, since a name's length is only checked if its parent exists
+        claim = Claim.take(self._target, self._temporary, self._storage.machine)
+        try:
+            os.mkdir(self._temporary)
+            is_kept = keep_owner_and_mode(_path_or_aside(self._target), self._temporary, writable=True)
+        except BaseException:
+            leftovers.delete(self._temporary)
+            claim.release()
+            raise
+        self.notes += claim.notes
+        if not is_kept:
+            leftovers.delete(self._temporary)
+            claim.release()
+            return False
+        self._claim, self._directory = claim, self._temporary
+        return True
+
+    def _in_place(self) -> str:
+        return leftovers.temporary_name(self._target, self._save_id, self._target)
+
+    def _fill_in_place(self) -> None:
+        self._directory, self.prefix = self._target, prefix_of(self._save_id)
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
         """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
         with self._create(name) as file:
-            if self._sync_files:
-                write_durably(file, parts, self._tuning.writeback_bytes)
+            if self._storage.sync_files:
+                write_durably(file, parts)
             else:
                 write_parts(file, parts)
 
     @contextmanager
     def _create(self, name: str) -> Iterator[int]:
-        path = os.path.join(self._directory, name)
-        file = _open_new(path, None if self._seen else self._visible_within_s)
-        self._seen = True
+        directory = self._find_directory()
+        stored = self._in_place() if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
+        file = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with errors_with_path(path):
+            with errors_with_path(stored):
                 yield file
         finally:
             os.close(file)
-        self._sync(self._directory)
+        self._storage.sync(directory)
+        if name != ROOT_NAME:
+            self._written.add(self.prefix + name)
 
-    def publish(self) -> None:
-        """Exchange the directory with the target (or rename it to the target), sync the parent, delete the old one."""
-        for attempt in range(_ATTEMPTS):
-            check_replaceable(self._target)
+    def _find_directory(self) -> str:
+        """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
+        pause, within_s = _PAUSE_S, self._storage.visible_within_s
+        deadline = time.monotonic() + within_s
+        while self._directory is None:
+            with suppress(OSError):
+                if any(leftovers.is_claim(name, self._temporary) for name in os.listdir(self._target)):
+                    self._fill_in_place()
+                    break
             try:
-                old = self._swap()
+                os.close(os.open(self._temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                self._directory = self._temporary
                 break
-            except OSError as error:  # another process may have removed or created the target meanwhile
-                is_conflict = error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
-                if not is_conflict or attempt == _ATTEMPTS - 1 or not os.path.lexists(self._directory):
+            except OSError as failure:
+                if failure.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-        self._release()  # the old one may now have the draft's name: if the next line fails, nothing may be deleted
-        replaced = [path for path in (old, leftovers.aside_name(self._target)) if path and os.path.lexists(path)]
-        trash = [leftovers.trash_replaced(path) for path in replaced]
-        try:
-            self._sync(self._parent)
-        except BaseException:
-            for item in trash:
-                item.keep()
-            raise
-        for item in trash:
-            self.notes += item.delete()
-
-    def _swap(self) -> str | None:
-        """Move the directory to the target; return the new path of the old checkpoint, if there was one."""
-        link = os.path.islink(self._target)
-        if not link and not (os.path.isdir(self._target) and os.listdir(self._target)):
-            os.rename(self._directory, self._target)  # the target is missing or an empty directory
-            return None
-        if self._file_system.rename_with_flag(self._directory, self._target, EXCHANGE):
-            return self._directory
-        if not os.path.exists(self._target):
-            os.unlink(self._target)  # a dangling link; the old checkpoint, if there is one, is at the aside name
-            os.rename(self._directory, self._target)
-            return None
-        aside = leftovers.aside_name(self._target)
-        if os.path.lexists(aside):
-            self.notes += leftovers.trash_replaced(aside).delete()
-        os.rename(self._target, aside)
-        try:
-            os.rename(self._directory, self._target)
-        except OSError:
-            with suppress(OSError):  # readers also find it at the aside name
-                os.rename(aside, self._target)
-            raise
-        return aside
-
-    def discard(self) -> None:
-        """Delete the directory as far as possible. Never raises, so that an earlier error is not hidden."""
-        if self._claim is not None:
-            leftovers.delete(self._directory)
-            self._release()
-
-    def _sync(self, directory: str) -> None:
-        if self._sync_files:
-            sync_directory(directory)
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
-
-
-def _open_new(path: str, visible_within_s: float | None) -> int:
-    """Create and open a file; wait first until this machine sees its directory."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL
-    directory, pause = os.path.dirname(path), _PAUSE_S
-    deadline = time.monotonic() + (visible_within_s or 0.0)
-    while True:
-        try:
-            return os.open(path, flags, 0o666)
-        except OSError as error:
-            if visible_within_s is None or error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise
             if time.monotonic() >= deadline:
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
-                    f"{visible_within_s:g} s ago; the path must be on a file system that all ranks share",
-                    directory,
-                ) from None
-        with suppress(OSError):
-            os.listdir(os.path.dirname(directory))  # makes a network file system refresh its cache
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    f"{within_s:g} s ago; the path must be on a file system that all ranks share",
+                    self._temporary,
+                )
+            with suppress(OSError):
+                os.listdir(self._parent)  # makes a network file system refresh its cache
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return self._directory or self._target
+
+    def publish(self) -> None:
+        """Make the checkpoint appear at the target, sync, and delete the old one."""
+        assert self._claim is not None
+        if self.prefix:
+            self._publish_in_place(self._claim)
+        else:
+            self._publish_directory(self._claim)
+
+    def _publish_directory(self, claim: Claim) -> None:
+        for attempt in range(_ATTEMPTS):
+            check_replaceable(self._target)
+            try:
+                keep_owner_and_mode(_path_or_aside(self._target), self._temporary)
+                old = swap(self._temporary, self._target, self._storage.rename)
+                break
+            except OSError as conflict:  # another process may have removed or created the target meanwhile
+                is_conflict = conflict.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
+                if not is_conflict or attempt == _ATTEMPTS - 1 or not os.path.lexists(self._temporary):
+                    raise
+        self._claim = None  # the old one may have the draft's name: if the sync fails, nothing may be deleted
+        is_done = False
+        try:
+            self._storage.sync(self._parent)
+            error = leftovers.delete(self._temporary) if old == self._temporary else None
+            self.notes += _told(error, self._temporary)
+            is_done = error is None
+            self._delete_aside()
+        finally:
+            claim.release(is_done=is_done)
+
+    def _delete_aside(self) -> None:
+        aside = leftovers.aside_name(self._target)
+        if os.path.lexists(aside):
+            try:
+                self.notes += self._storage.delete(aside)
+            except OSError as error:
+                self.notes += _told(error, aside)
+
+    def _publish_in_place(self, claim: Claim) -> None:
+        sizes, replaced = _sizes(self._target), _replaced_prefix(self._target)
+        if missing := sorted(self._written - sizes.keys()):
+            raise FileExistsError(
+                f"another process saved to {self._target!r} since this save began, and deleted {missing[0]} of it; let "
+                "each job save to paths of its own"
+            )
+        os.rename(self._in_place(), os.path.join(self._target, ROOT_NAME))
+        self._claim = None
+        try:
+            self._storage.sync(self._target)
+            kept = (self.prefix, *map(prefix_of, claim.living))
+            others = {name: size for name, size in sizes.items() if is_ours(name) and not name.startswith(kept)}
+            self.notes += _told_leftovers(self._target, others, replaced)
+            self.notes += _delete_files(self._target, others)
+            self._delete_aside()
+        finally:
+            claim.release()
+
+    def discard(self) -> None:
+        """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
+        if self._claim is None:
+            return
+        if self.prefix:
+            with suppress(OSError):
+                ours = [name for name in os.listdir(self._target) if name.startswith(self.prefix)]
+                _delete_files(self._target, ours)
+            leftovers.delete(self._in_place())
+            self._claim.release()
+        else:
+            self._claim.release(is_done=leftovers.delete(self._temporary) is None)
+        self._claim = None
+
+
+def swap(new: str, target: str, rename: Rename = rename_with_flag) -> str | None:
+    """Move a directory to the target; return the new path of the old directory, if there was one."""
+    is_link = os.path.islink(target)
+    if not is_link and not (os.path.isdir(target) and os.listdir(target)):
+        os.rename(new, target)  # the target is missing or an empty directory
+        return None
+    if rename(new, target, EXCHANGE):
+        return new
+    if not os.path.exists(target):
+        os.unlink(target)  # a dangling link; the old checkpoint, if there is one, is at the aside name
+        os.rename(new, target)
+        return None
+    aside = leftovers.aside_name(target)
+    leftovers.delete(aside)
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except OSError:
+        with suppress(OSError):  # readers also find it at the aside name
+            os.rename(aside, target)
+        raise
+    return aside
+
+
+# ── files of checkpoints that were filled in place ────────────────────────────────────────────────────────────────────
+
+
+def _sizes(directory: str) -> dict[str, int]:
+    """Return the sizes of the files of all saves in a directory, without the root index."""
+    names = (name for name in os.listdir(directory) if name != ROOT_NAME and is_ours(name))
+    return {name: os.lstat(os.path.join(directory, name)).st_size for name in names}
+
+
+def _replaced_prefix(directory: str) -> str | None:
+    """Return the prefix of the names of a checkpoint's files; None without a checkpoint."""
+    with suppress(FileNotFoundError), open(os.path.join(directory, ROOT_NAME), "rb") as file:
+        return read_prefix(file.read(HEAD_BYTES)) or ""
+    return None
+
+
+def _told_leftovers(directory: str, files: dict[str, int], replaced: str | None) -> list[str]:
+    """Return a sentence about files of unfinished saves among those that are about to be deleted."""
+    dead = (name for name in files if PREFIXED_NAME.fullmatch(name) and not name.startswith(replaced or "?"))
+    left = [files[name] for name in dead]
+    if not left:
+        return []
+    what = f"{count_text(len(left), 'file')}, {size_text(sum(left))}"
+    return [f"removed the leftover of an unfinished save, {what}, from {directory!r}"]
+
+
+def _delete_files(directory: str, names: Iterable[str]) -> list[str]:
+    """Delete files of replaced checkpoints and unfinished saves; return a sentence about a failure."""
+    for name in names:
+        try:
+            os.unlink(os.path.join(directory, name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return [f"could not remove all files of the replaced checkpoint in {directory!r}: {error}"]
+    return []
+
+
+def _delete_in_place(path: str, storage: LocalStorage) -> list[str]:
+    names = _sizes(path)
+    try:
+        os.unlink(os.path.join(path, ROOT_NAME))
+    except FileNotFoundError:
+        raise _removed_meanwhile(path) from None
+    storage.sync(path)
+    return _delete_files(path, names)

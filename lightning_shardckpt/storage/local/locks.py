@@ -14,20 +14,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from lightning_shardckpt.system.tuning import TUNING
-
-_POLL_S, _LONGEST_POLL_S, _ATTEMPTS = 0.01, 0.5, 20
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
+_FOLDER_WAIT_S = 5.0  # for the lock of a folder, which is held only briefly
+_TURN_WAIT_S = 3600.0  # for another process of this machine that uploads
 _UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def try_lock(file: int, *, shared: bool = False) -> bool | None:
+def try_lock(file: int) -> bool | None:
     """Lock an open file or directory without waiting.
 
     Returns:
         True if this process has the lock now, False if another has it, None if the file system has no locks.
     """
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -51,20 +51,6 @@ def lock(file: int, wait_s: float) -> bool:
     return True
 
 
-def lock_unless_read(file: int) -> bool:
-    """Lock a directory that is about to be deleted; return False if a process is reading it.
-
-    Returns True if the file system has no locks.
-    """
-    for _ in range(_ATTEMPTS):
-        if try_lock(file) is not False:
-            return True
-        if try_lock(file, shared=True):
-            return False
-        time.sleep(_POLL_S)  # another process holds the exclusive lock briefly, to check the owner
-    return False
-
-
 def release(file: int) -> None:
     """Unlock and close a file."""
     with suppress(OSError):  # the file system has no locks
@@ -73,22 +59,22 @@ def release(file: int) -> None:
 
 
 @contextmanager
-def locked_directory(directory: str, wait_s: float = TUNING.lock_wait_s) -> Iterator[None]:
+def locked_directory(directory: str) -> Iterator[None]:
     """Hold the lock of a directory, in which only one process at a time may begin a save.
 
-    Proceeds without the lock after ``wait_s``, and if the file system has no locks: a process that holds it for so long
-    is stopped or not one of ours, and a save must not depend on it.
+    Proceeds without the lock after a few seconds, and if the file system has no locks: a process that holds it for so
+    long is stopped or not one of ours, and a save must not depend on it.
     """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        lock(file, wait_s)
+        lock(file, _FOLDER_WAIT_S)
         yield
     finally:
         release(file)
 
 
 @contextmanager
-def machine_upload_lock(wait_s: float = TUNING.turn_wait_s) -> Iterator[None]:
+def machine_upload_lock(wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
     """Hold the upload lock, so that only one thread of this user's processes on this machine uploads.
 
     The lock of a process that dies is released. Without locks in the file system, does not wait.

@@ -1,24 +1,21 @@
-"""File system calls: durable directories, renames with flags, writes of many parts, and capabilities."""
+"""File system calls: durable directories, renames, owners and modes, mount points, and writes of many parts."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from lightning_shardckpt.storage.protocol import Bytes
 
 EXCHANGE, NO_REPLACE = 2, 1
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
-_SINGLE_MACHINE_TYPES = frozenset(
-    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-)
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
+_WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
 _BATCH_PARTS, _BATCH_BYTES = 512, 1 << 20  # per writev call: Linux accepts 1,024 parts; small enough to stay in cache
 
 
@@ -33,17 +30,6 @@ def make_directories(path: str, *, sync: bool = True) -> None:
             os.mkdir(name)
         if sync:
             sync_directory(os.path.dirname(name))
-
-
-def make_and_open(path: str) -> int:
-    """Create a directory and return its descriptor; after an error, no directory is left."""
-    os.mkdir(path)
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except BaseException:
-        with suppress(OSError):
-            os.rmdir(path)
-        raise
 
 
 def sync_directory(path: str) -> None:
@@ -86,13 +72,61 @@ def rename_with_flag(source: str, target: str, flag: int) -> bool:
     raise OSError(code, f"{action} {source!r} and {target!r}: {os.strerror(code)}")
 
 
+def status_of(path: str) -> os.stat_result | None:
+    """Return the status of a path, not following a link; None if nothing is there. Raises OSError if it is too long."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):  # creating the parent will name the component that is a file
+        return None
+
+
+def keep_owner_and_mode(target: str, new: str, *, writable: bool = False) -> bool:
+    """Give a new directory or file the owner, group and mode of what is at ``target``, unless that is a link.
+
+    Args:
+        target: the path that ``new`` will be renamed to; nothing needs to be there.
+        new: a directory or regular file of this process.
+        writable: let this process's user write to it in any case, until the next call without this.
+
+    Returns:
+        False if the owner or the group cannot be kept; the mode is not changed then.
+    """
+    old, own = status_of(target), os.lstat(new)
+    if old is None or stat.S_IFMT(old.st_mode) != stat.S_IFMT(own.st_mode):
+        return True
+    if (old.st_uid, old.st_gid) != (own.st_uid, own.st_gid):
+        try:
+            os.chown(new, old.st_uid, old.st_gid, follow_symlinks=False)
+        except PermissionError:
+            return False
+    mode = stat.S_IMODE(old.st_mode) | (stat.S_IRWXU if writable else 0)
+    if mode != stat.S_IMODE(os.lstat(new).st_mode):  # a change of the owner may have cleared bits
+        os.chmod(new, mode)
+    return True
+
+
+def is_mount_point(path: str) -> bool:
+    """Return True if a file system is mounted at a path, or a directory of the same one (which ``ismount`` misses)."""
+    if os.path.ismount(path):
+        return True
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            points = {line.split(b" ")[4] for line in file}
+    except OSError:
+        return False
+    escaped = os.fsencode(os.path.realpath(path))
+    for character in b"\\ \t\n":  # as the kernel writes them
+        escaped = escaped.replace(bytes([character]), b"\\%03o" % character)
+    return escaped in points
+
+
 def write_parts(file: int, parts: Iterable[Bytes]) -> None:
     """Write all parts, many per system call; the iterable is consumed batch by batch."""
     for _ in _write_batches(file, parts):
         pass
 
 
-def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int) -> None:
+def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int = _WRITEBACK_BYTES) -> None:
     """Write all parts into a new file, and sync it.
 
     The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
@@ -147,36 +181,3 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(file, data[:_CALL_BYTES], offset)
         data, offset = data[count:], offset + count
-
-
-def has_global_locks(directory: str, mounts_file: str = "/proc/self/mountinfo") -> bool:
-    """Return True if every process that may write to a directory sees its locks: if only this machine can write to it.
-
-    On network file systems, locks are often local to a machine (NFS with local_lock, Lustre with localflock, BeeGFS by
-    default), which cannot be detected.
-    """
-    path, fs_type, longest = os.path.realpath(directory), "", -1
-    try:
-        with open(mounts_file, encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.readlines()
-    except OSError:
-        return False
-    for line in lines:
-        fields = line.split(" ")
-        mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])  # a space is \040
-        inside = mount_point == "/" or path == mount_point or path.startswith(mount_point + "/")
-        if inside and len(mount_point) >= longest:  # of several mounts at one point, the last hides the others
-            fs_type, longest = fields[fields.index("-") + 1], len(mount_point)
-    return fs_type in _SINGLE_MACHINE_TYPES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSystem:
-    """The calls whose behavior differs between file systems; tests pass replacements."""
-
-    rename_with_flag: Callable[[str, str, int], bool] = rename_with_flag
-    has_global_locks: Callable[[str], bool] = has_global_locks
-
-
-POSIX = FileSystem()
-"""The calls of the operating system."""

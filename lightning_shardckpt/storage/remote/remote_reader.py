@@ -11,7 +11,7 @@ import threading
 from contextlib import closing, nullcontext
 
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME, is_part
+from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, read_prefix
 from lightning_shardckpt.storage.local import locks
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import make_directories, write_at
@@ -112,41 +112,7 @@ def _is_whole(path: str, size: int) -> bool:
         return False
 
 
-HEAD_BYTES = 4096  # of a root index; its prefix is within them
-_PREFIX = re.compile(rb'"prefix":"([0-9a-f]{16}-)"')
-PREFIXED_NAME = re.compile(r"([0-9a-f]{16}-)[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_EXPORT_DOCUMENTS = ("huggingface.json", "peft.json")
 _START_BYTES = 16 << 10
-
-
-def is_ours(name: str) -> bool:
-    """Return True if an object below a checkpoint's path has a name that a save gives. No other object is deleted.
-
-    >>> is_ours("0123456789abcdef-x.json"), is_ours("model-meta-dist-00000.index.json"), is_ours("trainer-state.json")
-    (True, True, True)
-    >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
-    (False, False)
-    """
-    return PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
-
-
-def read_prefix(root: bytes) -> str | None:
-    """Return the prefix that a root index records, from its first bytes.
-
-    >>> read_prefix(b'{"prefix":"5afe5afe5afe5afe-"}'), read_prefix(b"{}")
-    ('5afe5afe5afe5afe-', None)
-    """
-    match = _PREFIX.search(root)
-    return match[1].decode() if match else None
-
-
-def prefix_of(save_id: str) -> str:
-    """Return the prefix of the names of a save's files, which no other save uses.
-
-    >>> prefix_of("5afe5afe5afe5afe" + "0" * 16)
-    '5afe5afe5afe5afe-'
-    """
-    return save_id[:16] + "-"
 
 
 class PrefixedReader:

@@ -6,19 +6,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of, read_prefix
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
-from lightning_shardckpt.storage.remote.remote_reader import (
-    HEAD_BYTES,
-    PREFIXED_NAME,
-    RemoteReader,
-    is_ours,
-    prefix_of,
-    read_prefix,
-)
+from lightning_shardckpt.storage.remote.remote_reader import RemoteReader
 from lightning_shardckpt.system.text import count_text, size_text
 
 # ── drafts of checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ SAVING = {  # point → the phase as the message names it
     "write": "saving",
     "publish": "saving",
 }
-LOADING = {"open": "opening", "read": "verifying"}
+LOADING = {"open": "opening", "read": "reading"}
 POINTS = [
     (point, rank)
     for point in {**SAVING, **LOADING}

@@ -116,6 +116,15 @@ def _save_one(root: str, ranks: Ranks, step: int) -> None:
     save_step(_one(root), step, ranks)
 
 
+def _prepare_in_place(root: str, ranks: Ranks) -> None:
+    os.makedirs(_one(root), exist_ok=True)  # an empty directory is filled in place
+
+
+def _save_over_in_place(root: str, ranks: Ranks) -> None:
+    _prepare_in_place(root, ranks)
+    _save_one(root, ranks, OLD)
+
+
 def _save_again(root: str) -> None:
     save_step(_one(root), NEW, Ranks.alone())
 
@@ -125,6 +134,11 @@ def _first(root: str) -> Found:
     if found == "nothing":
         return "lost" if os.path.lexists(_one(root)) else "old"
     return "lost" if found == "broken" else found
+
+
+def _filled(root: str) -> Found:
+    found = loads(_one(root))
+    return "old" if found == "nothing" else "lost" if found == "broken" else found
 
 
 def _replaced(root: str) -> Found:
@@ -284,6 +298,8 @@ def _export_again(root: str) -> None:
 _old, _new = partial(_save_one, step=OLD), partial(_save_one, step=NEW)
 _FIRST = Scenario("first save", 1, _nothing, _new, _first, _save_again)
 _REPLACE = Scenario("save over an older one", 1, _old, _new, _replaced, _save_again)
+_FILL = Scenario("save in place", 1, _prepare_in_place, _new, _filled, _save_again)
+_REFILL = Scenario("save in place over an older one", 1, _save_over_in_place, _new, _replaced, _save_again)
 _UNSYNCED = Scenario(
     "save without syncs over an older one",
     1,
@@ -308,7 +324,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
     """Every kind of action, of checkpoints by worlds of these sizes."""
     for world in worlds:
         by = f", {world} rank{'s' * (world > 1)}"
-        for kind in (_FIRST, _REPLACE, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
+        for kind in (_FIRST, _REPLACE, _FILL, _REFILL, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
         for kind in (_REPLACE, _OVER_LINK):
             yield replace(kind, name=f"{kind.name} by two renames{by}", world=world, exchange=False)

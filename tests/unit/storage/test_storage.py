@@ -19,16 +19,16 @@ from pathlib import Path
 import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_with_flag
+from lightning_shardckpt.storage.local.local_storage import LocalStorage, Rename
+from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
-from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader, prefix_of
+from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 from lightning_shardckpt.storage.router import StorageRouter
-from tests.support.file_systems import OF_ONE_MACHINE, WITHOUT_FLAGS
+from tests.support.file_systems import without_flags
 from tests.support.memory_storage import MemoryStorage
 from tests.support.stores import IMPATIENT
 
@@ -199,13 +199,13 @@ def test_removing_removes(storage: Storage, path: str) -> None:
 
 # ── a file system ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-LOCAL = LocalStorage(file_system=OF_ONE_MACHINE)
-LOCAL_WITHOUT_FLAGS = LocalStorage(file_system=WITHOUT_FLAGS)
+LOCAL = LocalStorage()
+LOCAL_WITHOUT_FLAGS = LocalStorage(rename=without_flags)
 
 
-def new_file(path: str, file_system: FileSystem = OF_ONE_MACHINE) -> AbstractContextManager[tuple[int, list[str]]]:
+def new_file(path: str, rename: Rename = rename_with_flag) -> AbstractContextManager[tuple[int, list[str]]]:
     """A file that appears at the end of the context, as consolidate writes it: its descriptor."""
-    return LocalOutputs(file_system).file(path, overwrite=False)
+    return LocalOutputs(rename).file(path, overwrite=False)
 
 
 @pytest.fixture(params=[LOCAL, LOCAL_WITHOUT_FLAGS], ids=["exchange", "no exchange"])
@@ -284,7 +284,7 @@ def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
 def test_no_temporary_name_looks_like_a_checkpoint_to_lightning(path: str) -> None:
     draft = LOCAL.draft(path, ID)
     draft.begin()
-    names = [*beside(path), *map(os.path.basename, (leftovers.aside_name(path), leftovers.trash_name(path)))]
+    names = [*beside(path), os.path.basename(leftovers.aside_name(path))]
     assert len(names) == 3
     for name in names:
         assert name.startswith(".") and not name.startswith("last")
@@ -414,7 +414,6 @@ def test_files_that_a_reader_opened_are_closed(path: str) -> None:
 SAVE = f"""
 import errno, os, sys
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import EXCHANGE, FileSystem, rename_with_flag
 path, old, new = sys.argv[1], b"o" * 300_000, b"n" * 900_000
 def put(save_id, content):
     draft = LocalStorage().draft(path, save_id)
