@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -33,6 +32,7 @@ EXAMPLES = Path(__file__).resolve().parent
 CONFIGS = EXAMPLES.parent / "configs"
 EPOCHS = 3  # a leg of the resumed run is one epoch
 POLL_S = 0.5
+TOLD_S = 10.0  # between lines of progress in a file
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -66,6 +66,10 @@ class Job:
     def file(self) -> Path:
         """The consolidated checkpoint."""
         return self.folder / "model.pt"
+
+    def log(self, leg: Leg) -> Path:
+        """Return the file with the output of a leg."""
+        return self.folder / f"{leg.name}.log"
 
     def checkpoint(self, name: str) -> Path:
         """Return the checkpoint that the leg of this name ends with."""
@@ -110,12 +114,10 @@ def main() -> None:
     job = _job_from_command_line()
     seconds = {leg.name: 0.0 for leg in LEGS}
     steps = sum(_epochs_trained(leg) for leg in LEGS) * job.steps_per_epoch
-    with tqdm(total=steps, unit="step", disable=None) as bar:
+    with Progress(steps) as progress:
         for leg in LEGS:
-            bar.set_description(f"{leg.name} ({leg.topology})")
-            bar.write(f"training {leg.name:13} on {leg.topology}")
-            sys.stdout.flush()
-            seconds[leg.name] = run(job, leg, bar)
+            progress.begin(leg, job.log(leg))
+            seconds[leg.name] = run(job, leg, progress)
     show_losses(job)
     use_checkpoints(job)
     title("Seconds")
@@ -123,20 +125,57 @@ def main() -> None:
         trained = _epochs_trained(leg) * job.steps_per_epoch
         print(f"{leg.name:13} {seconds[leg.name]:6.1f}   {trained} steps on {leg.topology}")
     print(f"{'all':13} {time.monotonic() - started:6.1f}")
-    print(f"\nEverything is in {job.folder}")
+    print(f"\nEverything is in {job.folder}: checkpoints, losses (metrics.csv) and the output of each leg (*.log)")
 
 
-def run(job: Job, leg: Leg, bar: tqdm[Any]) -> float:
+class Progress:
+    """The progress over all legs: a bar on a terminal, else lines with the step and the time that is left.
+
+    Args:
+        steps: of all legs together.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._bar = tqdm(total=steps, unit="step", disable=None)  # disabled unless stderr is a terminal
+        self._total, self._before, self._done, self._told = steps, 0, 0, 0
+        self._started = self._told_at = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self, leg: Leg, log: Path) -> None:
+        """Begin a leg, whose output goes to the file ``log``."""
+        self._before = self._done
+        self._bar.set_description(f"{leg.name} ({leg.topology})")
+        self._bar.write(f"training {leg.name:13} on {leg.topology}; its output: {log}")
+        sys.stdout.flush()
+
+    def show(self, steps: int) -> None:
+        """Show that the leg has trained so many steps."""
+        self._done = self._before + steps
+        self._bar.update(self._done - self._bar.n)
+        now, is_whole = time.monotonic(), self._done == self._total
+        if not self._bar.disable or self._done == self._told or (now - self._told_at < TOLD_S and not is_whole):
+            return
+        left = (now - self._started) / self._done * (self._total - self._done)
+        print(f"step {self._done} of {self._total}, about {left:.0f} s left", flush=True)
+        self._told, self._told_at = self._done, now
+
+
+def run(job: Job, leg: Leg, progress: Progress) -> float:
     """Train one leg, showing its progress; returns the seconds it took."""
-    log = job.folder / f"{leg.name}.log"
+    log = job.log(leg)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    started, before = time.monotonic(), bar.n
+    started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(job.command(leg), stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                bar.update(before + len(job.losses(leg.name)) - bar.n)
+                progress.show(len(job.losses(leg.name)))
         except BaseException:
             process.terminate()
             process.wait()
@@ -144,7 +183,7 @@ def run(job: Job, leg: Leg, bar: tqdm[Any]) -> float:
     if process.returncode != 0:
         last = "\n".join(log.read_text().splitlines()[-40:])
         sys.exit(f"{last}\n\n{leg.name} failed with exit code {process.returncode}; its whole output is in {log}")
-    bar.update(before + len(job.losses(leg.name)) - bar.n)
+    progress.show(len(job.losses(leg.name)))
     return time.monotonic() - started
 
 

@@ -69,6 +69,15 @@ def test_each_leg_ran_on_the_topology_that_is_claimed(
     assert facts["step"] == job.steps(leg)
 
 
+def test_output_in_a_file_tells_the_steps_the_time_that_is_left_and_where_the_logs_are(job: Job) -> None:
+    found = re.findall(r"^step (\d+) of (\d+), about \d+ s left$", job.output, re.M)
+    told = [(int(step), int(of)) for step, of in found]
+    assert {of for _, of in told} == {2 * STEPS} and told == sorted(told) and told[-1][0] == 2 * STEPS
+    for leg in TOPOLOGIES:
+        (log,) = re.findall(rf"^training {leg} .*; its output: (.*)$", job.output, re.M)
+        assert "Trainer.fit" in Path(log).read_text()
+
+
 def test_each_leg_trains_its_own_steps_only(job: Job) -> None:
     third = STEPS // 3
     assert sorted(job.losses("uninterrupted")) == list(range(STEPS))
