@@ -39,6 +39,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     CompilesInside,
     gather_metrics_over,
     keep_order_of_training,
+    log_saves_on_rank_zero,
     refuse_averaging_of_modules,
     set_device,
     set_device_mesh,
@@ -167,6 +168,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def setup_environment(self) -> None:
         """Set up processes; Lightning calls it again for every fit, validate, test and predict."""
         super().setup_environment()
+        log_saves_on_rank_zero()
         if self._meshes is None:
             self._meshes = self._new_meshes()
         assert isinstance(self._launcher, ResolvingLauncher)

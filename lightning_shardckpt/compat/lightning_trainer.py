@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
@@ -48,6 +50,18 @@ Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModul
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
+
+
+def log_saves_on_rank_zero() -> None:
+    """Let Lightning log on rank 0 alone which options a save has; it does so on every rank that saves.
+
+    Relies on the name of the logger, which is that of ``checkpoint_connector``'s module.
+    """
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(_is_on_rank_zero)
+
+
+def _is_on_rank_zero(record: logging.LogRecord) -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 class CompilesInside:

@@ -128,7 +128,7 @@ def _summary(report: dict[str, Any]) -> str:
     when = [f"{name} {report[name]}" for name in ("step", "epoch") if report[name] is not None]
     lines = [
         ("checkpoint", report["path"]),
-        ("holds", ", ".join([size_text(report["bytes"]), *when])),
+        ("holds", ", ".join([f"{size_text(report['bytes'])} in {count_text(len(report['files']), 'file')}", *when])),
         ("world", count_text(report["world_size"], "rank") + (f": {' × '.join(axes)}" if axes else "")),
         ("saved with", ", ".join(f"{name} {version}" for name, version in report["software"].items()) or "?"),
         ("save id", report["save_id"]),
@@ -142,7 +142,7 @@ def _components_table(report: dict[str, Any]) -> str:
         dtypes = ", ".join(f"{dtype} ({count:,})" for dtype, count in component["dtypes"].items())
         aliases = f" + {count_text(component['aliases'], 'alias', 'aliases')}" if component["aliases"] else ""
         rows.append((name, f"{component['tensors']:,}{aliases}", size_text(component["bytes"]), dtypes))
-    return table(("component", "tensors", "size", "dtypes"), rows)
+    return table(("component", "tensors", "in tensors", "dtypes"), rows, right=("in tensors",))
 
 
 def _tensors_table(report: dict[str, Any], limit: int | None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_shardckpt.cli import main
+from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.tools.inspect import inspect
 from tests.support import zoo
 from tests.support.pool import ROOT
@@ -89,6 +90,20 @@ def test_a_wrong_path_gets_did_you_mean(wrong: str, tmp_path: Path, capsys: pyte
     assert f"did you mean {str(path)!r}?" in error and "Traceback" not in error
 
 
+def test_sizes_say_of_what_they_are(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracles: the sizes of the files on disk; the tensors before the save."""
+    assert main(["inspect", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [file.stat().st_size for file in saved.iterdir()]
+    (holds,) = (line for line in lines if line.startswith("holds "))
+    assert holds.split("holds", 1)[1].strip().startswith(f"{size_text(sum(sizes))} in {len(sizes)} files")
+    of_model = sum(tensor.nbytes for tensor in zoo.whole_tensors().values())
+    (model,) = (line for line in lines if line.startswith("model "))
+    (header,) = (line for line in lines if line.startswith("component"))
+    end = header.index("in tensors") + len("in tensors")
+    assert model[:end].endswith(f" {size_text(of_model)}")
+
+
 def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "x" / "y")]) == 1
     error = capsys.readouterr().err
@@ -112,6 +127,7 @@ def test_the_tool_imports_neither_torch_nor_lightning(saved: Path, tool: list[st
     code = """
 import sys
 from lightning_shardckpt.cli import main
+from lightning_shardckpt.system.text import size_text
 status = main(sys.argv[1:])
 loaded = sys.modules.keys() & {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "pickle5"}
 sys.exit(f"loaded {loaded}" if loaded else status)
