@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
@@ -238,6 +240,19 @@ def test_a_module_says_its_device_and_mesh() -> None:
     mesh = object.__new__(DeviceMesh)
     compat.set_device_mesh(module, mesh)
     assert module.device_mesh is mesh
+
+
+def test_only_rank_zero_logs_which_options_a_save_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compat.log_saves_on_rank_zero()
+    logger = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    run = trainer(tmp_path)
+    run.fit(BoringModel())
+    for rank, count in ((0, 1), (1, 1)):
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        run._checkpoint_connector.dump_checkpoint()
+        assert [record.name for record in caplog.records].count(logger.name) == count
 
 
 class Logs(BoringModel):
