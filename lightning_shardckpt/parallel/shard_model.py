@@ -264,9 +264,11 @@ def _refuse_lazy(root: nn.Module) -> None:
 
 
 def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[list[str]]) -> TensorPlan:
-    if meshes.topology.tensor == 1:
+    if meshes.topology.tensor == 1 and recipe.tensor_parallel_plan == "auto":
         return TensorPlan()
     plan = resolve_plan(root, recipe.tensor_parallel_plan, ties, meshes.topology.tensor)
+    if meshes.topology.tensor == 1:  # a mistake must not wait for the run on more ranks
+        return TensorPlan()
     apply_plan(root, plan, meshes.tensor)
     retie(root, ties)
     return plan

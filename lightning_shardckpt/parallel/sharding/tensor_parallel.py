@@ -92,6 +92,11 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
         plan = cast("Plan", _import(plan))
     if callable(plan):
         return TensorPlan(apply=plan)
+    if not isinstance(plan, str | Mapping):
+        raise TopologyError(
+            'tensor_parallel_plan is "auto", a dict of module pattern to style, or a function of (module, mesh), '
+            f'found {plan!r}: write {{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}}'
+        )
     modules = named_modules(root)
     if isinstance(plan, str):
         named = _matched(modules, without_experts(_hf_plan(root, size)), root, strict=False)
@@ -105,6 +110,7 @@ def resolve_plan(root: nn.Module, plan: Plan, ties: list[list[str]], size: int) 
     }
     partial = frozenset(fqn for fqn, style in named.items() if style == PARTIAL)
     resolved = TensorPlan(_styles_inside_adapters(modules, styles), partial)
+    _check_modules(modules, resolved.styles)
     _check_sizes(modules, resolved.styles, size)
     return resolved
 
@@ -169,19 +175,11 @@ def _apply_styles(
     """Shard modules, and return the ids of the hooks of ``parallelize_module``."""
     modules, hooks = named_modules(root), dict[nn.Module, frozenset[int]]()
     for fqn, style in styles.items():
-        if is_parametrized(modules[fqn]) or "weight_orig" in parameter_slots(modules[fqn]):
-            raise TopologyError(
-                f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
-                "weight or spectral norm, pruning), which cannot be sharded. Leave that module out of the plan."
-            )
         before = result_hooks(modules[fqn]) | argument_hooks(modules[fqn])
         try:
             parallelize_module(modules[fqn], mesh, style, src_data_rank=None)
         except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
-            raise TopologyError(
-                f"tensor_parallel_plan: {type(style).__name__} cannot shard {fqn} ({type(modules[fqn]).__name__}): "
-                f"{error}. Use it on Linear or Embedding modules, or give a callable plan."
-            ) from error
+            raise _unfit(fqn, style, modules[fqn], error) from error
         hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
         change_hooks(modules[fqn], hooks[modules[fqn]], _HookOfPlan)
     return hooks
@@ -287,10 +285,10 @@ def _matched(
         matches = matching_fqns(modules, pattern)
         if has_adapters:
             matches = list(dict.fromkeys([*matches, *matching_base_modules(modules, pattern)]))
-        if isinstance(style, str) and style not in STYLES and style not in (PARTIAL, "replicate"):
+        named_styles = (*STYLES, "replicate", PARTIAL)
+        if not isinstance(style, ParallelStyle) and not (isinstance(style, str) and style in named_styles):
             if matches:
-                supported = [*STYLES, "replicate", PARTIAL]
-                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {supported}")
+                problems.append(f"  {pattern!r}: unknown style {style!r}, expected one of {list(named_styles)}")
         elif not matches and strict:
             problems.append(f"  {pattern!r} matches no module{suggest_names(modules, pattern)}")
         named |= dict.fromkeys(matches, style)
@@ -317,6 +315,26 @@ def _tied_styles(modules: dict[str, nn.Module], named: dict[str, Style], ties: l
                 continue
             added[owner] = "embedding_rowwise" if isinstance(modules[owner], nn.Embedding) else "colwise_gather_output"
     return added
+
+
+def _check_modules(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
+    """Raise a TopologyError for a module that its style cannot shard, before any is sharded."""
+    for fqn, style in styles.items():
+        module = modules[fqn]
+        if is_parametrized(module) or "weight_orig" in parameter_slots(module):
+            raise TopologyError(
+                f"tensor_parallel_plan: the weight of {fqn} is computed from other parameters (a parametrization, "
+                "weight or spectral norm, pruning), which cannot be sharded. Leave that module out of the plan."
+            )
+        if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(module, nn.Linear | nn.Embedding):
+            raise _unfit(fqn, style, module, "torch shards no modules of this class by it")
+
+
+def _unfit(fqn: str, style: ParallelStyle, module: nn.Module, reason: object) -> TopologyError:
+    return TopologyError(
+        f"tensor_parallel_plan: {type(style).__name__} cannot shard {fqn} ({type(module).__name__}): {reason}. Use it "
+        "on Linear or Embedding modules, or give a callable plan."
+    )
 
 
 def _check_sizes(modules: dict[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int) -> None:

@@ -164,6 +164,9 @@ def test_a_module_tied_to_a_sharded_one_is_sharded_alike() -> None:
     [
         ({"net.blok.*.up": "colwise"}, 2, r"'net.blok.\*.up' matches no module \(nearest: net.blocks.\*.up"),
         ({}, 2, "none of its 0 patterns matches"),
+        ({"net.head": None}, 2, "'net.head': unknown style None, expected one of"),
+        (["net.head"], 2, r"is \"auto\", a dict .*found \['net.head'\]: write "),
+        ({"net.norm": "colwise"}, 2, r"ColwiseParallel cannot shard net.norm \(LayerNorm\).*Use it on Linear"),
         ({"net.head": "diagonal"}, 2, "'net.head': unknown style 'diagonal', expected one of"),
         ("auto", 2, "no module of Root has a plan"),
         ({"net.blocks.*.up": "colwise"}, 4, "net.blocks.0.up: out_features is 26"),
