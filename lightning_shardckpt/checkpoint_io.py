@@ -31,6 +31,8 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
@@ -83,6 +85,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
             once per node. Later loads reuse them; the save id in their names excludes stale files.
+        key_mapping: from the names in a ``ckpt_path`` to names in the model, if they differ: a dict of whole names or
+            regular expressions to new names, or a function. None leaves a tensor out, along with its optimizer state.
+            See "Rename tensors" in the documentation. For ``ShardedStrategy``.
         pickle_objects: pickle objects that are not plain values (encoders, scalers, classes) in hyper-parameters, the
             state of callbacks and schedulers, and the entries that ``on_save_checkpoint`` adds. Without it, such
             objects are refused, except in hyper-parameters, where they are left out. They are read only with
@@ -103,12 +108,14 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
+        key_mapping: dict[str, str | list[str] | None] | Callable[[str], Any] | None = None,
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, replicas)
         max_pending = check_max_pending(max_pending)
         self.saves = SaveSeries(max_pending if use_async else None)
         self.load_options = LoadOptions(verify=verify)
+        self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
@@ -256,7 +263,13 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
         Raises:
             TypeError: for a ``map_location`` of another type.
+            StateError: with ``key_mapping``.
         """
+        if not self.key_mapping.is_empty:
+            raise StateError(
+                "ShardCkptIO(key_mapping=…) is for ShardedStrategy; for another strategy, write the checkpoint under "
+                "other names: lightning_shardckpt.consolidate has a key_mapping, too"
+            )
         checkpoint = self.load_whole(path, map_location, weights_only)
         if self._is_fabric:
             return states_of_checkpoint(checkpoint)

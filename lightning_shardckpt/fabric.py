@@ -389,7 +389,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         def make() -> NestedLoad:
             objects = collect_objects(states).in_order(order)
             whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            return NestedLoad(states, objects, owner=owner, whole=whole, keep_parameters=True)
+            mapping = io.key_mapping
+            return NestedLoad(states, objects, key_mapping=mapping, owner=owner, whole=whole, keep_parameters=True)
 
         nested = NestedLoad.prepare(self._ranks, make)
         is_first = self.meshes.data_parallel_rank == 0

@@ -132,8 +132,8 @@ class NestedLoad:
         if not self._objects.modules:
             parameters = parameters_of(source.document("optimizer"), numbers)
             stored_prefixes = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
-        names, others = self._names(stored_prefixes, source, problems)
-        live_named = rename_source(source, names, others, numbers)
+        names, others, left_out = self._names(stored_prefixes, source, problems)
+        live_named = rename_source(source, names, others, numbers, left_out)
         if not prefixes:
             return live_named, problems
         fitted, more = fit_to(live_named, module=self._root, live=self._leaves, whole=self._whole)
@@ -200,8 +200,8 @@ class NestedLoad:
 
     def _names(
         self, stored_prefixes: Mapping[str, str], source: Source, problems: list[str]
-    ) -> tuple[dict[str, str | None], Callable[[str], str | None]]:
-        """Return the stored name of each live entry, and a function from other stored names to live names."""
+    ) -> tuple[dict[str, str | None], Callable[[str], str | None], list[str]]:
+        """Return the stored name of each live entry, a function from other stored to live names, and those left out."""
         live_prefixes = {stored: live for live, stored in stored_prefixes.items()}
         known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
         if wrong := self._key_mapping.suggest(known):
@@ -218,7 +218,7 @@ class NestedLoad:
         for name in sorted(self._own_names | self._whole.state):
             if (moved := _move_prefix(name, stored_prefixes)) is not None:
                 names[name] = self._prefix + stored_names[moved] if moved in stored_names else None
-        return names, live_name
+        return names, live_name, [self._prefix + name for name in known if not self._key_mapping(name)]
 
     @classmethod
     def prepare(cls, ranks: Ranks, make: Callable[[], NestedLoad]) -> NestedLoad:

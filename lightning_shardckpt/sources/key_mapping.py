@@ -49,6 +49,11 @@ class KeyMapping:
     function: Callable[[str], NewNames] | None = None
     option: str = "key_mapping"
 
+    @property
+    def is_empty(self) -> bool:
+        """True if all names stay as they are."""
+        return not self.names and not self.rules and self.function is None
+
     @classmethod
     def of(cls, given: KeyMappingLike | None, option: str = "key_mapping") -> KeyMapping:
         """Return the mapping of a user's argument.

@@ -27,7 +27,7 @@ from lightning_shardckpt.sources.hf_conversion import (
 )
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
-from lightning_shardckpt.sources.source_view import Place, SourceView, place_of, root_of
+from lightning_shardckpt.sources.source_view import Place, SourceView, model_names, place_of, rename_source, root_of
 from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
@@ -68,6 +68,24 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
     match = match_model(source, module, WholeNames(whole.state or frozenset((*live.tensors, *live.aliases)), ties))
     problems = match.problems + [f"{tie}  tied in the model, stored apart in the checkpoint" for tie in match.untied]
     return apply_match(source, match, ties), problems
+
+
+def map_names(source: Source, mapping: KeyMapping) -> tuple[Source, list[str]]:
+    """Return the source under the names that the user's mapping gives, and problems, a line each.
+
+    Raises:
+        MismatchError: if entries of the mapping are the wrong way round, or give a name several times.
+    """
+    if mapping.is_empty:
+        return source, []
+    known = sorted(model_names(source))
+    if suggestions := mapping.suggest(known):
+        raise MismatchError(f"cannot load {source.path!r}: {mapping.option}: " + "\n  ".join(suggestions))
+    problems = [f"{mapping.option}: {old!r}  matches no name in the checkpoint" for old in mapping.unused(known)]
+    names: Mapping[str, str | None] = mapping.apply(known)
+    left_out = [name for name in known if not mapping(name)]
+    count = len(source.document("optimizer") or ())
+    return rename_source(source, names, lambda name: None, range(count), left_out), problems
 
 
 def refuse_state_dicts(source: Source) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.sources.source import ReadTarget, Source, TensorSource
 from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
 
 
@@ -178,6 +180,7 @@ def rename_source(
     names: Mapping[str, str | None],
     others: Callable[[str], str | None],
     optimizers: Sequence[int],
+    left_out: Collection[str] = (),
 ) -> SourceView:
     """Return a view of a source with the names that a load asks for.
 
@@ -187,6 +190,10 @@ def rename_source(
             same stored name.
         others: returns the name in the view of any other stored name; None leaves it out.
         optimizers: the numbers of the stored optimizers that are 0, 1, … in the view.
+        left_out: stored names that the user leaves out, along with their optimizer state.
+
+    Raises:
+        MismatchError: for names to leave out of optimizers that number their parameters.
     """
     components, known = source.components(), model_names(source)
     model = components.get("model", Component({}))
@@ -204,8 +211,11 @@ def rename_source(
     keys = {name: model.aliases.get(stored, stored) for name, stored in stored_names.items()}
     keys = {name: key for name, key in keys.items() if key in model.tensors}
 
-    def name_of(param: str) -> str:
-        return owners.get(model.aliases.get(param, param), param)
+    absent = {model.aliases.get(name, name) for name in left_out} - owners.keys()
+
+    def name_of(param: str) -> str | None:
+        key = model.aliases.get(param, param)
+        return None if key in absent else owners.get(key, param)
 
     table = {"model": {name: place_of(source, "model", key) for name, key in keys.items() if owners[key] == name}}
     aliases = {"model": {name: owners[key] for name, key in keys.items() if owners[key] != name}}
@@ -214,26 +224,32 @@ def rename_source(
         number, _, rest = key.partition("/")
         if number in numbers:
             param, _, state = rest.rpartition("/")
-            of_optimizers[f"{numbers[number]}/{name_of(param)}/{state}"] = place_of(source, "optimizer", key)
+            if (name := name_of(param)) is not None:
+                of_optimizers[f"{numbers[number]}/{name}/{state}"] = place_of(source, "optimizer", key)
     documents: dict[str, Any] = {"versions": rename_versions(source.document("versions"), stored_names)}
     for role in ("model", "frozen"):
         entries = source.document(role)
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
     document = source.document("optimizer")
+    if absent and any(document[str(number)]["numbered"] for number in optimizers if document):
+        raise MismatchError(
+            f"{source.path!r} has optimizer state by number, so the state of {list_some(sorted(absent))} can't be left "
+            "out: load the model without its optimizers, or resume once without changes and save again"
+        )
     if document is not None or not optimizers:
         renamed = (_rename_optimizer(document[str(number)], name_of) for number in optimizers)
         documents["optimizer"] = {str(place): one for place, one in enumerate(renamed)}
     return SourceView(source, table | {"optimizer": of_optimizers}, aliases, documents)
 
 
-def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
-    """Return the document of an optimizer with renamed parameters."""
+def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str | None]) -> dict[str, Any]:
+    """Return the document of an optimizer with renamed parameters, without those that have no name."""
     if one["numbered"]:
         return one
 
     def with_names(entry: dict[str, Any]) -> dict[str, Any]:
-        return {**entry, "params": list(map(name_of, entry["params"]))}
+        return {**entry, "params": [name for name in map(name_of, entry["params"]) if name is not None]}
 
     groups = {number: with_names(group) for number, group in one["groups"].items()}
-    values = {name: [with_names(entry) for entry in shared] for name, shared in one["values"].items()}
+    values = {name: list(map(with_names, shared)) for name, shared in one["values"].items()}
     return {**one, "groups": groups, "values": values}

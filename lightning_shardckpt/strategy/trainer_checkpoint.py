@@ -25,7 +25,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.match import fit_to
+from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.match import fit_to, map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
@@ -35,6 +36,7 @@ from lightning_shardckpt.strategy.lightning_module import restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
 
+_UNCHANGED = KeyMapping()
 _CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
@@ -118,7 +120,7 @@ def load_checkpoint(
         state_dict = copy_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
     optimizers = trainer.strategy.optimizers if fitting else None
-    targets = module_targets(module, state_dict, optimizers, io.names)
+    targets = module_targets(module, state_dict, optimizers, io.names, io.key_mapping)
     of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
     targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
@@ -169,7 +171,11 @@ def _compare_hyper_parameters(
 
 @gc_paused()
 def module_targets(
-    module: nn.Module, state_dict: Mapping[str, Any], optimizers: Sequence[Optimizer] | None, whole: WholeNames
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    optimizers: Sequence[Optimizer] | None,
+    whole: WholeNames,
+    key_mapping: KeyMapping = _UNCHANGED,
 ) -> LoadTargets:
     """Return the targets of a load: the tensors of a state dict, and the state of optimizers.
 
@@ -178,6 +184,7 @@ def module_targets(
         state_dict: with the tensors that are filled in place.
         optimizers: of the module's parameters; None to load only weights.
         whole: the names of all pipeline stages.
+        key_mapping: from stored names to the names of the module.
     """
     values = {name for name, value in state_dict.items() if is_value(name, value)}
     tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
@@ -186,7 +193,9 @@ def module_targets(
     adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
-        return fit_to(source, module=module, live=leaves, whole=whole)
+        source, problems = map_names(source, key_mapping)
+        source, more = fit_to(source, module=module, live=leaves, whole=whole)
+        return source, problems + more
 
     names = parameter_names(module, whole) if optimizers is not None else {}
     hooks = LoadHooks.of({"": module})

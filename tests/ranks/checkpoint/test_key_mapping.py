@@ -1,0 +1,207 @@
+"""A ckpt_path under other names. Oracles: the run that goes on without a mapping, and values kept by hand."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
+from tests.support import tiny
+from tests.support.pool import run_ranks
+
+TP2: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
+TP2_RENAMED: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "tensor_parallel_plan": {key.replace("blocks", "layers"): plan for key, plan in tiny.TP_PLAN.items()},
+}
+
+
+PP2: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "pipeline_layers": ["layers"],
+    "pipeline_modules": {"head": "last"},
+}
+
+
+class Renamed(tiny.TinyLM):
+    """The same model, whose blocks are ``layers`` and whose gate is the ``sieve``."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.layers, self.sieve = self.blocks, self.gate
+        del self.blocks, self.gate
+
+    def __getattr__(self, name: str) -> Any:
+        other, own = {"blocks": "layers", "gate": "sieve"}.get(name, name), self.__dict__
+        return super().__getattr__(other if other in {**own["_modules"], **own["_parameters"]} else name)
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        for group in found["optimizer"].param_groups:
+            group["params"] = [*reversed(group["params"])]  # the mapping goes by name
+        return found
+
+
+def renamed(name: str) -> str:
+    return name.replace("blocks.", "layers.").replace("gate", "sieve")
+
+
+class Look(pl.Callback):
+    """Keeps the tensors that this rank has when training starts."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.found = {f"model/{name}": tiny.whole(value) for name, value in pl_module.state_dict().items()}
+
+
+def other_names(path: str) -> list[str]:
+    expected = tiny.fit({}, 4, callbacks=[tiny.SaveAt(2, path)])["state"]
+    alone = tiny.TinyLM()
+    tiny.trainer(TP2).validate(alone, tiny.loader(shuffle=False), ckpt_path=path, verbose=False)
+    stored = {renamed(key): value for key, value in tiny.full_state(alone, []).items()}
+    differing = []
+    for way, strategy in {"fsdp": {}, "tp": TP2_RENAMED, "pp": PP2}.items():
+        pl.seed_everything(7)
+        module, look = Renamed(), Look()
+        io = ShardCkptIO(key_mapping=renamed if way == "tp" else {r"^blocks\.": "layers.", "gate": "sieve"})
+        run = tiny.trainer(strategy, max_steps=4, limit_val_batches=0, plugins=[io], callbacks=[look])
+        run.fit(module, tiny.loader(), ckpt_path=path)
+        assert len(module.losses) == 2 and len(look.found) > 5
+        differing += tiny.differences(look.found, {key: stored[key] for key in look.found})
+        if way == "fsdp":
+            wanted = {renamed(key): value for key, value in expected.items()}
+            differing += tiny.differences(tiny.full_state(module, run.optimizers), wanted)
+    return differing
+
+
+def test_a_run_continues_under_other_names_on_any_topology(tmp_path: Path) -> None:
+    assert run_ranks(2, other_names, str(tmp_path / "a.ckpt")) == [[], []]
+
+
+class Headed(tiny.TinyLM):
+    """Another head of the same shape, so that nothing but the mapping tells it from the old one."""
+
+    strict_loading = False
+
+
+def new_head(path: str) -> tuple[list[str], list[str]]:
+    stored = tiny.fit({}, 2, save=path)["state"]
+    pl.seed_everything(7)
+    module = Headed()
+    seen: dict[str, Any] = {}
+    first = {name: tiny.whole(value) for name, value in module.head.state_dict().items()}
+
+    class LookAtAll(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            seen.update(tiny.full_state(module, trainer.optimizers))
+
+    run = tiny.trainer(
+        {},
+        max_steps=3,
+        limit_val_batches=0,
+        callbacks=[LookAtAll()],
+        plugins=[ShardCkptIO(key_mapping={r"^head\.": None})],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which names the head
+        run.fit(module, tiny.loader(), ckpt_path=path)
+    of_head = {f"model/head.{name}": value for name, value in first.items()}
+    expected = {key: value for key, value in stored.items() if "head." not in key} | of_head
+    hyper = {key: value for key, value in stored.items() if "head." in key and "/state/" not in key and key[0] == "0"}
+    return tiny.differences(seen, expected | hyper), [key for key in seen if "head." in key and "/state/" in key]
+
+
+def test_a_new_head_keeps_its_values_and_gets_no_optimizer_state_of_the_old_one(tmp_path: Path) -> None:
+    assert run_ranks(2, new_head, str(tmp_path / "a.ckpt")) == [([], [])] * 2
+
+
+def trained(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential()
+    model.body, model.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return tiny.full_state(state["model"], [state["optimizer"]])
+
+
+@pytest.mark.filterwarnings("ignore:.*differences between")
+def test_functions_leave_out_the_optimizer_state_with_the_tensor(tmp_path: Path) -> None:
+    stored, live = trained(1), trained(2)
+    save(tmp_path / "a", stored)
+    before, expected = of(live), of(stored)
+    load(tmp_path / "a", live, key_mapping={"head.weight": None}, strict=False)
+    expected |= {key: before[key] for key in before if "head.weight" in key and "/lr" not in key}
+    assert tiny.differences(of(live), expected) == []
+
+
+def test_state_by_number_is_not_left_out_by_name(tmp_path: Path) -> None:
+    stored, live = trained(1), trained(2)
+    torch.save(
+        {
+            "state_dict": stored["model"].state_dict(),
+            "optimizer_states": [stored["optimizer"].state_dict()],
+            "pytorch-lightning_version": "2.6.6",
+        },
+        tmp_path / "a.ckpt",
+    )
+    wanted = {"state_dict": live["model"], "optimizer_states": [live["optimizer"]]}
+    before = of(live)
+    with pytest.raises(MismatchError, match=r"by number, so the state of head\.weight can't be left out"):
+        load(tmp_path / "a.ckpt", wanted, key_mapping={"head.weight": None}, strict=False)
+    assert tiny.differences(of(live), before) == []
+
+
+def in_fabric(folder: str) -> list[str]:
+    def script(seed: int, *, other: bool = False) -> tuple[Any, dict[str, Any]]:
+        io = ShardCkptIO(key_mapping={"^body": "trunk"}) if other else ShardCkptIO()
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(), plugins=[io])
+        fabric.launch()
+        state = trained(seed)
+        if other:
+            state["model"].trunk = state["model"].body
+            del state["model"].body
+        model, optimizer = fabric.setup(state["model"], state["optimizer"])
+        return fabric, {"model": model, "optimizer": optimizer}
+
+    fabric, stored = script(1)
+    fabric.save(f"{folder}/a", stored)
+    expected = tiny.full_state(stored["model"].module, [stored["optimizer"].optimizer])
+    fabric, live = script(2, other=True)
+    fabric.load(f"{folder}/a", live)
+    found = tiny.full_state(live["model"].module, [live["optimizer"].optimizer])
+    return tiny.differences(found, {key.replace("body", "trunk"): value for key, value in expected.items()})
+
+
+def test_fabric_maps_names_too(tmp_path: Path) -> None:
+    assert run_ranks(2, in_fabric, str(tmp_path)) == [[], []]
+
+
+def wrong(path: str) -> list[str]:
+    tiny.fit({}, 1, save=path)
+    errors = []
+    for strategy, mapping in (({}, {"haed.weight": None}), ({}, {"lm.weight": "head.weight"}), ("auto", {"^a": "b"})):
+        run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0, plugins=[ShardCkptIO(key_mapping=mapping)])
+        with pytest.raises((MismatchError, StateError)) as error:
+            run.fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    ((unused, turned, other),) = run_ranks(1, wrong, str(tmp_path / "a.ckpt"))
+    assert "key_mapping: 'haed.weight'  matches no name in the checkpoint" in unused
+    assert "the other way round: write 'head.weight': 'lm.weight'" in turned
+    assert "key_mapping=…) is for ShardedStrategy" in other
