@@ -189,7 +189,7 @@ MUTATIONS = (
     Mutation(
         "a directory of someone else is replaced",
         ATOMIC,
-        "storage/local/local_storage.py",
+        "storage/local/targets.py",
         "is_foreign = ROOT_NAME not in names and",
         "is_foreign = False and",
         ("unit/storage/test_storage.py::test_what_is_not_ours_is_never_replaced",),
@@ -207,7 +207,7 @@ MUTATIONS = (
         ATOMIC,
         "storage/local/local_storage.py",
         "        os.rename(self._in_place(), os.path.join(self._target, ROOT_NAME))\n",
-        "        _delete_files(self._target, [n for n in sizes if not n.startswith(self.prefix)])\n"
+        "        delete_files(self._target, [n for n in sizes if not n.startswith(self.prefix)])\n"
         "        os.rename(self._in_place(), os.path.join(self._target, ROOT_NAME))\n",
         ("ranks/checkpoint/test_faults.py::test_a_process_that_is_killed_at_a_call_leaves_the_old_or_the_new_state",),
     ),

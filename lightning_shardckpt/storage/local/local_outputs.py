@@ -16,7 +16,6 @@ from uuid import uuid4
 
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.leftovers import Claim
-from lightning_shardckpt.storage.local.local_storage import Rename, swap
 from lightning_shardckpt.storage.local.posix import (
     NO_REPLACE,
     errors_with_path,
@@ -26,6 +25,7 @@ from lightning_shardckpt.storage.local.posix import (
     status_of,
     sync_directory,
 )
+from lightning_shardckpt.storage.local.targets import Rename, swap
 
 NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
 """Creates a file with a name, which may contain slashes; yields its descriptor."""

@@ -15,33 +15,39 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of, read_prefix
+from lightning_shardckpt.format.index import PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.leftovers import Claim
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import (
-    EXCHANGE,
     errors_with_path,
-    is_mount_point,
     keep_owner_and_mode,
     make_directories,
     rename_with_flag,
-    status_of,
     sync_directory,
     write_durably,
     write_parts,
 )
+from lightning_shardckpt.storage.local.targets import (
+    Rename,
+    absolute_path,
+    check_replaceable,
+    delete_files,
+    describe_leftovers,
+    is_filled_in_place,
+    path_or_aside,
+    prefix_at,
+    sizes_of,
+    swap,
+)
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.system.text import count_text, size_text
 
-Rename = Callable[[str, str, int], bool]
 _ATTEMPTS = 20  # for operations that fail if another process replaces the path meanwhile
 _PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
@@ -74,20 +80,20 @@ class LocalStorage:
         Raises:
             CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
         """
-        path = _absolute_path(path)
+        path = absolute_path(path)
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError, NotADirectoryError):
-                reader = LocalReader(_path_or_aside(path))
+                reader = LocalReader(path_or_aside(path))
                 if reader.is_checkpoint():
                     return reader
                 reader.close()
-            if not os.path.exists(os.path.join(_path_or_aside(path), ROOT_NAME)):
+            if not os.path.exists(os.path.join(path_or_aside(path), ROOT_NAME)):
                 raise CheckpointNotFoundError(_why_none(path))
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
 
     def draft(self, path: str, save_id: str) -> LocalDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
-        return LocalDraft(_absolute_path(path), save_id, self)
+        return LocalDraft(absolute_path(path), save_id, self)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint, or the link to one, at ``path``; nothing else is ever deleted.
@@ -102,13 +108,13 @@ class LocalStorage:
         Raises:
             CheckpointNotFoundError: if no checkpoint is at the path.
         """
-        path = _absolute_path(path)
+        path = absolute_path(path)
         if os.path.islink(path):
             os.unlink(path)
             return []
         self.open(path).close()
-        current, aside = _path_or_aside(path), leftovers.aside_name(path)
-        if current == path and _is_kept(path):
+        current, aside = path_or_aside(path), leftovers.aside_name(path)
+        if current == path and is_filled_in_place(path):
             return _delete_in_place(path, self)
         # one aside was left by an interrupted save; readers would find it as soon as the path is empty
         notes = self.delete(aside) if current == path and os.path.lexists(aside) else []
@@ -148,80 +154,12 @@ def _removed_meanwhile(path: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"no checkpoint at {path!r}: another process removed it just now")
 
 
-def _absolute_path(path: str) -> str:
-    path = os.fspath(path)
-    if "://" in path and not path.startswith(("file://", "local://")):
-        raise ValueError(f"{path!r}: only paths of a file system are supported, not URLs")
-    return os.path.abspath(path.removeprefix("file://").removeprefix("local://"))  # abspath drops a trailing slash
-
-
-def _path_or_aside(path: str) -> str:
-    aside = leftovers.aside_name(path)
-    return aside if not os.path.lexists(path) and os.path.exists(os.path.join(aside, ROOT_NAME)) else path
-
-
 def _why_none(path: str) -> str:
     if os.path.islink(path) and not os.path.exists(path):
         return f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
     if not os.path.exists(path):
         return f"no checkpoint at {path!r}: there is nothing at this path"
     return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}"
-
-
-# ── what is at the target ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_replaceable(target: str) -> None:
-    """Check that a save may replace or fill ``target``.
-
-    That is a missing path, a checkpoint of ours, a link, and a directory that is empty or has only files of an
-    unfinished save in it.
-
-    Raises:
-        FileExistsError: for anything else.
-        OSError: if the name is too long.
-    """
-    entry = status_of(target)
-    if entry is None or stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced
-        return
-    if not stat.S_ISDIR(entry.st_mode):
-        raise FileExistsError(
-            f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
-        )
-    with suppress(FileNotFoundError):  # removed since
-        names = os.listdir(target)
-        is_foreign = ROOT_NAME not in names and not all(_is_of_a_save(name) for name in names)
-        if is_foreign and os.path.samestat(entry, os.lstat(target)):  # not replaced between these calls
-            raise FileExistsError(
-                f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
-                "replaced; move it or use another path"
-            )
-
-
-def _is_of_a_save(name: str) -> bool:
-    return PREFIXED_NAME.fullmatch(name) is not None or leftovers.is_temporary(name)
-
-
-def _is_kept(target: str) -> bool:
-    """Return True if a target is a directory that is filled in place rather than replaced."""
-    entry = status_of(target)
-    if entry is None or not stat.S_ISDIR(entry.st_mode):
-        return False
-    names = os.listdir(target)
-    return (
-        ROOT_NAME not in names
-        or any(map(PREFIXED_NAME.fullmatch, names))
-        or is_mount_point(target)
-        or not os.access(os.path.dirname(target), os.W_OK | os.X_OK, effective_ids=True)
-        or _is_current(entry)
-    )
-
-
-def _is_current(entry: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(entry, os.stat("."))
-    except FileNotFoundError:  # the current directory was deleted
-        return False
 
 
 # ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,7 +190,7 @@ class LocalDraft:
             PermissionError: if neither the target nor its parent can be written.
         """
         check_replaceable(self._target)
-        if not _is_kept(self._target) and self._begin_beside():
+        if not is_filled_in_place(self._target) and self._begin_beside():
             return
         try:
             self._claim = Claim.take(self._target, self._in_place(), self._storage.machine)
@@ -273,7 +211,7 @@ class LocalDraft:
         claim = Claim.take(self._target, self._temporary, self._storage.machine)
         try:
             os.mkdir(self._temporary)
-            is_kept = keep_owner_and_mode(_path_or_aside(self._target), self._temporary, writable=True)
+            is_kept = keep_owner_and_mode(path_or_aside(self._target), self._temporary, writable=True)
         except BaseException:
             leftovers.delete(self._temporary)
             claim.release()
@@ -319,10 +257,6 @@ class LocalDraft:
         pause, within_s = _PAUSE_S, self._storage.visible_within_s
         deadline = time.monotonic() + within_s
         while self._directory is None:
-            with suppress(OSError):
-                if any(leftovers.is_claim(name, self._temporary) for name in os.listdir(self._target)):
-                    self._fill_in_place()
-                    break
             try:
                 os.close(os.open(self._temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
                 self._directory = self._temporary
@@ -330,6 +264,10 @@ class LocalDraft:
             except OSError as failure:
                 if failure.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
+            with suppress(OSError):
+                if any(leftovers.is_claim(name, self._temporary) for name in os.listdir(self._target)):
+                    self._fill_in_place()
+                    break
             if time.monotonic() >= deadline:
                 raise FileNotFoundError(
                     errno.ENOENT,
@@ -353,9 +291,9 @@ class LocalDraft:
 
     def _publish_directory(self, claim: Claim) -> None:
         for attempt in range(_ATTEMPTS):
-            check_replaceable(self._target)
+            check_replaceable(self._target, filled=False)
             try:
-                keep_owner_and_mode(_path_or_aside(self._target), self._temporary)
+                keep_owner_and_mode(path_or_aside(self._target), self._temporary)
                 old = swap(self._temporary, self._target, self._storage.rename)
                 break
             except OSError as conflict:  # another process may have removed or created the target meanwhile
@@ -382,7 +320,7 @@ class LocalDraft:
                 self.notes += _told(error, aside)
 
     def _publish_in_place(self, claim: Claim) -> None:
-        sizes, replaced = _sizes(self._target), _replaced_prefix(self._target)
+        sizes, replaced = sizes_of(self._target), prefix_at(self._target)
         if missing := sorted(self._written - sizes.keys()):
             raise FileExistsError(
                 f"another process saved to {self._target!r} since this save began, and deleted {missing[0]} of it; let "
@@ -394,8 +332,8 @@ class LocalDraft:
             self._storage.sync(self._target)
             kept = (self.prefix, *map(prefix_of, claim.living))
             others = {name: size for name, size in sizes.items() if is_ours(name) and not name.startswith(kept)}
-            self.notes += _told_leftovers(self._target, others, replaced)
-            self.notes += _delete_files(self._target, others)
+            self.notes += describe_leftovers(self._target, others, replaced)
+            self.notes += delete_files(self._target, others)
             self._delete_aside()
         finally:
             claim.release()
@@ -407,7 +345,7 @@ class LocalDraft:
         if self.prefix:
             with suppress(OSError):
                 ours = [name for name in os.listdir(self._target) if name.startswith(self.prefix)]
-                _delete_files(self._target, ours)
+                delete_files(self._target, ours)
             leftovers.delete(self._in_place())
             self._claim.release()
         else:
@@ -415,73 +353,12 @@ class LocalDraft:
         self._claim = None
 
 
-def swap(new: str, target: str, rename: Rename = rename_with_flag) -> str | None:
-    """Move a directory to the target; return the new path of the old directory, if there was one."""
-    is_link = os.path.islink(target)
-    if not is_link and not (os.path.isdir(target) and os.listdir(target)):
-        os.rename(new, target)  # the target is missing or an empty directory
-        return None
-    if rename(new, target, EXCHANGE):
-        return new
-    if not os.path.exists(target):
-        os.unlink(target)  # a dangling link; the old checkpoint, if there is one, is at the aside name
-        os.rename(new, target)
-        return None
-    aside = leftovers.aside_name(target)
-    leftovers.delete(aside)
-    os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except OSError:
-        with suppress(OSError):  # readers also find it at the aside name
-            os.rename(aside, target)
-        raise
-    return aside
-
-
-# ── files of checkpoints that were filled in place ────────────────────────────────────────────────────────────────────
-
-
-def _sizes(directory: str) -> dict[str, int]:
-    """Return the sizes of the files of all saves in a directory, without the root index."""
-    names = (name for name in os.listdir(directory) if name != ROOT_NAME and is_ours(name))
-    return {name: os.lstat(os.path.join(directory, name)).st_size for name in names}
-
-
-def _replaced_prefix(directory: str) -> str | None:
-    """Return the prefix of the names of a checkpoint's files; None without a checkpoint."""
-    with suppress(FileNotFoundError), open(os.path.join(directory, ROOT_NAME), "rb") as file:
-        return read_prefix(file.read(HEAD_BYTES)) or ""
-    return None
-
-
-def _told_leftovers(directory: str, files: dict[str, int], replaced: str | None) -> list[str]:
-    """Return a sentence about files of unfinished saves among those that are about to be deleted."""
-    dead = (name for name in files if PREFIXED_NAME.fullmatch(name) and not name.startswith(replaced or "?"))
-    left = [files[name] for name in dead]
-    if not left:
-        return []
-    what = f"{count_text(len(left), 'file')}, {size_text(sum(left))}"
-    return [f"removed the leftover of an unfinished save, {what}, from {directory!r}"]
-
-
-def _delete_files(directory: str, names: Iterable[str]) -> list[str]:
-    """Delete files of replaced checkpoints and unfinished saves; return a sentence about a failure."""
-    for name in names:
-        try:
-            os.unlink(os.path.join(directory, name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            return [f"could not remove all files of the replaced checkpoint in {directory!r}: {error}"]
-    return []
-
-
 def _delete_in_place(path: str, storage: LocalStorage) -> list[str]:
-    names = _sizes(path)
+    prefix = prefix_at(path) or "?"
+    names = [name for name in sizes_of(path) if name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)]
     try:
         os.unlink(os.path.join(path, ROOT_NAME))
     except FileNotFoundError:
         raise _removed_meanwhile(path) from None
     storage.sync(path)
-    return _delete_files(path, names)
+    return delete_files(path, names)

@@ -15,8 +15,9 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_reader import LocalReader
-from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage, Rename
+from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.local.posix import rename_with_flag
+from lightning_shardckpt.storage.local.targets import Rename
 from lightning_shardckpt.storage.protocol import read_all
 from tests.support.file_systems import without_flags
 from tests.support.pool import run_ranks

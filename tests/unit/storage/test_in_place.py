@@ -324,3 +324,30 @@ def test_the_tools_verify_and_move_a_checkpoint_that_was_filled_in_place(path: s
     assert verify(path).findings == ()
     subprocess.run(["cp", "-r", path, str(tmp_path / "copy")], check=True)
     assert load(tmp_path / "copy")["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_removal_leaves_the_files_of_a_save_that_goes_on(path: str) -> None:
+    put(LOCAL, path, a=b"old")
+    draft = LOCAL.draft(path, OTHER_ID)
+    draft.begin()
+    draft.write("a", [b"new"])
+    assert LOCAL.remove(path) == []
+    draft.write(ROOT_NAME, [root_of(OTHER_ID)])
+    draft.publish()
+    assert content(LOCAL, path) == {"a": b"new", ROOT_NAME: root_of(OTHER_ID)}
+
+
+def test_a_directory_that_another_save_began_to_fill_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    draft = LOCAL.draft(str(path), ID)
+    draft.begin()
+    draft.write(ROOT_NAME, [root_of(ID)])
+    path.mkdir()
+    other = LocalStorage(machine="f" * 16).draft(str(path), OTHER_ID)
+    other.begin()
+    with pytest.raises(FileExistsError, match="not replaced"):
+        draft.publish()
+    draft.discard()
+    other.write(ROOT_NAME, [root_of(OTHER_ID)])
+    other.publish()
+    assert content(LOCAL, str(path)) == {ROOT_NAME: root_of(OTHER_ID)} and beside(str(path)) == []

@@ -23,8 +23,9 @@ from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
-from lightning_shardckpt.storage.local.local_storage import LocalStorage, Rename
+from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
+from lightning_shardckpt.storage.local.targets import Rename
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 from lightning_shardckpt.storage.router import StorageRouter
