@@ -303,7 +303,7 @@ def _check_held(joined: Tables, world: int) -> None:
     problems = []
     for name, table in joined.items():
         for key, spec in table.tensors.items():
-            if find_unheld_shards(spec.layout, spec.holders):
+            if next(find_unheld_shards(spec.layout, spec.holders), None) is not None:
                 holders = sorted(rank for a, b in spec.holders for rank in range(a, b))
                 others = sorted(set(range(world)) - set(holders))
                 problems.append(

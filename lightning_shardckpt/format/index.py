@@ -7,7 +7,6 @@ follows by arithmetic (``plan.py``); the file and the offset of a box are in the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its 
 
 
 _PART = re.compile(r"([0-9a-f]{16}-)?(model|optimizer|trainer|frozen)-(dist|meta-dist|state)\b[A-Za-z0-9._-]*")
-_BY_RANK = re.compile(r"(?P<stem>.*)-dist-(?P<rank>\d{5,7})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +104,6 @@ def prefix_of(save_id: str) -> str:
     return save_id[:16] + "-"
 
 
-def documents_by_rank(documents: Mapping[str, FileInfo]) -> tuple[dict[str, FileInfo], dict[str, dict[int, FileInfo]]]:
-    """Return the documents whose names have no rank, by name, and the others by stem and rank."""
-    single, ranked = dict[str, FileInfo](), dict[str, dict[int, FileInfo]]()
-    for name, info in documents.items():
-        match = _BY_RANK.fullmatch(name)
-        if match is not None and document_name(match["stem"], int(match["rank"])) == name:
-            ranked.setdefault(match["stem"], {})[int(match["rank"])] = info
-        else:
-            single[name] = info
-    return single, ranked
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Description of a tensor, the same on all ranks.
@@ -133,7 +119,10 @@ class TensorSpec:
 
 
 class ShardEntry(NamedTuple):
-    """A written box: the file, the offset and the length of its bytes, and one checksum per ``block`` bytes."""
+    """A written box: the file, the offset and the length of its bytes, and one checksum per ``block`` bytes.
+
+    ``checksums`` are hex digits, 16 for each block.
+    """
 
     box: Box
     global_shape: Shape

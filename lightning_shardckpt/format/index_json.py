@@ -6,31 +6,26 @@ Equal tensors share one spec object, and their text is built once; entries of ra
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import SEPARATOR, checksum, count_checksums
+from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import (
     MAX_BLOCK_BYTES,
     Component,
-    FileInfo,
     RankIndex,
     RootIndex,
     ShardEntry,
     TensorSpec,
-    document_name,
-    documents_by_rank,
     parse_file_info,
-    rank_index_name,
 )
-from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout, as_holders
+from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.format.strict_json import (
     FORMAT,
+    VERSION,
     check_json_size,
     compact,
     decode_index,
@@ -51,7 +46,6 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 
-_RANK_VERSIONS = (1,)
 _Extent = tuple[Box, Shape, str, str, int, int]
 _EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
@@ -60,7 +54,7 @@ def rank_index_to_json(index: RankIndex) -> bytes:
     """Return the bytes of a rank index. Raises FormatError if it is too large for a reader."""
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": 1,
+        "version": VERSION,
         "save_id": index.save_id,
         "component": index.component,
         "rank": index.rank,
@@ -89,8 +83,7 @@ def _entry_to_json(entry: ShardEntry, rank: int, fields: dict[tuple[int, Shape, 
             "rank": rank,
         }
         fields[fields_key] = compact(values)[1:-1]
-    sums = f'"{entry.checksums}"' if entry.checksums else ""
-    return f'{fields[fields_key]},"begin":{entry.begin},"block":{entry.block},"checksums":[{sums}]'
+    return f'{fields[fields_key]},"begin":{entry.begin},"block":{entry.block},"checksums":"{entry.checksums}"'
 
 
 def rank_index_from_json(text: bytes, where: str) -> RankIndex:
@@ -99,7 +92,7 @@ def rank_index_from_json(text: bytes, where: str) -> RankIndex:
     Raises:
         FormatError: naming ``where`` and the error.
     """
-    return decode_index(parse_json(text, where), where, _rank_index, _RANK_VERSIONS)
+    return decode_index(parse_json(text, where), where, _rank_index)
 
 
 def _rank_index(value: dict[str, Any]) -> RankIndex:
@@ -131,9 +124,7 @@ def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
     if text not in extents:
         extents[text] = _extent(*values)
     box, shape, dtype, file, block, nbytes = extents[text]
-    sums = SEPARATOR.join(check_digests(item["checksums"]))
-    if count_checksums(sums) != -(-nbytes // block):
-        raise FormatError(f"{count_checksums(sums)} checksums of {block} bytes each for {nbytes} bytes")
+    sums = check_digests(item["checksums"], -(-nbytes // block))
     return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
 
 
@@ -149,102 +140,8 @@ def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any
     return box, shape, dtype, check_file_name(file), block, box.numel * DTYPE_BYTES[dtype]
 
 
-# ── files of all ranks as columns ─────────────────────────────────────────────────────────────────────────────────────
-# Sizes and checksums of the files of all ranks, as packed columns. Pure.
-#
-# In large worlds, names would be nearly all of the root index. They follow from the rank, so columns of sizes and
-# checksums suffice. Packed as bytes in base64 (RFC 4648), a file takes about 15 characters, 11 of them its checksum.
+# ── the root index ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-_DIGEST_BYTES = 8
-_MAX_SIZE_BYTES = 8
-
-
-def to_packed_columns(files: Mapping[int, FileInfo]) -> dict[str, Any]:
-    """Return JSON for the files of ranks whose names follow from the rank.
-
-    >>> sums = "00" * 8, "ff" * 8
-    >>> to_packed_columns({0: FileInfo("a-0", 7, sums[0]), 5: FileInfo("a-5", 258, sums[1])})
-    {'ranks': [[0, 1], [5, 6]], 'sizes': 'AAcBAg==', 'checksums': 'AAAAAAAAAAD//////////w=='}
-    """
-    ranks = sorted(files)
-    sizes = [files[rank].nbytes for rank in ranks]
-    width = _bytes_of(max(sizes, default=0))
-    return {
-        "ranks": [list(pair) for pair in as_holders(ranks)],
-        "sizes": b64encode(b"".join([nbytes.to_bytes(width, "big") for nbytes in sizes])).decode(),
-        "checksums": b64encode(bytes.fromhex("".join([files[rank].checksum for rank in ranks]))).decode(),
-    }
-
-
-def from_packed_columns(value: Any, name_of: Callable[[int], str], world: int) -> dict[int, FileInfo]:
-    """Return the files by rank: the inverse of ``to_packed_columns``.
-
-    Lengths are checked before anything is decoded.
-
-    Args:
-        value: the JSON value.
-        name_of: returns the file name of a rank.
-        world: the number of ranks of the checkpoint.
-
-    Raises:
-        FormatError, ValueError: if ``to_packed_columns`` could not have written the value.
-    """
-    ranks = _ranks(value["ranks"], name_of, world)
-    sums = _decode_base64(value["checksums"], "checksums", len(ranks), _DIGEST_BYTES)
-    if len(sums) != _DIGEST_BYTES * len(ranks):
-        raise FormatError(f"checksums of {len(sums)} bytes for {len(ranks)} ranks, expected {_DIGEST_BYTES} for each")
-    packed = _decode_base64(value["sizes"], "sizes", len(ranks), _MAX_SIZE_BYTES)
-    width = len(packed) // max(len(ranks), 1)
-    sizes = [int.from_bytes(packed[width * i : width * i + width], "big") for i in range(len(ranks))]
-    if len(packed) != width * len(ranks) or (ranks and width != _bytes_of(max(sizes))):
-        raise FormatError(f"sizes of {len(packed)} bytes for {len(ranks)} ranks; each has as many as the largest takes")
-    check_size(max(sizes, default=0))
-    digits, step = sums.hex(), 2 * _DIGEST_BYTES
-    return {
-        rank: FileInfo(name_of(rank), nbytes, digits[step * i : step * i + step])
-        for i, (rank, nbytes) in enumerate(zip(ranks, sizes, strict=True))
-    }
-
-
-def _ranks(pairs: Any, name_of: Callable[[int], str], world: int) -> list[int]:
-    """Return the ranks of ascending ranges that neither overlap nor touch."""
-    edges = [check_size(edge) for pair in pairs for edge in (*pair,)]
-    if edges != sorted(set(edges)) or len(edges) % 2 or (edges and edges[-1] > world):
-        raise ValueError(f"ranks {shown(pairs)} in a world of {world}")
-    ranks = [rank for low, high in zip(edges[::2], edges[1::2], strict=True) for rank in range(low, high)]
-    for rank in ranks[-1:]:
-        check_file_name(name_of(rank))  # the highest rank has the longest name; the others differ only in digits
-    return ranks
-
-
-def _bytes_of(number: int) -> int:
-    """Return the number of bytes that a number needs, at least 1."""
-    return max(-(-number.bit_length() // 8), 1)
-
-
-def _decode_base64(text: Any, column: str, count: int, max_bytes: int) -> bytes:
-    """Return the bytes of a base64 column, at most ``max_bytes`` for each of ``count`` ranks.
-
-    Raises:
-        FormatError: if the text is too long, or not the one text that RFC 4648 gives for its bytes.
-    """
-    if not isinstance(text, str):
-        raise FormatError(f"{column} {shown(text)}, expected text")
-    if len(text) > -(-max_bytes * count // 3) * 4:
-        raise FormatError(f"{column} of {len(text)} characters, more than {count} ranks can have")
-    try:
-        decoded = b64decode(text, validate=True)
-    except ValueError:  # from binascii, or for characters outside ASCII
-        decoded = b""
-    if b64encode(decoded).decode() != text:  # b64decode also accepts nonzero padding bits
-        raise FormatError(f"{column} {shown(text)} is not base64 as RFC 4648 writes it")
-    return decoded
-
-
-_VERSIONS = (1, 4)
-MANY_RANKS = 256
-"""Larger worlds have a root index of version 4, which leaves out names that follow from the rank."""
 COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
@@ -286,7 +183,7 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
     tables = tables or tables_to_text(root.components)
     head: dict[str, Any] = {
         "format": FORMAT,
-        "version": 4 if root.world_size > MANY_RANKS else 1,
+        "version": VERSION,
         "save_id": root.save_id,
         "step": root.step,
         "epoch": root.epoch,
@@ -298,14 +195,9 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         head["prefix"] = root.prefix
     components = []
     for name, component in root.components.items():
-        indexes: dict[str, Any] = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
-        if head["version"] != 1:
-            indexes = to_packed_columns(component.indexes)
+        indexes = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
         components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}}}')
-    single, by_rank = (root.documents, {}) if head["version"] == 1 else documents_by_rank(root.documents)
-    documents: dict[str, Any] = {f.name: [f.nbytes, f.checksum] for f in single.values()}
-    if head["version"] != 1:
-        head["documents_by_rank"] = {stem: to_packed_columns(files) for stem, files in by_rank.items()}
+    documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
     parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
     body = f'{",".join(parts)},"documents":{compact(documents)}}}'.encode()
     check_json_size(body, "the root index")
@@ -317,7 +209,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
 
     Raises:
         CorruptionError: if the checksum on the first line does not match the rest.
-        FormatError: if they are not a valid root index, or of a newer version.
+        FormatError: if they are not a valid root index, or of another version.
     """
     seal = _SEAL.match(text)
     if seal is None:
@@ -326,7 +218,7 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
         )
-    return decode_index(parse_json(text, where), where, _root, _VERSIONS)
+    return decode_index(parse_json(text, where), where, _root)
 
 
 def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
@@ -347,11 +239,8 @@ def _root(value: dict[str, Any]) -> RootIndex:
     for name, item in value["components"].items():
         if name not in COMPONENTS:
             raise FormatError(f"unknown component {shown(name)}")
-        components[name] = _component(name, item, layouts, world, value["version"])
+        components[name] = _component(item, layouts, world)
     documents = {name: parse_file_info(name, n, c) for name, (n, c) in value["documents"].items()}
-    for stem, columns in value["documents_by_rank"].items() if value["version"] == 4 else ():
-        infos = from_packed_columns(columns, partial(document_name, stem), world)
-        documents |= {info.name: info for info in infos.values()}
     return RootIndex(
         save_id=check_save_id(value["save_id"]),
         world_size=world,
@@ -371,9 +260,7 @@ def _prefix(value: Any, save_id: str) -> str:
     return str(value)
 
 
-def _component(
-    component: str, item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int, version: int
-) -> Component:
+def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
     specs: dict[str, TensorSpec] = {}  # equal tensors share one spec object, so that its checks run once
     keys = check_texts(list(item["tensors"]))
     tensors = {
@@ -383,9 +270,6 @@ def _component(
     for alias, target in aliases.items():
         if target not in tensors or alias in tensors:
             raise FormatError(f"alias {shown(alias)} of {shown(target)}, which is not a stored tensor of its own")
-    if version == 4:
-        columns = from_packed_columns(item["indexes"], partial(rank_index_name, component), world)
-        return Component(tensors, aliases, columns)
     indexes = {}
     for rank, (name, nbytes, sums) in item["indexes"].items():
         number = int(rank)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import SupportsIndex, overload
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
@@ -20,10 +19,9 @@ from lightning_shardckpt.format.box import Box, Shape
 Holders = tuple[tuple[int, int], ...]
 """The ranks that hold a tensor, as ascending, disjoint ranges ``[start, stop)``."""
 
-MAX_RANKS = 1 << 20  # of a mesh, and of a world
+MAX_RANKS = 1 << 16  # of a mesh, and of a world
 MAX_BLOCKS = 1 << 16  # of a layout: the maximum number of parts of a shard
 _MAX_AXES = 64
-_MAX_UNHELD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,109 +242,51 @@ def _meeting_coordinates(segments: list[_Segment], cuts: list[tuple[int, int]], 
 
 # ── holders of a shard ────────────────────────────────────────────────────────────────────────────────────────────
 
-_Digit = tuple[int, int, int]  # stride, size, coordinate
 
+@lru_cache(maxsize=64)
+def _ranks_by_shard(layout: Layout, holders: Holders) -> tuple[memoryview, memoryview]:
+    """Return the ranks of ``holders`` sorted by shard, and where each shard begins and the last one ends.
 
-class _Lattice(Sequence[int]):
-    """The ranks of ``holders`` with given coordinates, ascending; computed on access, never stored as a list."""
+    Shards are counted in row-major order of their coordinates.
 
-    def __init__(self, digits: tuple[_Digit, ...], holders: Holders) -> None:
-        self._digits, self._holders = tuple(sorted(digits, reverse=True)), holders
-        self._before = [(_below(self._digits, a), _below(self._digits, b)) for a, b in holders]
-        self._count = sum(b - a for a, b in self._before)
+    Raises:
+        FormatError: if a holder is not in the mesh.
+    """
+    import numpy  # thousands of ranks in microseconds
 
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> int | Sequence[int]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        left = int(index)
-        for a, b in self._before:
-            if 0 <= left < b - a:
-                return _nth(self._digits, a + left)
-            left -= b - a
-        raise IndexError(index)
-
-    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """Return the number of ranks before ``value``, which must be one of the ranks."""
-        return sum(
-            min(_below(self._digits, value), below_b) - below_a
-            for (a, _), (below_a, below_b) in zip(self._holders, self._before, strict=True)
-            if a <= value
-        )
-
-
-def _below(digits: tuple[_Digit, ...], stop: int) -> int:
-    """Return how many of the numbers ``0 … stop - 1`` have these digits, which are ordered coarse to fine."""
-    if not digits:
-        return stop
-    (stride, size, at), finer = digits[0], digits[1:]
-    periods, rest = divmod(stop, stride * size)
-    return periods * (stride // prod(n for _, n, _ in finer)) + _below(finer, min(max(rest - at * stride, 0), stride))
-
-
-def _nth(digits: tuple[_Digit, ...], number: int) -> int:
-    """Return the ``number``-th number, counted from 0, that has these digits: the inverse of ``_below``."""
-    if not digits:
-        return number
-    (stride, size, at), finer = digits[0], digits[1:]
-    period, rest = divmod(number, stride // prod(n for _, n, _ in finer))
-    return (period * size + at) * stride + _nth(finer, rest)
+    ranks = numpy.concatenate([numpy.arange(first, last) for first, last in holders])
+    positions = ranks
+    if layout.order is not None:
+        position_of = {rank: position for position, rank in enumerate(layout.order)}
+        if missing := [rank for rank in ranks.tolist() if rank not in position_of]:
+            raise FormatError(f"rank {missing[0]} holds a tensor of a mesh that it is not in")
+        positions = numpy.array([position_of[rank] for rank in ranks.tolist()], numpy.int64)
+    numbers = numpy.zeros(len(ranks), numpy.int64)
+    for cut in layout.cuts:
+        axis = layout.axes[cut.axis]
+        numbers = numbers * axis.size + positions // axis.stride % axis.size
+    by_shard = numbers.argsort(kind="stable")
+    begins = numbers[by_shard].searchsorted(numpy.arange(prod(layout.shards) + 1))
+    return ranks[by_shard].data, begins.data
 
 
 @lru_cache(maxsize=65536)
 def replicas(layout: Layout, holders: Holders, shard: Shape) -> Sequence[int]:
     """Return the ranks that hold a shard, ascending."""
-    if layout.order is not None:
-        return _list_holders(layout, holders).get(shard, ())
-    axes = [layout.axes[cut.axis] for cut in layout.cuts]
-    return _Lattice(tuple((a.stride, a.size, at) for a, at in zip(axes, shard, strict=True)), holders)
+    ranks, begins = _ranks_by_shard(layout, holders)
+    number = 0
+    for index, size in zip(shard, layout.shards, strict=True):
+        number = number * size + index
+    return ranks[begins[number] : begins[number + 1]]
 
 
-@lru_cache(maxsize=256)
-def _list_holders(layout: Layout, holders: Holders) -> dict[Shape, tuple[int, ...]]:
-    """Return the ranks of each shard, by enumerating all ranks: for layouts with an ``order``, which lists them."""
-    assert layout.order is not None
-    position = {rank: i for i, rank in enumerate(layout.order)}
-    ranks_of: dict[Shape, list[int]] = {}
-    for rank in (rank for start, stop in holders for rank in range(start, stop)):
-        if rank not in position:
-            raise FormatError(f"rank {rank} holds a tensor of a mesh that it is not in")
-        coordinate = layout._coordinate(position[rank])
-        ranks_of.setdefault(tuple(coordinate[cut.axis] for cut in layout.cuts), []).append(rank)
-    return {shard: tuple(ranks) for shard, ranks in ranks_of.items()}
+def find_unheld_shards(layout: Layout, holders: Holders) -> Iterator[Shape]:
+    """Yield the shards that no rank holds."""
+    import numpy
 
-
-@lru_cache(maxsize=1024)
-def find_unheld_shards(layout: Layout, holders: Holders) -> tuple[Shape, ...]:
-    """Return the shards that no rank holds; empty for a layout without shardings.
-
-    Raises:
-        FormatError: if there are more than 65,536.
-    """
-    period = max((layout.axes[cut.axis].stride * layout.axes[cut.axis].size for cut in layout.cuts), default=1)
-    if layout.order is None and any(b - a >= period for a, b in holders):
-        return ()
-    if not layout.cuts:
-        return ()
-    import numpy  # a million ranks in milliseconds; only for holders that do not span the mesh
-
-    held = numpy.zeros(layout.shards, numpy.bool_)
-    for first, last in holders:
-        positions = numpy.arange(first, last)
-        if layout.order is not None:
-            positions = numpy.array([i for i, rank in enumerate(layout.order) if first <= rank < last], numpy.int64)
-        axes = [layout.axes[cut.axis] for cut in layout.cuts]
-        held[tuple(positions // axis.stride % axis.size for axis in axes)] = True
-    missing = numpy.argwhere(~held)
-    if len(missing) > _MAX_UNHELD:
-        raise FormatError(f"no rank holds {len(missing)} shards of a layout with axes {layout.axes}")
-    return tuple(map(tuple, missing.tolist()))
+    begins = numpy.asarray(_ranks_by_shard(layout, holders)[1])
+    for number in numpy.flatnonzero(begins[:-1] == begins[1:]).tolist():
+        yield tuple(int(index) for index in numpy.unravel_index(number, layout.shards or (1,)))
 
 
 def as_holders(ranks: list[int]) -> Holders:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from math import prod
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.checksum import DIGITS, checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.layout import (
     Holders,
@@ -30,8 +31,6 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
 
 SPLIT_BYTES = 16 * 1024
 """A shard is divided among its replicas if each gets at least this much; one replica writes a smaller shard."""
-
-_CHECKSUM_BYTES = 18  # in the JSON of an index, with quotes
 
 Tensors = Mapping[str, TensorSpec]
 
@@ -141,7 +140,7 @@ def _parts_to_write(spec: TensorSpec, replica: int | None, rank: int) -> list[Pa
     parts = parts_of_shard(spec.layout, spec.shape, shard)
     if replica is not None:
         return list(parts) if group[replica % len(group)] == rank else []
-    dim, number = _dim_to_divide(spec, _replica_count(spec)), group.index(rank)
+    dim, number = _dim_to_divide(spec, _replica_count(spec)), bisect_left(group, rank)
     assert dim is not None
     shares = [_share(part, dim, len(group), number) for part in parts]
     return [share for share in shares if share is not None]
@@ -185,44 +184,22 @@ def table_digest(tables: Mapping[str, Component]) -> str:
     return checksum(json.dumps(rows).encode())
 
 
-@lru_cache(maxsize=16384)
-def fewest_shards(layout: Layout, shape: Shape) -> int:
-    """Return a lower bound of the number of shards of a tensor that have elements, without enumerating them."""
-    longest = list(shape)  # of each dim: no shard is longer
-    for cut in layout.cuts:
-        block = -(-longest[cut.dim] // cut.blocks)
-        longest[cut.dim] = min(cut.blocks * -(-block // layout.axes[cut.axis].size), longest[cut.dim])
-    return prod(-(-n // max(most, 1)) for n, most in zip(shape, longest, strict=True))
-
-
 def check_plausible(component: Component, where: str) -> None:
-    """Fail if the files are too few or too small for the tensors of a root index, before memory is allocated for them.
+    """Fail if the indexes are too small for the tensors of a root index, before memory is allocated for the tensors.
 
-    Different ranks write the shards with elements, so each such shard needs an index, and the indexes need room for
-    the checksum of every block. The content of the files is checked when they are read.
+    The indexes need room for the checksum of every block. Their content is checked when they are read.
 
     Raises:
         FormatError: naming the first tensor that cannot be stored in these files.
     """
     index_nbytes = sum(info.nbytes for info in component.indexes.values())
-    left = index_nbytes // _CHECKSUM_BYTES * MAX_BLOCK_BYTES
-    sizes: dict[int, int] = {}  # equal tensors share one spec object
+    left = index_nbytes // DIGITS * MAX_BLOCK_BYTES
     for key, spec in component.tensors.items():
-        seen = id(spec) in sizes
-        if not seen:
-            sizes[id(spec)] = prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-        nbytes = sizes[id(spec)]
-        if nbytes > left:
+        left -= prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        if left < 0:
             raise FormatError(
                 f"{where}: the checksums of {shown(key)}, {spec.dtype} {spec.shape}, do not fit into indexes of "
                 f"{index_nbytes} bytes"
-            )
-        left -= nbytes
-        count = 0 if seen else fewest_shards(spec.layout, spec.shape)
-        if count > len(component.indexes):
-            raise FormatError(
-                f"{where}: the {count} shards of {shown(key)}, {spec.dtype} {spec.shape}, cannot have been written by "
-                f"the {len(component.indexes)} ranks that have an index"
             )
 
 

@@ -1,6 +1,6 @@
 """Strict JSON: no duplicate keys, no NaN, no deep nesting, and a size limit that bounds the memory of parsing.
 
-Indexes are compact JSON of one format in a few versions. FORMAT.md has the rules.
+Indexes are compact JSON of one format in one version. FORMAT.md has the rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import shown
 
 FORMAT = "lightning-shardckpt"
-VERSION = 4
-"""The highest version that is read. Files are written as version 1 unless they need a later one."""
+VERSION = "1.0"
 MAX_JSON_BYTES = 1 << 26
 MAX_VALUES = 1 << 21  # in one JSON text; Python needs up to 80 bytes for each
 MAX_DEPTH = 128
@@ -93,16 +92,14 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T], versions: tuple[int, ...]) -> _T:
+def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
     """Check the format and version of an index, and decode it."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise FormatError(f"{where}: not an index of {FORMAT}")
-    version = value.get("version")
-    if type(version) is not int or version not in versions:
-        *others, newest = versions
+    if value.get("version") != VERSION:
         raise FormatError(
-            f"{where}: format version {shown(version)}, this package reads {', '.join(map(str, others))} and "
-            f"{newest}; use the lightning-shardckpt that wrote it"
+            f"{where}: format version {shown(value.get('version'))}, but this package reads {VERSION}; use the "
+            "lightning-shardckpt that wrote it"
         )
     try:
         return decode(value)

@@ -162,18 +162,13 @@ def check_digest(value: Any) -> str:
     return value
 
 
-def is_hex(text: str) -> bool:
-    """Return True if a string consists of lower-case hexadecimal digits."""
-    return _HEX_PATTERN.fullmatch(text) is not None
-
-
-def check_digests(values: Any) -> tuple[str, ...]:
-    """Return a list of checksums as a tuple; raise FormatError for an invalid one. Fast for many values."""
-    digests = tuple(values)
-    have_length = set(map(type, digests)) <= {str} and set(map(len, digests)) <= {16}
-    if have_length and is_hex("".join(digests)):
-        return digests
-    return tuple(map(check_digest, digests))
+def check_digests(value: Any, count: int) -> str:
+    """Return ``value`` if it is the hexadecimal digits of ``count`` checksums, else raise FormatError."""
+    if not isinstance(value, str) or not _HEX_PATTERN.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not a string of checksums")
+    if len(value) != 16 * count:
+        raise FormatError(f"{len(value)} digits of checksums, expected 16 for each of {count} blocks")
+    return value
 
 
 def check_texts(values: list[Any]) -> list[str]:

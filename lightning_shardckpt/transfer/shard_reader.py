@@ -15,7 +15,7 @@ import xxhash
 
 from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.format.checksum import SEPARATOR, checksum_blocks, count_checksums, slice_checksums
+from lightning_shardckpt.format.checksum import DIGITS, checksum_blocks, slice_checksums
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
@@ -205,10 +205,10 @@ def check_blocks(path: str, key: str, writer: int, entry: ShardEntry, data: memo
     actual = checksum_blocks(data, block)
     if actual == entry.checksums:  # a fast path, for a whole box
         return
-    expected = slice_checksums(entry.checksums, (low - entry.begin) // block, count_checksums(actual))
+    expected = slice_checksums(entry.checksums, (low - entry.begin) // block, len(actual) // DIGITS)
     if actual != expected:
-        pairs = zip(actual.split(SEPARATOR), expected.split(SEPARATOR), strict=True)
-        at = next(i for i, (left, right) in enumerate(pairs) if left != right) * block
+        digits = zip(actual, expected, strict=True)
+        at = next(i for i, (left, right) in enumerate(digits) if left != right) // DIGITS * block
         raise corruption_error(path, key, writer, entry, low + at, low + min(at + block, len(data)))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.checksum import SEPARATOR, checksum, checksum_blocks
+from lightning_shardckpt.format.checksum import checksum, checksum_blocks
 from lightning_shardckpt.format.index import FileInfo, RankIndex, ShardEntry, rank_index_name, shard_file_name
 from lightning_shardckpt.format.index_json import rank_index_to_json
 from lightning_shardckpt.format.plan import Piece, split_into_files
@@ -150,4 +150,4 @@ def _content(
             sums.append(checksum_blocks(part, block))
             yield part
             advance(len(part))
-        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, SEPARATOR.join(sums)))
+        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums)))

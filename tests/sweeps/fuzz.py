@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.format.index_json import MANY_RANKS, rank_index_from_json, root_from_json, root_to_json
+from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
 from lightning_shardckpt.format.plan import check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import parse_header
 from lightning_shardckpt.state import json_tree
@@ -101,14 +100,6 @@ def good_files() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(2, small.save, f"{folder}/a.ckpt")
         return {path.name: path.read_bytes() for path in sorted(Path(folder, "a.ckpt").iterdir())}
-
-
-def in_columns(root: bytes) -> bytes:
-    """The same root index in the version that large worlds write."""
-    index = root_from_json(root, ROOT_NAME)
-    value = json.loads(root_to_json(replace(index, world_size=MANY_RANKS + 1)))
-    del value["checksum"]
-    return sealed(json.dumps({**value, "world_size": index.world_size}).encode()[1:])
 
 
 # ── mutations ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -263,9 +254,7 @@ def run(mutations: int, seed: int, *, loaded: int = LOADED, files: Files | None 
     """Count how mutants end. Raises what no reader may raise, with the seed that makes it again."""
     files = files or good_files()
     targets = [Target(name, content) for name, content in files.items()]
-    targets.append(Target(ROOT_NAME, in_columns(files[ROOT_NAME])))
     good, counts = weights(files), Counter[str]()
-    assert not wrong_tensors(weights(targets[-1].placed(files, in_columns(files[ROOT_NAME]))), good)
     previous = signal.signal(signal.SIGALRM, _too_slow)
     try:
         for number in range(mutations):

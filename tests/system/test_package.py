@@ -115,7 +115,7 @@ def test_no_classifier_names_a_python_that_the_tests_have_not_run_with(wheel: Pa
 
 
 def test_the_installed_wheel_runs_its_tools(wheel: Path, tmp_path: Path) -> None:
-    installed, golden, page = tmp_path / "installed", ROOT / "tests/golden/v1/golden.ckpt", tmp_path / "map.html"
+    installed, golden, page = tmp_path / "installed", ROOT / "tests/golden/v1.0/golden.ckpt", tmp_path / "map.html"
     run(*PIP, "install", "--no-index", "--no-deps", "--target", installed, wheel, cwd=tmp_path)
     paths = [installed, others(tmp_path / "others")]
     assert interpret("-m", MODULE, "--help", paths=paths, cwd=tmp_path).startswith(f"usage: python -m {MODULE}")

@@ -133,7 +133,7 @@ def a_layout(**fields: Any) -> Change:
 
 
 def huge_world(folder: Path) -> None:
-    world = 1 << 20
+    world = 1 << 16
     root(("world_size", world), ("layouts/1/axes", [["shard", world, 1]]), ("layouts/1/holders", [[1, world]]))(folder)
     root((f"{W}/1", [1 << 30, 4]), ("layouts/1/cuts", [[0, 0, 1 << 16]]))(folder)
 
@@ -247,12 +247,12 @@ CASES = [
     # boxes
     Case("many tensors in the same bytes", one_for_all, "share bytes|cannot"),
     # layouts
-    Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 1048576 ranks"),
+    Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 65536 ranks"),
     Case("2^40 blocks", a_layout(cuts=[[0, 0, 1 << 40]]), "blocks"),
     Case("order without a holder", a_layout(order=[5, 7]), "not in"),
-    Case("huge world with nothing in it", huge_world, "do not fit|cannot have been written"),
+    Case("huge world with nothing in it", huge_world, "do not fit"),
     Case("world of 2^63", root(("world_size", (1 << 63) - 1)), "a world of"),
-    Case("indexes that are not there", claimed_indexes, "cannot have been written"),
+    Case("indexes that are not there", claimed_indexes, "1 difference|the file is missing"),
     Case("index of a rank outside", root(("components/model/indexes/7", ["x.json", 1, "0" * 16])), "the index of rank"),
     # the rest of the indexes
     Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "nothing or a 1"),
@@ -492,4 +492,3 @@ def test_a_mutated_checkpoint_is_refused_or_right() -> None:
     whole = Counter(kind.rpartition(": ")[2] for kind in counts.elements() if "loaded whole" in kind)
     assert ends["FormatError"] > count and ends["accepted"] > count / 5
     assert whole["FormatError"] > count / 50 and whole["accepted"] > count / 250
-    assert whole["CorruptionError"] > count / 5000

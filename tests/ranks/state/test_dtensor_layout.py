@@ -60,7 +60,7 @@ def agree(results: list[Found]) -> None:
             ]
             assert sorted(i for part in said for i in part.flatten().tolist()) == sorted(result[name][2])
             assert rank in replicas(layout, ((0, len(results)),), layout.shard(rank))
-        assert find_unheld_shards(layout, ((0, len(results)),)) == ()
+        assert list(find_unheld_shards(layout, ((0, len(results)),))) == []
         assert {i for result in results for i in result[name][2]} == set(range(shape.numel())), name
 
 

@@ -19,7 +19,7 @@ from lightning_shardckpt.compat.supported_versions import ALLOW_UNTESTED, SUPPOR
 from tests.support.pages import DOCS, table
 from tests.support.pool import ROOT
 
-GOLDEN = ROOT / "tests" / "golden" / "v1" / "golden.ckpt"
+GOLDEN = ROOT / "tests" / "golden" / "v1.0" / "golden.ckpt"
 NEEDS_TORCH = ("-c", "import lightning_shardckpt.compat")
 
 
