@@ -74,7 +74,7 @@ class Recipe:
     reshard_after_forward: bool | None = None
     activation_checkpointing: bool | Sequence[str] = False
     cpu_offload: bool = False
-    fsdp_engine: str = "torch"
+    fsdp_ignored: Sequence[str] = ()
     reduce_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
     pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
@@ -96,7 +96,7 @@ class ShardedModule:
         replaced: for each parameter before sharding, the one that replaced it.
         elsewhere: for each parameter that is now on other stages only, its placeholder.
         holders: for each parameter, the number of ranks that hold it or a part of it.
-        engine: torch's engine, which gathers parameters and reduces gradients; None if this package does.
+        engine: torch's engine, which gathers parameters and reduces gradients; None if rows are not sharded.
     """
 
     meshes: Meshes
@@ -198,10 +198,12 @@ def shard(
     if not is_parallel(root):
         plan = _shard_by_plan(root, meshes, recipe, ties)
         units, recomputed = _choose(root, recipe)
+        ignored = _ignored(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
         first_values = values.replay(root, skip=skip)
-        _shard_parameters(root, meshes, plan, home, _read_in_steps(root, units, device, is_called=is_called))
+        outside = _read_in_steps(root, units, device, is_called=is_called)
+        _shard_parameters(root, meshes, plan, home, outside, ignored)
         engine = _torch_engine(root, meshes, recipe, device)
         _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
         refuse_nested_tensors(root)
@@ -283,6 +285,23 @@ def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.M
     return [modules[name] for name in units], [modules[name] for name in names]
 
 
+def _ignored(root: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
+    """Return the parameters of modules that stay whole on each data-parallel rank.
+
+    Raises:
+        TopologyError: if a pattern matches no module, or a module that the tensor-parallel plan shards.
+    """
+    modules, ignored = named_modules(root), set[nn.Parameter]()
+    for name in select_modules(root, recipe.fsdp_ignored, "fsdp_ignored"):
+        parameters = set(modules[name].parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise TopologyError(
+                f"fsdp_ignored: tensor_parallel_plan shards {name or 'the module'}. Leave it out of one of them."
+            )
+        ignored |= parameters
+    return ignored
+
+
 def _read_in_steps(
     root: nn.Module, units: Sequence[nn.Module], device: torch.device, *, is_called: bool
 ) -> dict[nn.Parameter, torch.device]:
@@ -298,22 +317,25 @@ def _shard_parameters(
     plan: TensorPlan,
     home: torch.device,
     elsewhere: Mapping[nn.Parameter, torch.device],
+    ignored: Collection[nn.Parameter],
 ) -> None:
-    """Shard over the data axes; parameters stay plain if neither these nor the tensor axis shard anything."""
+    """Shard over the data axes, except ``ignored``; all stay plain if neither these nor the tensor axis shard."""
     topology = meshes.topology
     if topology.tensor == 1 and topology.shard == 1:
         return
     over = meshes.fsdp if topology.data_parallel > 1 else None
     group = meshes.tensor_group if topology.tensor > 1 else None
     partial = _partial_names(root, plan)
-    shard_parameters(root, over, meshes.root, home, elsewhere=elsewhere, partial=partial, partial_group=group)
+    shard_parameters(
+        root, over, meshes.root, home, elsewhere=elsewhere, ignored=ignored, partial=partial, partial_group=group
+    )
     record_planned_specs(root)
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:
-    """Return torch's engine; None if rows are not sharded, or the recipe has another engine."""
+    """Return torch's engine; None if rows are not sharded."""
     topology = meshes.topology
-    if recipe.fsdp_engine != "torch" or topology.shard == 1:
+    if topology.shard == 1:
         return None
     peers = [peers_of(meshes.root[axis]) for axis in ("shard", "replicate") if getattr(topology, axis) > 1]
     has_data_axes_alone = topology.pipeline == topology.tensor == 1

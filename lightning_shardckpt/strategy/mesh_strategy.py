@@ -97,7 +97,7 @@ class MeshStrategy(NamesCounterparts):
         reshard_after_forward: bool | None = None,
         activation_checkpointing: bool | list[str] = False,
         cpu_offload: bool = False,
-        fsdp_engine: Literal["torch", "exact"] = "torch",
+        fsdp_ignored: list[str] | None = None,
         reduce_dtype: Literal["float32", "bfloat16"] | None = None,
         pretrained: str | None = None,
         pretrained_key_mapping: dict[str, str | list[str] | None] | str | Callable[..., Any] | None = None,
@@ -143,10 +143,9 @@ class MeshStrategy(NamesCounterparts):
             activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
                 class.
             cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
-            fsdp_engine: The engine that gathers sharded parameters and reduces gradients: ``"torch"`` is
-                ``fully_shard``; ``"exact"`` also supports derivatives of gradients of parameters,
-                ``torch.autograd.grad`` for parameters, and views of weights that outlive a forward. It gathers each
-                parameter at its first use, keeps it until the backward, and overlaps nothing.
+            fsdp_ignored: Patterns or class names of modules that are not sharded: every process has them whole, and
+                their gradients are averaged, as ``ignored_params`` of ``fully_shard`` has it. For code that
+                ``fully_shard`` cannot differentiate, such as ``torch.autograd.grad`` for parameters.
             reduce_dtype: The dtype in which torch's engine reduces gradients, by default the dtype of the parameters:
                 ``"float32"`` sums gradients of ``precision="bf16-true"`` without intermediate rounding. Under
                 ``"bf16-mixed"`` gradients of linear layers and convolutions are always reduced in float32.
@@ -178,7 +177,10 @@ class MeshStrategy(NamesCounterparts):
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
         _check_patterns(
-            pipeline_layers=pipeline_layers, fsdp_units=fsdp_units, activation_checkpointing=activation_checkpointing
+            pipeline_layers=pipeline_layers,
+            fsdp_units=fsdp_units,
+            fsdp_ignored=fsdp_ignored,
+            activation_checkpointing=activation_checkpointing,
         )
         if reshard_after_forward not in (None, True, False):
             raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
@@ -187,14 +189,8 @@ class MeshStrategy(NamesCounterparts):
                 "reshard_after_forward=True would gather the parameters of a pipeline again for each microbatch. Use "
                 "reshard_after_forward=False, which gathers them once for all"
             )
-        if fsdp_engine not in ("torch", "exact"):
-            raise TopologyError(f'fsdp_engine is "torch" or "exact", found {fsdp_engine!r}')
-        if cpu_offload and fsdp_engine == "exact":
-            raise TopologyError('cpu_offload is for fsdp_engine="torch"; "exact" keeps parameters on the device')
         if reduce_dtype not in (None, "float32", "bfloat16"):
             raise TopologyError(f'reduce_dtype is "float32", "bfloat16" or None, found {reduce_dtype!r}')
-        if reduce_dtype is not None and fsdp_engine == "exact":
-            raise TopologyError('reduce_dtype is for fsdp_engine="torch"; "exact" reduces in the dtype of parameters')
         pipeline = PipelineRecipe(
             layers=pipeline_layers,
             split=pipeline_split,
@@ -211,7 +207,7 @@ class MeshStrategy(NamesCounterparts):
             reshard_after_forward=reshard_after_forward,
             activation_checkpointing=activation_checkpointing,
             cpu_offload=cpu_offload,
-            fsdp_engine=fsdp_engine,
+            fsdp_ignored=fsdp_ignored or (),
             reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype is not None else None,
             pipeline=pipeline,
         )

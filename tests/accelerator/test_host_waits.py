@@ -137,7 +137,7 @@ RUNS: dict[int, dict[str, Callable[[], list[Step]]]] = {
         "replicas": partial(_ours, REPLICAS),
         "tensor parallel": partial(_ours, TENSOR_PARALLEL),
         "penalized": partial(_ours, {}, _Penalized),
-        "penalized, exact": partial(_ours, {"fsdp_engine": "exact"}, _Penalized),
+        "penalized, whole": partial(_ours, {"fsdp_ignored": ["blocks"]}, _Penalized),
         "gpipe": partial(_ours, by("gpipe"), **CLIPPED),
         "1f1b": partial(_ours, by("1f1b"), **CLIPPED),
         "Lightning's": _theirs,
@@ -174,9 +174,9 @@ def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str, runs: Runs) -> 
 
 
 def test_a_gradient_that_comes_through_no_unit_waits_for_the_streams_of_fully_shard(runs: Runs) -> None:
-    """They may be adding to the same memory. The engine that has no streams of its own waits for nothing."""
+    """They may be adding to the same memory. Modules that are not sharded wait for nothing."""
     parameters = len(list(_Penalized(frozen=False).blocks.parameters()))
-    for steps, without in zip(runs["penalized"], runs["penalized, exact"], strict=True):
+    for steps, without in zip(runs["penalized"], runs["penalized, whole"], strict=True):
         assert [step.waits for step in steps] == [step.waits + parameters for step in without]
 
 

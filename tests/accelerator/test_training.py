@@ -30,7 +30,7 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "one process": (1, {}, {}, ROUNDING),
     "FSDP": (2, {}, {}, ROUNDING),
     "HSDP": (4, HSDP, {}, ROUNDING),
-    "exact engine": (4, {**HSDP, "fsdp_engine": "exact"}, {}, ROUNDING),
+    "a module that is not sharded": (4, {**HSDP, "fsdp_ignored": ["blocks.0"]}, {}, ROUNDING),
     "replicas": (2, REPLICAS, {}, ROUNDING),
     "tensor parallel": (2, TENSOR_PARALLEL, {}, ROUNDING),
     "bf16-mixed": (2, {}, {"precision": "bf16-mixed"}, LOW_PRECISION),

@@ -35,7 +35,7 @@ EVERY_ARGUMENT = {
     "reshard_after_forward": False,
     "activation_checkpointing": ["Block"],
     "cpu_offload": True,
-    "fsdp_engine": "torch",
+    "fsdp_ignored": ["head"],
     "reduce_dtype": "float32",
     "pretrained": "weights/llama",
     "pretrained_key_mapping": {"^gpt_neox": "model", "masked_bias$": None},

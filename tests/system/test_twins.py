@@ -181,7 +181,7 @@ REFUSED = [
     ),
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
-BY_TORCH = [("fsdp2 by torch", name, case.exact) for name, case in CASES.items() if case.exact]
+SHARDED = [("fsdp2, nothing ignored", name, case.whole) for name, case in CASES.items() if case.whole]
 REFUSALS = "(TopologyError|UnsupportedCodeError)"
 IN_PIPELINES = (
     *("ClipsByNorm", "ConfiguresClipping", "Lbfgs", "Reparametrized", "LogsGradients", "PenalizesInBackward"),
@@ -191,8 +191,8 @@ IN_PIPELINES = (
 OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"
 NAMED = [
     ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
-    ("fsdp2 by torch", "KeepsAView", "the module net.head keeps a view of a parameter"),
-    *(one for one in BY_TORCH if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
+    ("fsdp2, nothing ignored", "KeepsAView", "the module net.head keeps a view of a parameter"),
+    *(one for one in SHARDED if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
     ("replicas", "HooksWhileItAccumulates", CASES["HooksWhileItAccumulates"].refused["replicas"]),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
     ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
@@ -215,7 +215,7 @@ APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch")
     ("topology", "name", "said"),
     [
         *NAMED,
-        *(pytest.param(*one, marks=pytest.mark.sweep) for one in [*REFUSED, *BY_TORCH] if one not in NAMED),
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in [*REFUSED, *SHARDED] if one not in NAMED),
     ],
 )
 def test_code_that_cannot_train_so_is_refused_by_name(

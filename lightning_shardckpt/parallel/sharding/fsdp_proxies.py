@@ -12,7 +12,8 @@ hooks on the proxy gather, free and prefetch; the unit's modules get tensors ove
    that it inserts before the inputs of the forward. The proxy's input is an empty tensor, the token, on which the whole
    parameters depend, so that this node runs after the nodes of all parameters.
 
-User code that torch's engine would run differently from a single process is refused; ``fsdp_engine="exact"`` runs it.
+User code that torch's engine would run differently from a single process is refused; it runs in modules that
+``fsdp_ignored`` leaves whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ def shard_parameters(
     device: torch.device,
     *,
     elsewhere: Mapping[nn.Parameter, torch.device] | None = None,
+    ignored: Collection[nn.Parameter] = (),
     partial: Iterable[str] = (),
     partial_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -82,6 +83,7 @@ def shard_parameters(
         root_mesh: the mesh of all ranks.
         device: the device of the shards.
         elsewhere: other devices for the shards of some parameters.
+        ignored: plain parameters that stay so.
         partial: names of parameters whose gradients are partial sums over ``partial_group``.
         partial_group: the tensor-parallel ranks.
     """
@@ -89,7 +91,7 @@ def shard_parameters(
     for prefix, module in root.named_modules():
         slots = parameter_slots(module)
         for name, old in list(slots.items()):
-            if old is None or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
+            if old is None or old in ignored or (not isinstance(old, DTensor) and (data_mesh is None or old.ndim == 0)):
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             if old not in new:

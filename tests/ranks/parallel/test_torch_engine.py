@@ -343,7 +343,7 @@ def _refuse_each() -> dict[str, tuple[str, bool]]:
 def test_what_fully_shard_cannot_follow_is_refused_by_name_before_anything_is_trained() -> None:
     for refusals in run_ranks(2, _refuse_each):
         for how, (message, is_untouched) in refusals.items():
-            assert 'ShardedStrategy(fsdp_engine="exact")' in message and "net" in message, how
+            assert "ShardedStrategy(fsdp_ignored=[…])" in message and "net" in message, how
             assert is_untouched, how
 
 

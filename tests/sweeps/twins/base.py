@@ -109,7 +109,7 @@ class Case:
         module: makes the LightningModule.
         options: of the Trainer; ``callbacks`` makes them.
         refused: by topology, what an error must say instead.
-        exact: what torch's engine must say instead; then the case runs with ``fsdp_engine="exact"``.
+        whole: what ``fully_shard`` must say instead; then the case runs with its modules in ``fsdp_ignored``.
         tolerance: relative, in float64; rounding differs where sums have another order.
     """
 
@@ -117,7 +117,7 @@ class Case:
     module: Callable[[], pl.LightningModule]
     options: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    exact: str = ""
+    whole: str = ""
     tolerance: float = 1e-10
 
 
@@ -133,7 +133,7 @@ def case(
     name: str | None = None,
     *,
     refused: Mapping[str, str] | None = None,
-    exact: str = "",
+    whole: str = "",
     tolerance: float = 1e-10,
     **options: Any,
 ) -> Callable[[M], M]:
@@ -142,7 +142,8 @@ def case(
     def register(module: M) -> M:
         key = name or module.__name__
         assert key not in CASES, key
-        CASES[key] = Case(key, module, options, refused or {}, exact, tolerance)
+        by_plan = {"fsdp2 x tp2": whole} if whole else {}  # a plan shards modules that would be ignored
+        CASES[key] = Case(key, module, options, by_plan | dict(refused or {}), whole, tolerance)
         return module
 
     return register

@@ -125,7 +125,7 @@ class ReloadsData(Logged):
         return self.loader()
 
 
-@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, exact=BY_FUNCTION)
+@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, whole=BY_FUNCTION)
 class ValidatesWithGradients(Validated):
     """Test-time adaptation: a gradient in validation."""
 

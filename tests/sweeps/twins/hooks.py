@@ -148,7 +148,7 @@ class HookedBlock(Block):
         return super().forward(x)
 
 
-@case(exact="has a parameter that got a hook between forward and backward")
+@case(whole="has a parameter that got a hook between forward and backward")
 class HooksInForward(Natural):
     def build(self) -> None:
         super().build()

@@ -221,7 +221,7 @@ class SamByData(Manual):
         self.optimizers().zero_grad()
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class GradientsByFunction(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         params = list(self.parameters())
@@ -231,7 +231,7 @@ class GradientsByFunction(Manual):
         self.optimizers().zero_grad()
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class PCGrad(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         params = list(self.parameters())
@@ -251,7 +251,7 @@ class PCGrad(Manual):
         self.optimizers().zero_grad()
 
 
-@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
+@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class GradNorm(Manual):
     """Weights of two tasks that even out the norms of their gradients."""
 
@@ -277,7 +277,7 @@ class GradNorm(Manual):
         self.optimizers().zero_grad()
 
 
-@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
+@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class Maml(Manual):
     """Gradients through a step of gradient descent."""
 
@@ -293,7 +293,7 @@ class Maml(Manual):
         self.optimizers().zero_grad()
 
 
-@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
+@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class PenaltyOnGradients(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         loss = self.loss(batch)
@@ -621,7 +621,7 @@ class HalvesAndClips(Manual):
         self.optimizers().step()
 
 
-@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
+@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class HessianVectorProducts(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         params = list(self.net.parameters())

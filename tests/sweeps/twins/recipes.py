@@ -395,7 +395,7 @@ class GoesBackInLayers(Natural):
         self.net.layers = nn.ModuleList(AdjointLayer() for _ in range(2))
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class GoesBackByItself(Natural):
     def build(self) -> None:
         self.embed, self.net, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -515,7 +515,7 @@ class ProjectsConflicts(TwoTasks):
         optimizer.step()
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class BalancesByNorms(TwoTasks):
     """Weights of tasks by the norms of their gradients at the last shared layer."""
 
@@ -530,7 +530,7 @@ class BalancesByNorms(TwoTasks):
         optimizer.step()
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class AlignsGradients(TwoTasks):
     """Keeps an element of the gradient where both tasks agree about its sign."""
 

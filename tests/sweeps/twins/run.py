@@ -75,8 +75,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_parallel_size": 2, "data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
     ),
-    "fsdp2 by torch": (2, {"fsdp_engine": "torch"}),
-    "fsdp2 exact": (2, {"fsdp_engine": "exact"}),
+    "fsdp2, nothing ignored": (2, {"fsdp_ignored": []}),
     "pp2 x tp2": (
         4,
         {
@@ -229,7 +228,8 @@ def prepared(
     options["max_epochs"] += more_epochs
     devices, arguments = TOPOLOGIES[topology or "one"]
     if topology is not None:
-        arguments = {"fsdp_engine": "exact" if case.exact else "torch", **arguments}
+        if case.whole and "tensor_parallel_plan" not in arguments:
+            arguments = {"fsdp_ignored": ["*"], **arguments}
         options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
     trainer = pl.Trainer(
         accelerator="cuda" if _on_gpus() else "cpu",

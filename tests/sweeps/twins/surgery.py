@@ -96,7 +96,7 @@ class CentralizesInOptimizerHook(Natural):
         return optimizer
 
 
-@case(exact="backward asks for the gradient of a parameter of net")
+@case(whole="backward asks for the gradient of a parameter of net")
 class BackwardIntoSome(Manual):
     """``backward(inputs=…)``: auxiliary losses that train a part."""
 
@@ -177,7 +177,7 @@ class AccumulatesByToggle(Manual):
                 optimizer.zero_grad()
 
 
-@case(refused=SECOND_DERIVATIVES, exact="has parameters whose gradients are differentiated")
+@case(refused=SECOND_DERIVATIVES, whole="has parameters whose gradients are differentiated")
 class AdaHessian(Manual):
     """``create_graph=True``, and Hutchinson's estimate by ``grad_outputs``."""
 
@@ -195,7 +195,7 @@ class AdaHessian(Manual):
                 p.grad = None
 
 
-@case(refused=SECOND_DERIVATIVES, exact=BY_FUNCTION)
+@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class LearnsItsRate(Manual):
     """A hypergradient: the learning rate is learned through one step."""
 
@@ -269,7 +269,7 @@ class LooksAtJacobian(Manual):
         self.optimizers().zero_grad()
 
 
-@case(exact=BY_FUNCTION)
+@case(whole=BY_FUNCTION)
 class LooksAtKernel(Manual):
     """A neural tangent kernel of the mean sample, by batched gradients."""
 

@@ -39,7 +39,6 @@ BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
         ({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, 'pipeline_loss="microbatch".*"gpipe"'),
         ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward is True, False or None, found 'no'"),
-        ({"cpu_offload": True, "fsdp_engine": "exact"}, 'cpu_offload is for fsdp_engine="torch"'),
         ({"reshard_after_forward": True, "pipeline_parallel_size": 2}, "Use reshard_after_forward=False"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size is a number .*found '2': write tensor_parallel_size=2"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is a number of processes, at least 1, found 0"),
@@ -47,7 +46,7 @@ BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
         ({"data_parallel_shard_size": "all"}, 'data_parallel_shard_size is .*at least 1 or "auto", found \'all\''),
         *(
             (options, message)
-            for name in ("pipeline_layers", "fsdp_units", "activation_checkpointing")
+            for name in ("pipeline_layers", "fsdp_units", "fsdp_ignored", "activation_checkpointing")
             for options, message in [
                 ({name: "blocks.*"}, rf"{name}=\['blocks.\*'\]"),
                 ({name: ["blocks.*", nn.Linear]}, rf"{name} is a list.*, found <class .*: write 'Linear'"),

@@ -1,0 +1,118 @@
+"""``fsdp_ignored``: modules that every data-parallel rank has whole. Oracle: one process under plain Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shardckpt import load_keys
+from lightning_shardckpt.errors import TopologyError
+from tests.support import tiny
+from tests.support.nets import full_state
+from tests.support.pool import run_each, run_ranks
+from tests.sweeps.twins.base import PLAN, Natural
+
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "hsdp": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
+    "fsdp2 x tp2": (4, {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+    "pp2 x fsdp2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
+}
+IGNORED = ["net.head", "net.layers.*.norm"]
+
+
+class KeepsViews(Natural):
+    """Computes with views of weights that earlier steps have made."""
+
+    def on_fit_start(self) -> None:
+        self.cached = [self.net.head.weight.t(), self.net.head.bias[:2]]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        weight, bias = self.cached
+        return super().loss(batch) + 0.1 * weight.square().sum() + 0.1 * (bias * 2).sum()
+
+
+class TakesGradients(Natural):
+    """A penalty of the gradients of the head, which are taken by function and differentiated."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        if not torch.is_grad_enabled():
+            return loss
+        gradients = torch.autograd.grad(loss, list(self.net.head.parameters()), create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients)
+
+
+def train(kind: type[Natural], strategy: dict[str, Any] | str, path: Path | None = None) -> dict[str, Tensor]:
+    pl.seed_everything(3, verbose=False)
+    module = kind()
+    trainer = tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False)
+    trainer.fit(module)
+    if path is not None:
+        whole = {name for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        names = ("net.head.weight", "net.layers.0.norm.weight", "net.layers.1.norm.weight", "net.embed.weight")
+        there = [name for name in names if name in module.state_dict()]
+        assert [name for name in there if name in whole] == [name for name in there if name != "net.embed.weight"]
+        trainer.save_checkpoint(path)
+    return full_state(module)
+
+
+def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, train, Natural, "auto", init_process_group=False)
+    calls = {
+        name: (world, train, Natural, {**strategy, "fsdp_ignored": IGNORED}, tmp_path / f"{name}.ckpt")
+        for name, (world, strategy) in TOPOLOGIES.items()
+    }
+    for name, ranks in run_each(calls).items():
+        found = {key: value for rank in ranks for key, value in rank.items()}
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10, msg=name)
+        stored = dict(load_keys(tmp_path / f"{name}.ckpt", list(expected)))
+        assert [key for key, value in stored.items() if not torch.equal(value, found[key])] == []
+        files = map(load_file, (tmp_path / f"{name}.ckpt").glob("model-dist-*.safetensors"))
+        written = sum(part.numel() for file in files for part in file.values())
+        assert written == sum(value.numel() for value in expected.values()), name
+
+
+@pytest.mark.parametrize("kind", [KeepsViews, TakesGradients])
+def test_code_that_fully_shard_cannot_follow_runs_in_an_ignored_module(kind: type[Natural]) -> None:
+    (expected,) = run_ranks(1, train, kind, "auto", init_process_group=False)
+    whole = ["net"] if kind is TakesGradients else IGNORED
+    for found in run_ranks(2, train, kind, {"fsdp_ignored": whole}):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def resume(path: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
+    module = Natural()
+    trainer = tiny.trainer(strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False)
+    trainer.fit(module, ckpt_path=path)  # it is complete, so nothing is trained
+    return full_state(module)
+
+
+def test_a_checkpoint_resumes_with_and_without_ignored_modules(tmp_path: Path) -> None:
+    saved = run_ranks(2, train, Natural, {"fsdp_ignored": IGNORED}, tmp_path / "a.ckpt")[0]
+    hsdp = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2, "fsdp_ignored": ["net.embed"]}
+    calls = {"all sharded": (2, resume, tmp_path / "a.ckpt", {}), "hsdp": (4, resume, tmp_path / "a.ckpt", hsdp)}
+    for ranks in run_each(calls).values():
+        for found in ranks:
+            assert found.keys() == saved.keys()
+            assert [name for name, value in found.items() if not torch.equal(value, saved[name])] == []
+
+
+def refuse(strategy: dict[str, Any]) -> str:
+    with pytest.raises(TopologyError) as raised:
+        train(Natural, strategy)
+    return str(raised.value)
+
+
+def test_patterns_that_match_nothing_or_a_planned_module_are_refused() -> None:
+    planned = {**TOPOLOGIES["fsdp2 x tp2"][1], "fsdp_ignored": ["net.layers.0"]}
+    found = run_each({"none": (2, refuse, {"fsdp_ignored": ["net.haed"]}), "planned": (4, refuse, planned)})
+    assert all("fsdp_ignored: 1 patterns match no module" in said and "net.head" in said for said in found["none"])
+    assert all("tensor_parallel_plan shards net.layers.0" in said for said in found["planned"])
