@@ -23,7 +23,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
     SaveOptions,
-    check_max_pending,
 )
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, check_state
@@ -122,12 +121,11 @@ def save_async(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     throttle_uploads: bool = False,
-    max_pending: int = 1,
 ) -> Future[None]:
     """Save like ``save``, but return when the state is copied to host memory; a thread writes and commits it.
 
     Collective: every rank of ``process_group`` must call it, with the same path. Saves the values at the time of the
-    call. Blocks while ``max_pending`` earlier saves wait to be written. The process does not exit before all saves are
+    call. Waits until the save before is written. The process does not exit before all saves are
     written, and loads wait for them.
 
     Args:
@@ -143,8 +141,6 @@ def save_async(
             ``torch.distributed``.
         storage_options: for URLs, passed to ``fsspec.filesystem``.
         throttle_uploads: for URLs, let only one rank of each node upload at a time.
-        max_pending: the number of saves that may wait while another one is being written, when this one is added; see
-            ``ShardCkptIO``.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. If it is not awaited, the next
@@ -155,7 +151,7 @@ def save_async(
     """
     options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
-    background = _background(group, process_group, check_max_pending(max_pending))
+    background = _background(group, process_group)
     storage = _storage(sync_files, storage_options, throttle_uploads)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     written = checkpoint.save_async(
@@ -185,12 +181,11 @@ def _storage(sync_files: bool, storage_options: Mapping[str, Any] | None, thrott
     return StorageRouter(local, storage_options=storage_options, throttle_uploads=throttle_uploads)
 
 
-def _background(group: SaveGroup, process_group: dist.ProcessGroup | None, max_pending: int) -> Background:
+def _background(group: SaveGroup, process_group: dist.ProcessGroup | None) -> Background:
     if group.background is None:
         ranks = Ranks.of_group(_checked_group(process_group)) if group.ranks.world > 1 else Ranks.alone()
         ranks.is_background = True
         group.background = Background(ranks)
-    group.background.max_pending = max_pending
     return group.background
 
 

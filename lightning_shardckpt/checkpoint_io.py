@@ -24,7 +24,6 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
     SaveOptions,
-    check_max_pending,
 )
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
@@ -45,7 +44,7 @@ from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
-_FIXED = {"size_per_shard", "verify", "replicas", "use_async", "max_pending"}
+_FIXED = {"size_per_shard", "verify", "replicas", "use_async"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -66,11 +65,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         verify: compare all loaded bytes with their checksums. Each tensor is filled as it is verified; if the
             checkpoint is corrupted, the run ends, and the module can't be used until it has loaded another one.
         use_async: return from a save when its state is copied to host memory; a thread of every rank writes and commits
-            it while training goes on. Its error is raised on all ranks by the next save, by ``wait`` or at the end of
-            the run. Loads wait for pending saves, removals run after the saves before them, and the process exits when
-            all are done.
-        max_pending: the number of asynchronous saves that may wait while another one is being written; a further save
-            blocks until there is room. Host memory for ``max_pending + 1`` copies is kept until the end of the run.
+            it while training goes on, and the next save waits for it. Its error is raised on all ranks by the next
+            save, by ``wait`` or at the end of the run. Loads wait for the pending save, removals run after it, and the
+            process exits when all is done. Each rank keeps host memory for a copy of its part until the run ends.
         sync_files: make a save durable before it returns. False is faster; if the process dies at any moment, the old
             or the new checkpoint is still complete, but a machine crash or power loss may destroy both.
         replicas: ``"same"`` requires that ranks holding the same tensor hold equal values, and names the tensors that
@@ -101,7 +98,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         size_per_shard: float = 1024,
         verify: bool = True,
         use_async: bool = False,
-        max_pending: int = 1,
         sync_files: bool = True,
         replicas: Replicas = "same",
         adapters_only: bool = False,
@@ -112,8 +108,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, replicas)
-        max_pending = check_max_pending(max_pending)
-        self.saves = SaveSeries(max_pending if use_async else None)
+        self.saves = SaveSeries(use_async)
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects

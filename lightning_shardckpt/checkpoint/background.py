@@ -1,8 +1,8 @@
-"""Write saves in the background while training goes on.
+"""Write saves in the background while training goes on, one at a time.
 
-One thread per rank, which exists while there are jobs, does them in order: saves, which all ranks have in the same
-order, and removals, which only some ranks have. Its steps use a ``Ranks`` of its own. It prints nothing: the caller
-collects its notes, and its errors are raised in a step of all ranks.
+One thread per rank, which exists while there are jobs, does them in order: a save, which all ranks have, and what
+follows it on some ranks only: removals of older checkpoints, and exports. Its steps use a ``Ranks`` of its own. It
+prints nothing: the caller collects its notes, and the error of a save is raised in a step of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
@@ -22,44 +21,37 @@ from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.threads import WRITERS, NoThreadError
 from lightning_shardckpt.system.workers import Worker
 
-_Failure: TypeAlias = tuple[int, ErrorReport]
-"""The number of a save, and its error; a list of two after an exchange as JSON."""
 _CHECK_S = 1.0  # between two checks that the thread is alive
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A save, or a removal that follows the save with this number."""
+    """A save, with the memory that holds its copies; or work that follows it, with the beginning of a note if it fails.
+    """
 
-    number: int
     path: str
     work: Callable[[], list[str]]
-    memory: HostMemory | None
-    """The host memory that holds the save's copies; None for a removal."""
     done: Future[list[str]]
+    memory: HostMemory | None = None
+    problem: str = ""
 
 
 class Background:
-    """The queue of saves and removals of this rank.
+    """The pending save of this rank, and what follows it.
 
     The thread is not a daemon, so the interpreter does not exit before all jobs are done.
 
     Args:
         ranks: the ranks that save together; for exclusive use by this object.
-        max_pending: the number of saves that may wait while another is being written; each needs its own host memory.
 
     Attributes:
         lock: held while the queue is read or changed; a forked process gets a new one.
+        waited: True if a save had to wait for an earlier one.
     """
 
-    def __init__(self, ranks: Ranks, max_pending: int = 1) -> None:
-        self._ranks, self.max_pending = ranks, max_pending
-        self._free: list[HostMemory] = []
-        self._count = self._settled = 0  # saves begun; saves whose outcome was collected
-        self._failed: set[int] = set()
-        self._reported: set[int] = set()  # numbers of saves whose failure was raised, perhaps before it reached here
-        self.waited = False
-        """True if a save had to wait for room."""
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self.waited = ranks, False
+        self._free: HostMemory | None = None
         self.forget()
         WRITERS.add(self)
 
@@ -69,11 +61,18 @@ class Background:
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
         self._jobs: deque[_Job] = deque()
         self._writer: Worker | None = None
-        self._failures: dict[int, Exception] = {}
+        self._failure: Exception | None = None  # of the last save, if it was not raised yet
+        self._is_pending = self._has_failed = False  # the last save's outcome: was it not collected; was it a failure
         self._notes: list[str] = []
 
+    def memory(self) -> HostMemory:
+        """Return the host memory of the last save, or new memory if it is in use: a signal handler may save, too."""
+        with self.lock:
+            memory, self._free = self._free, None
+        return memory or HostMemory()
+
     def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[list[str]]:
-        """Queue a save. Every rank must queue the same saves in the same order.
+        """Queue a save, after ``settle``. Every rank must queue the same saves in the same order.
 
         Args:
             path: of the checkpoint.
@@ -83,53 +82,48 @@ class Background:
         Returns:
             A future of the notes.
         """
-        self._count += 1
-        return self._put(_Job(self._count, path, lambda: work(self._ranks), memory, Future()))
+        self._is_pending = True
+        return self._put(_Job(path, lambda: work(self._ranks), Future(), memory))
+
+    def follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
+        """Queue work that follows the last save, and is dropped, with a note, if that save failed.
+
+        Args:
+            path: the checkpoint, for notes.
+            work: returns notes for the user; its failure becomes a note.
+            problem: begins the note about a failure, such as "not removed".
+        """
+        self._put(_Job(path, work, Future(), problem=problem))
 
     def remove(self, path: str, work: Callable[[], list[str]]) -> None:
-        """Queue a removal, or do it at once if the queue is empty.
-
-        It is dropped, with a note, if the save before it failed, since that save was to replace the removed checkpoint.
-        """
-        job = _Job(self._count, path, work, None, Future())
-        if self.is_idle():
-            self._do(job)
+        """Remove a checkpoint after the last save, or at once if all is done; see ``follow``."""
+        if self._jobs:
+            self.follow(path, work, "not removed")
         else:
-            self._put(job)
+            self._do(_Job(path, work, Future(), problem="not removed"))
 
-    def memory(self) -> HostMemory:
-        """Return the host memory of the last finished save, or new memory if all is in use."""
-        with self.lock:
-            return self._free.pop() if self._free else HostMemory()
-
-    def settle(self, ranks: Ranks, *, room_for: str | None = None) -> None:
-        """Wait for all saves and removals, or for room for another save, and raise failures, each once.
+    def settle(self, ranks: Ranks, *, before: str | None = None) -> None:
+        """Wait until all jobs are done, and raise the failure of the last save, once.
 
         Collective: every rank of ``ranks`` must call it.
 
         Args:
             ranks: the ranks of the calling thread, not those of this object.
-            room_for: the path of the next save; None waits for all jobs.
+            before: the path of the next save, if one waits.
 
         Raises:
-            Exception: the first failure that was not raised yet, the same on all ranks, with the others as notes.
+            Exception: the failure of the save, the lowest rank's, on all ranks.
         """
-        if self._settled == self._count:  # the same on all ranks: no save is pending
+        self.waited = self.waited or (before is not None and bool(self._jobs))
+        if not self._is_pending:  # the same on all ranks
             self.drain()
             return
-        phase = f"making room to save {room_for!r}" if room_for is not None else "waiting for saves in the background"
-        failures = ranks.step(phase, lambda: self._wait_for_room(room_for), _merge_failures)
-        if room_for is None:
-            self._settled = self._count
-        with self.lock:
-            self._reported |= {number for number, _ in failures}
-            own = {number: self._failures.pop(number, None) for number, _ in failures}
-            self._unregister_if_raised()
-        errors = [own[number] or rebuild_error(report, report["message"]) for number, report in failures]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another save in the background failed, too: {other}")
-            raise errors[0]
+        phase = f"waiting to save {before!r}" if before is not None else "waiting for saves in the background"
+        report: ErrorReport | None = ranks.step(phase, self._report, _first)
+        self._is_pending = False
+        failure = self._take_failure()
+        if report is not None:
+            raise failure or rebuild_error(report, report["message"])
 
     def drain(self) -> None:
         """Wait until all jobs are done; raises nothing. Not collective."""
@@ -140,16 +134,12 @@ class Background:
     def leave(self, error: BaseException) -> None:
         """Finish the queue, then tell the other ranks that this one saves no more; see ``Ranks.leave``.
 
-        Failures that were not raised yet are added to ``error`` as notes. Not collective.
+        A failure that was not raised yet is added to ``error`` as a note. Not collective.
         """
         self.drain()
         self._ranks.leave(error)
-        with self.lock:
-            failures, self._failures = self._failures, {}
-            self._reported |= failures.keys()
-            self._unregister_if_raised()
-        self._settled = self._count
-        for failure in failures.values():
+        self._is_pending = False
+        if (failure := self._take_failure()) is not None:
             error.add_note(f"a save in the background had failed: {type(failure).__name__}: {failure}")
 
     def notes(self) -> list[str]:
@@ -157,10 +147,6 @@ class Background:
         with self.lock:
             notes, self._notes = self._notes, []
         return notes
-
-    def is_idle(self) -> bool:
-        """Return True if no job is queued or running."""
-        return not self._jobs
 
     def _is_alive(self) -> bool:
         return self._writer is not None and self._writer.is_running()
@@ -195,8 +181,8 @@ class Background:
         failure: Exception | None = None
         notes: list[str] = []
         try:
-            if job.memory is None and job.number in self._failed:
-                notes = [f"not removed: {job.path!r}, since the save that was to replace it failed"]
+            if job.memory is None and self._has_failed:
+                notes = [f"{job.problem}: {job.path!r}, since the save before it failed"]
             else:
                 notes = job.work()
         except Exception as error:
@@ -208,43 +194,34 @@ class Background:
             failure.__cause__ = error
         with self.lock:
             self._notes += notes
-            if job.memory is not None:
-                self._free.append(job.memory)
-            if failure is not None and job.memory is None:
-                self._notes.append(f"not removed: {job.path!r}: {failure}")
-            elif failure is not None:
+            if job.memory is None:
+                self._notes += [f"{job.problem}: {job.path!r}: {failure}"] if failure is not None else []
+                return
+            self._free, self._has_failed = job.memory, failure is not None
+            self._failure = self._failure or failure
+            if failure is not None:
                 failure.add_note(f"in the background, while saving {job.path!r}")
-                self._failed.add(job.number)
-                if job.number not in self._reported:
-                    self._failures[job.number] = failure
-                    atexit.register(self._at_exit)
-        if failure is not None and job.memory is not None:
+                atexit.register(self._at_exit)
+        if failure is not None:
             job.done.set_exception(failure)
         else:
             job.done.set_result(notes)
 
-    def _wait_for_room(self, room_for: str | None) -> list[_Failure]:
-        """Wait for room, or without a path for all jobs; return the failures that were not raised yet."""
+    def _report(self) -> ErrorReport | None:
+        """Wait for all jobs; return the failure that was not raised yet."""
+        self.drain()
+        return None if self._failure is None else _report(self._failure)
+
+    def _take_failure(self) -> Exception | None:
         with self.lock:
-            while self._is_alive() and not self._has_room(room_for):
-                self.waited = self.waited or room_for is not None
-                self._changed.wait(_CHECK_S)
-            return [(number, _report(error)) for number, error in sorted(self._failures.items())]
-
-    def _has_room(self, path: str | None) -> bool:
-        if path is None:
-            return not self._jobs
-        saves = [job.path for job in self._jobs if job.memory is not None]
-        return len(saves) <= self.max_pending and path not in saves
-
-    def _unregister_if_raised(self) -> None:
-        if not self._failures:
-            atexit.unregister(self._at_exit)
+            failure, self._failure = self._failure, None
+        atexit.unregister(self._at_exit)
+        return failure
 
     def _at_exit(self) -> None:
         """Raise a failure that no caller collected; the interpreter prints it at exit."""
-        for failure in self._failures.values():
-            raise failure
+        if self._failure is not None:
+            raise self._failure
 
 
 def _report(error: Exception) -> ErrorReport:
@@ -255,7 +232,6 @@ def _report(error: Exception) -> ErrorReport:
     return report
 
 
-def _merge_failures(of_ranks: list[list[_Failure]]) -> list[_Failure]:
-    """Return the failures of all ranks in the order of saves, the lowest rank's for each save. Runs on rank 0."""
-    reports = {number: report for failures in reversed(of_ranks) for number, report in failures}
-    return [(number, reports[number]) for number in sorted(reports)]
+def _first(reports: list[ErrorReport | None]) -> ErrorReport | None:
+    """Return the lowest rank's failure. Runs on rank 0."""
+    return next(filter(None, reports), None)

@@ -107,10 +107,10 @@ def save_async(
     """Save like ``save``, with its arguments, but return when the state is copied to host memory.
 
     Collective: every rank of ``ranks`` must call it, with the same path. Saves the values at the time of the call.
-    Waits while ``background`` has no room, or is still writing to this path.
+    Waits until ``background`` has written the save before.
 
     Args:
-        background: of this rank; it writes saves in order, with ranks of its own, and calls ``on_complete``.
+        background: of this rank; it writes the save with ranks of its own, and calls ``on_complete``.
 
     Returns:
         A future of the result of ``save``, done when the checkpoint is complete and durable on all ranks. If it is not
@@ -120,7 +120,7 @@ def save_async(
         Exception: the failure of an earlier background save, on every rank, each failure once; then this save does not
             begin. Otherwise as ``save`` does.
     """
-    background.settle(ranks, room_for=path)
+    background.settle(ranks, before=path)
     job = SaveJob(path, ranks, run, options, storage, plans or PlanCache())
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)

@@ -36,17 +36,6 @@ class SaveOptions:
             raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 
 
-def check_max_pending(max_pending: int) -> int:
-    """Return the number of asynchronous saves that may wait while another one is being written.
-
-    Raises:
-        ValueError: for a negative number.
-    """
-    if max_pending < 0:
-        raise ValueError(f"max_pending is a number of saves and can't be negative, got {max_pending}")
-    return max_pending
-
-
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of reading a checkpoint.

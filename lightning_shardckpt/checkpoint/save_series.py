@@ -47,23 +47,19 @@ class SaveSeries:
     """The saves of one CheckpointIO, in the calling thread, or in the background between ``enable`` and ``disable``.
 
     Args:
-        max_pending: see ``Background``; None for synchronous saves only.
+        use_async: save in the background.
 
     Attributes:
+        is_async: True if saves are asynchronous while enabled.
         background: writes saves while a caller will collect their errors; None while saves are synchronous.
         finished: the latest complete saves, until a caller takes them out.
     """
 
-    def __init__(self, max_pending: int | None) -> None:
+    def __init__(self, use_async: bool) -> None:
+        self.is_async = use_async
         self.background: Background | None = None
         self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
-        self._max_pending, self._noted_waiting = max_pending, False
-        self._plans = PlanCache()
-
-    @property
-    def is_async(self) -> bool:
-        """True if saves are asynchronous while enabled."""
-        return self._max_pending is not None
+        self._plans, self._noted_waiting = PlanCache(), False
 
     def enable(self, ranks: Ranks) -> None:
         """Save asynchronously until ``disable`` or ``leave``, if that was chosen.
@@ -71,8 +67,8 @@ class SaveSeries:
         Args:
             ranks: the ranks that save together; for exclusive use by these saves.
         """
-        if self._max_pending is not None:
-            self.background = Background(ranks, self._max_pending)
+        if self.is_async:
+            self.background = Background(ranks)
 
     def disable(self) -> None:
         """Save synchronously again."""
@@ -106,8 +102,8 @@ class SaveSeries:
         if self.background.waited and not self._noted_waiting:
             self._noted_waiting = True
             notes.append(
-                "a save waited until an earlier one was written: saves come faster than they can be written, and only "
-                f"max_pending={self._max_pending} may wait. This warning is shown once."
+                "a save waited until the one before was written: saves come faster than they can be written. This "
+                "warning is shown once."
             )
         return ["\n".join(notes)] if notes else []
 

@@ -49,7 +49,7 @@ class Net(LightningModule):
         self.layer = nn.Linear(2, 2)
 
 
-io = ShardCkptIO(use_async=True, max_pending=2)
+io = ShardCkptIO(use_async=True)
 plan = {"layer": "colwise"}
 strategy = ShardedStrategy(data_parallel_shard_size=2, tensor_parallel_size=2, tensor_parallel_plan=plan)
 trainer = Trainer(strategy=strategy, plugins=[io], callbacks=[CheckpointMonitor()])

@@ -158,10 +158,10 @@ def raised(work: Callable[[], Any]) -> tuple[str, str]:
 class Scene:
     """A sharded tensor and a list, saved under names, by ``checkpoint.py`` alone."""
 
-    def __init__(self, folder: str, max_pending: int = 1) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder, self.storage = folder, Gated()
         self.ranks, of_thread = Ranks.of_default_group(TIMEOUT_S), Ranks.of_default_group(TIMEOUT_S)
-        self.background = Background(of_thread, max_pending)
+        self.background = Background(of_thread)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.tensor = distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)])
         self.list = [0]
@@ -253,29 +253,6 @@ def test_what_fails_in_the_background_is_raised_once_on_all_ranks_and_nothing_is
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def late_news() -> list[Any]:
-    """Rank 1 knows that a save failed while the other is still writing."""
-    early, release = 1, threading.Event()
-    ranks, background = Ranks.of_default_group(TIMEOUT_S), Background(Ranks.alone())
-
-    def work(of_thread: Ranks) -> list[str]:
-        assert dist.get_rank() == early or release.wait(TIMEOUT_S)
-        raise OSError(errno.EIO, f"as rank {early} says" if dist.get_rank() == early else "says the other")
-
-    done = background.save("a", work, HostMemory())
-    if dist.get_rank() == early:
-        assert done.exception(TIMEOUT_S) is not None
-    first = raised(lambda: background.settle(ranks, room_for="b"))
-    release.set()
-    assert done.exception(TIMEOUT_S) is not None
-    return [first, raised(lambda: background.settle(ranks)), background.waited]
-
-
-def test_a_failure_that_one_rank_knows_of_earlier_is_raised_on_all_together_and_not_again() -> None:
-    for found in run_ranks(2, late_news):
-        assert found == [("OSError", "[Errno 5] as rank 1 says"), ("", ""), False]
-
-
 def two_paths(folder: str) -> list[Any]:
     scene = Scene(folder)
     scene.save("old", 1)
@@ -285,15 +262,15 @@ def two_paths(folder: str) -> list[Any]:
     with scene.storage.shut():
         scene.save("new", 2)
         scene.remove("old")
-        scene.save("newer", 3)
-        scene.remove("new")
         held = complete(folder)
+    scene.save("newer", 3)
+    scene.remove("new")
     scene.wait()
     dist.barrier()
     return [held, complete(folder), all(scene.storage.looks), scene.background.notes()]
 
 
-def test_a_removal_waits_for_the_save_before_it_and_one_whose_save_is_pending_follows_it(tmp_path: Path) -> None:
+def test_a_removal_waits_for_the_save_before_it(tmp_path: Path) -> None:
     assert run_ranks(2, two_paths, str(tmp_path)) == [[{"old.ckpt"}, {"newer.ckpt"}, True, []]] * 2
 
 
@@ -302,34 +279,24 @@ def host_memories() -> list[HostMemory]:
     return [found for found in gc.get_objects() if type(found) is HostMemory]
 
 
-def bounded(folder: str, max_pending: int) -> list[Any]:
-    scene = Scene(folder, max_pending)
+def one_by_one(folder: str, second: str) -> list[Any]:
+    """The second save begins while the first is held; it goes on once the first is complete."""
+    scene = Scene(folder)
     with scene.storage.opened_when(lambda: scene.background.waited):
-        for number in range(max_pending + 1):
-            scene.save(str(number), number)
+        first = scene.save("first", 1)
         assert not scene.background.waited and not scene.storage.gate.is_set()
-        scene.save("more", 9)
+        scene.save(second, 2)
+        assert first.done()
     scene.wait()
-    return [scene.background.waited, sorted(complete(folder)), len(host_memories())]
+    stored = scene.stored("first"), scene.stored(second)
+    return [scene.background.waited, *stored, len(host_memories())]
 
 
-@pytest.mark.parametrize("max_pending", [0, 2])
-def test_a_save_beyond_the_bound_waits_for_room(max_pending: int, tmp_path: Path) -> None:
-    names = [*(f"{number}.ckpt" for number in range(max_pending + 1)), "more.ckpt"]
-    assert run_ranks(2, bounded, str(tmp_path), max_pending) == [[True, names, max_pending + 1]] * 2
-
-
-def same_path_twice(folder: str) -> list[Any]:
-    scene = Scene(folder, max_pending=5)
-    with scene.storage.opened_when(lambda: scene.background.waited):
-        scene.save("last", 1)
-        scene.save("last", 2)
-    scene.wait()
-    return scene.stored("last")
-
-
-def test_a_save_to_a_path_that_is_being_written_waits_for_that_one(tmp_path: Path) -> None:
-    assert run_ranks(2, same_path_twice, str(tmp_path)) == [[2, 2, 2.0]] * 2
+@pytest.mark.parametrize("second", ["second", "first"])
+def test_a_save_waits_until_the_one_before_is_complete_and_reuses_its_memory(second: str, tmp_path: Path) -> None:
+    later = [2, 2, 2.0]
+    expected = [True, [1, 1, 1.0] if second == "second" else later, later, 1]
+    assert run_ranks(2, one_by_one, str(tmp_path), second) == [expected] * 2
 
 
 def copied(memory: HostMemory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -416,6 +383,7 @@ def test_a_process_that_ends_without_a_teardown_finishes_its_save_or_shows_its_e
 
 
 def gated_io(**options: Any) -> ShardCkptIO:
+    warnings.filterwarnings("ignore", "a save waited until")
     io = ShardCkptIO(use_async=True, **options)
     io.storage = Gated()
     return io
@@ -441,13 +409,26 @@ def same(a: Any, b: Any) -> bool:
     return tiny.same(a, b)
 
 
+def _finish(io: ShardCkptIO) -> Callable[[pl.Trainer], None]:
+    """Complete the save before, and hold the next one."""
+
+    def finish(trainer: pl.Trainer) -> None:
+        io.storage.gate.set()  # type: ignore[attr-defined]
+        if trainer.strategy.checkpoint_io is io:
+            io.wait()
+            io.storage.gate.clear()  # type: ignore[attr-defined]
+
+    return finish
+
+
 def twins(strategy: Any, directory: str) -> list[bool]:
-    """Saves after each of three steps, all of them held until training is over; and the same at once."""
-    io = gated_io(max_pending=2)
+    """Saves after each of three steps, of which the last is held until the next step; and the same at once."""
+    io = gated_io()
     results = []
     for name, plugins in (("sync", [ShardCkptIO()]), ("async", [io])):
-        saves = [tiny.SaveAt(step, f"{directory}/{name}{step}.ckpt") for step in (1, 2, 3)]
-        io.storage.gate.clear()
+        saves: list[pl.Callback] = []
+        for step in (1, 2, 3):
+            saves += [At(step, _finish(io)), tiny.SaveAt(step, f"{directory}/{name}{step}.ckpt")]
         release = At(4, lambda trainer: io.storage.gate.set())
         results.append(tiny.fit(strategy, 5, callbacks=[*saves, release], plugins=plugins))
     resumed = results[0]
@@ -652,7 +633,7 @@ def test_sigterm_ends_the_run_with_all_saves_complete(tmp_path: Path) -> None:
 
 
 def told_of_waiting(directory: str) -> list[str]:
-    io = gated_io(max_pending=0)
+    io = gated_io()
     saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2, 3, 4)]
     run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
 
@@ -662,7 +643,7 @@ def told_of_waiting(directory: str) -> list[str]:
     with warnings.catch_warnings(record=True) as told, io.storage.opened_when(waits):
         warnings.simplefilter("always")
         run.fit(tiny.TinyLM(), tiny.loader())
-    return [str(w.message) for w in told if "max_pending=0" in str(w.message)]
+    return [str(w.message) for w in told if "a save waited" in str(w.message)]
 
 
 @pytest.mark.slow
@@ -697,7 +678,7 @@ def test_a_load_waits_for_the_save_before_it() -> None:
 
 
 def under_ddp(directory: str) -> list[Any]:
-    io = gated_io(max_pending=3)
+    io = gated_io()
     saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2)]
     found = tiny.fit("ddp", 3, callbacks=saves, plugins=[io])
     plain = tiny.fit("ddp", 2, save=f"{directory}/plain.ckpt")
@@ -711,8 +692,3 @@ def under_ddp(directory: str) -> list[Any]:
 @pytest.mark.slow
 def test_under_ddp_rank_zero_writes_while_all_train(tmp_path: Path) -> None:
     assert run_ranks(2, under_ddp, str(tmp_path)) == [[3, 2, True]] * 2
-
-
-def test_a_bound_below_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_pending"):
-        ShardCkptIO(use_async=True, max_pending=-1)
