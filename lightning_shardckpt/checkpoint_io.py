@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -31,6 +31,7 @@ from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.export.beside_checkpoint import export_beside
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
@@ -44,7 +45,7 @@ from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
-_FIXED = {"size_per_shard", "verify", "replicas", "use_async"}
+_FIXED = {"size_per_shard", "verify", "replicas", "use_async", "export"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -76,6 +77,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         adapters_only: save only the state that training changes: adapters of PEFT, other trained parameters, buffers,
             optimizers and the rest of the trainer's state. Frozen parameters of the base model are left out, and a load
             does not change them, so the module must have their values from another source. For ``ShardedStrategy``.
+        export: with "huggingface", rank 0 exports the model of each complete checkpoint into a folder ``huggingface``
+            in it, for ``from_pretrained``, while training goes on. ``wait``, the next save and the end of the run wait
+            for it. The folder is deleted with the checkpoint. If the export fails, a warning says why.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
             Lightning's ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by
             environment variables, such as ``AWS_ENDPOINT_URL``.
@@ -101,6 +105,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         sync_files: bool = True,
         replicas: Replicas = "same",
         adapters_only: bool = False,
+        export: Literal["huggingface"] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
@@ -108,7 +113,11 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, replicas)
-        self.saves = SaveSeries(use_async)
+        if export not in (None, "huggingface"):
+            raise ValueError(f'export is "huggingface" or None, got {export!r}')
+        if adapters_only and export is not None:
+            raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
+        self.saves = SaveSeries(use_async, None if export is None else export_beside)
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_shardckpt.checkpoint.background import Background
@@ -21,7 +22,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
-from lightning_shardckpt.storage.router import StorageRouter, is_url
+from lightning_shardckpt.storage.router import StorageRouter, absolute_path, is_url
 
 _KEPT = 100
 
@@ -48,15 +49,18 @@ class SaveSeries:
 
     Args:
         use_async: save in the background.
+        export: called on rank 0 with each complete checkpoint and its storage, in the background; returns notes, and
+            its failure is a note. The next save waits for it.
 
     Attributes:
         is_async: True if saves are asynchronous while enabled.
-        background: writes saves while a caller will collect their errors; None while saves are synchronous.
+        background: writes saves while a caller will collect their errors, and exports; None if nothing is pending.
         finished: the latest complete saves, until a caller takes them out.
     """
 
-    def __init__(self, use_async: bool) -> None:
-        self.is_async = use_async
+    def __init__(self, use_async: bool, export: Callable[[str, Storage], list[str]] | None = None) -> None:
+        self.is_async, self._export = use_async, export
+        self._is_enabled = False
         self.background: Background | None = None
         self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
         self._plans, self._noted_waiting = PlanCache(), False
@@ -68,11 +72,13 @@ class SaveSeries:
             ranks: the ranks that save together; for exclusive use by these saves.
         """
         if self.is_async:
-            self.background = Background(ranks)
+            if self.background is not None:
+                self.background.drain()
+            self.background, self._is_enabled = Background(ranks), True
 
     def disable(self) -> None:
         """Save synchronously again."""
-        self.background = None
+        self.background, self._is_enabled = None, False
 
     def wait(self, ranks: Ranks) -> None:
         """Wait until all saves are written, and raise failures; see ``Background.settle``.
@@ -124,6 +130,8 @@ class SaveSeries:
         Returns:
             Notes for the user as one text, or none; for asynchronous saves those since the last call.
         """
+        if self.background is None and self._export is not None:
+            self.background = Background(Ranks.alone())  # for exports only
         background = self.background
         began, finished = time.monotonic(), FinishedSave(run.step)
 
@@ -134,11 +142,17 @@ class SaveSeries:
         try:
             shared: dict[str, Any] = {"plans": self._plans, "on_complete": complete}
             shared |= {"ranks": ranks, "run": run, "options": options, "storage": storage}
-            if background is None:
-                notes = save(path, describe, **shared)
-                return ["\n".join(notes)] if notes else []
-            save_async(path, describe, background=background, **shared)
-            return self.notes()
+            notes = list[str]()
+            if background is not None and self._is_enabled:
+                save_async(path, describe, background=background, **shared)
+            else:
+                if background is not None:
+                    background.settle(ranks, before=path)
+                notes += save(path, describe, **shared)
+            if background is not None and self._export is not None and ranks.rank == 0:
+                export = partial(self._export, absolute_path(path), storage)
+                background.follow(path, export, "not exported for transformers")
+            return (["\n".join(notes)] if notes else []) + self.notes()
         finally:
             finished.blocked_seconds = time.monotonic() - began
 

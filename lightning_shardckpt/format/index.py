@@ -16,6 +16,8 @@ from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_heade
 from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_size
 
 ROOT_NAME = "checkpoint.index.json"
+EXPORT_FOLDER = "huggingface"
+"""A folder with an export of the model, which is no part of the checkpoint but goes with it."""
 MAX_BLOCK_BYTES = 4 << 20  # a reader must hold a block in memory to verify its checksum
 
 
@@ -81,8 +83,16 @@ def is_ours(name: str) -> bool:
     (True, True, True)
     >>> is_ours("epoch=1.ckpt/model-dist-00000-shard-00001.safetensors"), is_ours("config.yaml")
     (False, False)
+    >>> is_ours("huggingface/config.json")
+    True
     """
-    return PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
+    is_file = PREFIXED_NAME.fullmatch(name) is not None or is_part(name) or name in _EXPORT_DOCUMENTS
+    return is_file or is_export(name)
+
+
+def is_export(name: str) -> bool:
+    """Return True if an object of a checkpoint is of its export, which must not outlive its root index."""
+    return name.startswith(f"{EXPORT_FOLDER}/")
 
 
 def read_prefix(root: bytes) -> str | None:

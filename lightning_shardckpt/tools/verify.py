@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
+from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo, RankIndex, ShardEntry, shard_file_name
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.strict_json import parse_json
@@ -211,9 +211,10 @@ class _Verification:
                 self._find(name, _short(error, name))
 
     def check_names(self) -> None:
-        """Find files that no index names, except files of a rank with an unreadable index."""
+        """Find files that no index names, except files of a rank with an unreadable index, and an export."""
         for name in self._checkpoint.reader.names():
-            if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards:
+            is_export = name.partition("/")[0] == EXPORT_FOLDER
+            if name not in self.known and name.partition("-shard-")[0] not in self._unknown_shards and not is_export:
                 self._find(name, "extra: no index of this checkpoint names it; left by another save, or put here later")
 
 

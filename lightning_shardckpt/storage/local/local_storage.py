@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of
+from lightning_shardckpt.format.index import EXPORT_FOLDER, PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of
 from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.leftovers import Claim
 from lightning_shardckpt.storage.local.local_reader import LocalReader
@@ -326,6 +326,8 @@ class LocalDraft:
                 f"another process saved to {self._target!r} since this save began, and deleted {missing[0]} of it; let "
                 "each job save to paths of its own"
             )
+        if replaced is not None:
+            _delete_export(self._target)
         os.rename(self._in_place(), os.path.join(self._target, ROOT_NAME))
         self._claim = None
         try:
@@ -353,9 +355,16 @@ class LocalDraft:
         self._claim = None
 
 
+def _delete_export(directory: str) -> None:
+    """Delete an export, which must not outlive its root index. Raises OSError."""
+    if (error := leftovers.delete(os.path.join(directory, EXPORT_FOLDER))) is not None:
+        raise error
+
+
 def _delete_in_place(path: str, storage: LocalStorage) -> list[str]:
     prefix = prefix_at(path) or "?"
     names = [name for name in sizes_of(path) if name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)]
+    _delete_export(path)
     try:
         os.unlink(os.path.join(path, ROOT_NAME))
     except FileNotFoundError:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, is_ours, prefix_of, read_prefix
+from lightning_shardckpt.format.index import (
+    HEAD_BYTES,
+    PREFIXED_NAME,
+    ROOT_NAME,
+    is_export,
+    is_ours,
+    prefix_of,
+    read_prefix,
+)
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Bytes
@@ -83,6 +91,7 @@ class RemoteDraft:
         assert self._root is not None
         key = self._key(ROOT_NAME)
         others, replaced = self._others(), self._prefix_at(key)
+        self._objects.delete(self._key(name) for name in others if is_export(name))  # which is of the replaced one
         try:
             self._objects.put(key, self._root, None if self._before is None else self._before.tag)
         except FileExistsError:
@@ -218,6 +227,7 @@ class RemoteStorage:
             raise CheckpointNotFoundError(self._why_none(path, folder))
         prefix = read_prefix(self.root_head(path, HEAD_BYTES)) or "?"
         files = [n for n in names if is_ours(n) and (n.startswith(prefix) or not PREFIXED_NAME.fullmatch(n))]
+        self._objects.delete(f"{folder}/{name}" for name in files if is_export(name))
         self._objects.delete([f"{folder}/{ROOT_NAME}"])
         try:
             self._objects.delete([f"{folder}/{name}" for name in files])
@@ -256,6 +266,16 @@ class RemoteStorage:
     def delete_object(self, path: str) -> None:
         """Delete the object at the path itself."""
         self._objects.delete([self._objects.key(path)])
+
+    def add(self, path: str, name: str, parts: Iterable[Bytes]) -> None:
+        """Put an object beside the files of a checkpoint, for its export."""
+        with self._turn():
+            self._objects.upload(f"{self._objects.key(path)}/{name}", parts)
+
+    def remove_export(self, path: str) -> None:
+        """Delete the objects of an export."""
+        folder = self._objects.key(path)
+        self._objects.delete(f"{folder}/{name}" for name in self._objects.names(folder) if is_export(name))
 
     def _why_none(self, path: str, folder: str) -> str:
         if self.is_object(path):
