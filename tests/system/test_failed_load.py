@@ -139,7 +139,7 @@ def load_a_corrupt_one(folder: str) -> None:
     stored = sharded(1)
     ckpt.save(good, stored)
     ckpt.save(bad, stored)
-    ckpt.save(f"{folder}/head", {"model": {"head": stored["model"].head}})
+    ckpt.save(f"{folder}/head", {"model": nn.ModuleDict({"head": stored["model"].head})})
     corrupt_last_tensor(bad)
     state = sharded(2)
     before = tiny.full_state(state["model"], [state["optimizer"]])
