@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,12 +24,9 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
 )
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup, check_state
+from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects, names_in
+from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, file_path
@@ -261,41 +257,11 @@ def load(
         full = checkpoint.load_full(file_path(path), verify=verify, weights_only=weights_only, storage=storage)
         return states_of_checkpoint(full)
     group, path = _group_of(process_group), file_path(path)
-    objects, whole = _describe_state(state, group.ranks)
-
-    def make() -> NestedLoad:
-        mapping = KeyMapping.of(key_mapping)
-        return NestedLoad(state, objects, prefix=prefix, key_mapping=mapping, whole=whole)
-
-    nested = NestedLoad.prepare(group.ranks, make)
+    nested = NestedLoad(state, prefix=prefix, key_mapping=key_mapping)
     options = LoadOptions(strict=strict, verify=verify, weights_only=weights_only)
     remainder, result = nested.run(path, group.ranks, options=options, storage=storage)
     _warn(group, result.notes)
     return remainder
-
-
-def _describe_state(state: dict[str, Any], ranks: Ranks) -> tuple[NestedObjects, WholeNames]:
-    """Return the objects of a state, in rank 0's order, and the names over all ranks if ranks have different ones.
-
-    Ranks of different pipeline stages do. Collective: every rank must call it.
-    """
-    objects, names = NestedObjects(), list[str]()
-
-    def describe() -> tuple[str, list[str]]:
-        nonlocal objects
-        objects = check_state(state)
-        names.extend(sorted(names_in(objects)))
-        return checksum("\n".join(names).encode()), objects.keys
-
-    def compare(reports: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:
-        return len({names for names, _ in reports}) == 1, reports[0][1]
-
-    are_same, order = ranks.step("looking at the state", describe, compare)
-    objects = objects.in_order(order)
-    if are_same:
-        return objects, WholeNames()
-    joined: list[str] = ranks.step("joining names", lambda: names, lambda reports: sorted({*chain(*reports)}))
-    return objects, WholeNames(frozenset(joined))
 
 
 def _checked_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -384,15 +384,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return states_of_checkpoint(io.load_whole(path, weights_only=weights_only))
         drain_all()
         states = state if isinstance(state, dict) else {"state": state}
-        order = order_of_state(states, self._ranks, "looking at the state")
 
-        def make() -> NestedLoad:
-            objects = collect_objects(states).in_order(order)
-            whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            mapping = io.key_mapping
-            return NestedLoad(states, objects, key_mapping=mapping, owner=owner, whole=whole, keep_parameters=True)
+        def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
+            return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
 
-        nested = NestedLoad.prepare(self._ranks, make)
+        nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
         is_first = self.meshes.data_parallel_rank == 0
         with nullcontext() if is_first else reset_loaded_metrics(collect_objects(states).root):
             remainder, result = nested.run(

@@ -30,7 +30,6 @@ from lightning_shardckpt.sources.match import has_weights_only
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, Pickled, lost_values
-from lightning_shardckpt.state.nested_dict import collect_objects
 from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
@@ -126,7 +125,7 @@ def _load_weights(
     assert isinstance(module, pl.LightningModule)
     state = {"module": module.to(device)}
     options = LoadOptions(strict=module.strict_loading if strict is None else strict)
-    _, result = NestedLoad(state, collect_objects(state)).run(path, Ranks.alone(), options=options, storage=storage)
+    _, result = NestedLoad(state).run(path, Ranks.alone(), options=options, storage=storage)
     for note in result.notes:
         rank_zero_warn(note)
     return module

@@ -1,8 +1,8 @@
 """Save and load, in call order.
 
 ``save``: prepare → agree → (group_table → join_tables →) write → commit. ``save_async`` copies first, and lets a thread
-write and commit. ``load``: open → compare → decide → plan → fill. Each is a ``Ranks.step``: a failure
-on one rank reaches all ranks before the next step begins.
+write and commit. ``load``: open → match → read; its callers add a last step, finish, for what modules' own code loads.
+Each is a ``Ranks.step``: a failure on one rank reaches all ranks before the next step begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
 from lightning_shardckpt.checkpoint.load_job import LoadJob
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadState
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differing
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
@@ -172,7 +172,7 @@ class LoadResult:
 
 def load(
     path: str,
-    live: LoadTargets,
+    live: LoadState,
     *,
     ranks: Ranks,
     options: LoadOptions = _LOAD_DEFAULTS,
@@ -187,7 +187,7 @@ def load(
 
     Args:
         path: the checkpoint or file, or a URL.
-        live: the live objects to fill.
+        live: the live objects to fill; ``LoadTargets`` if every rank knows them.
         ranks: the ranks that load together.
         options: the options of the load.
         filling: makes the context in which live tensors change, given whether all of them get a value. If it is left
@@ -205,14 +205,18 @@ def load(
     """
     name = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
-    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning)
+    opening = open_on_ranks(
+        path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning, live=live
+    )
     with gc_paused(), opening as source:
+        live.join(ranks)
         job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
-        decision = ranks.step(f"comparing {name} with the model", job.compare, job.decide)
-        targets = list[ReadTarget]()
-        ranks.step(f"planning to load {name}", lambda: targets.extend(job.plan(decision)), _nothing)
+        decision = ranks.step(f"comparing {name} with the model", job.match, job.decide)
+        job.take(decision)
+        if decision["joined"]:  # pipeline stages, and optimizer state by number
+            ranks.step(f"planning to load {name}", partial(job.take_numbers, decision), _nothing)
         with filling(decision["is_full"]):
-            ranks.step(f"reading {name}", lambda: job.fill(targets), _nothing)
+            ranks.step(f"reading {name}", job.fill, _nothing)
         return LoadResult(job.trainer, job.extra_state, job.notes, job.hooked, job.settings)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.load_targets import LoadState, LoadTargets
 from lightning_shardckpt.checkpoint.model_match import ModelMatch
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
@@ -55,20 +55,21 @@ class LoadDecision(TypedDict):
 
 
 class LoadJob:
-    """One load on one rank: compare, decide for all ranks, plan, read and apply.
+    """One load on one rank: match and plan, decide for all ranks, fill and apply.
 
     Args:
         source: the stored state.
-        live: the live objects to fill.
+        live: the live objects to fill, on which the ranks have agreed.
         strict: raise an error for differences.
         pick_rank: returns the rank whose rank state is taken, given that of rank 0.
     """
 
-    def __init__(self, source: Source, live: LoadTargets, strict: bool, pick_rank: Callable[[Any], int]) -> None:
-        self.source, self._live, self._strict, self._pick_rank = source, live, strict, pick_rank
+    def __init__(self, source: Source, live: LoadState, strict: bool, pick_rank: Callable[[Any], int]) -> None:
+        self.source, self._state, self._strict, self._pick_rank = source, live, strict, pick_rank
+        self._live: LoadTargets
         self._components: Mapping[str, Component] = {}
-        here = {*live.model.tensors, *live.model.aliases, *live.extra_state}
-        self._elsewhere = live.whole.elsewhere(here)
+        self._elsewhere = frozenset[str]()
+        self._targets: list[ReadTarget] = []
         self.sources: dict[str, list[int] | None] = {}
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
@@ -78,12 +79,20 @@ class LoadJob:
         self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
 
-    def compare(self) -> RankComparison:
-        """Match the stored tensors with the live ones. Changes no live object. Runs on every rank.
+    def match(self) -> RankComparison:
+        """Match the stored tensors with the live ones, and plan the reads. Changes no live object. Runs on every rank.
 
         Returns:
             All differences of model and optimizers, and the stored param groups that each live group continues.
         """
+        live = self._live = self._state.targets()
+        self._elsewhere = live.whole.elsewhere({*live.model.tensors, *live.model.aliases, *live.extra_state})
+        report = self._compare()
+        if not report["groups"] and not (self._strict and report["differences"]):
+            self._targets = self._plan()
+        return report
+
+    def _compare(self) -> RankComparison:
         differences = list[str]()
         if self._live.fit_source is not None:
             self.source, problems = self._live.fit_source(self.source)
@@ -149,25 +158,37 @@ class LoadJob:
             if load.is_joined
         }
 
-    def plan(self, decision: LoadDecision) -> list[ReadTarget]:
-        """Allocate missing tensors and read non-tensor state. Changes no live object. Runs on every rank.
+    def take(self, decision: LoadDecision) -> None:
+        """Take rank 0's decision."""
+        self.notes, self.sources = decision["notes"], decision["sources"]
 
-        Args:
-            decision: of rank 0.
+    def take_numbers(self, decision: LoadDecision) -> None:
+        """Map stored parameter numbers to parameters on pipeline stages, and plan the reads. Runs on every rank.
 
-        Returns:
-            The tensors to fill.
+        Raises:
+            MismatchError: for state of other shapes, if ``strict``.
+        """
+        differences, joined = list[str](), decision["joined"]
+        for optimizer in self._optimizers:
+            if optimizer.is_joined:
+                optimizer.take_numbers(joined[str(optimizer.number)], differences)
+        if differences and self._strict:
+            listed = "\n  ".join(differences[:_LISTED])
+            raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
+        self.notes += differences
+        self._targets = self._plan()
+
+    def _plan(self) -> list[ReadTarget]:
+        """Allocate missing tensors and read non-tensor state; return the tensors to fill.
 
         Raises:
             StateError: for tensors on the meta device, and for expanded tensors.
         """
-        self.notes, self.sources = decision["notes"], decision["sources"]
         groups = [group for optimizer in self._live.optimizers or () for group in optimizer.param_groups]
         live = {shape_of(param) for group in groups for param in group["params"]}
         for key, spec in self._components.get("optimizer", Component({})).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
                 self.source.checked_shape("optimizer", key)  # checks that the stored bytes have the claimed shape
-        self._take_numbers(decision["joined"])
         shared = overlapping(self._live_tensors())
         tensors = self._live.model.tensors
         keys = self._model.keys if self._model.is_loaded else {}
@@ -203,17 +224,6 @@ class LoadJob:
             yield from self._live.trainer_tensors.values()
         for optimizer in self._optimizers:
             yield from optimizer.live_tensors()
-
-    def _take_numbers(self, joined: Mapping[str, list[list[str]]]) -> None:
-        """Map stored parameter numbers to parameters, on pipeline stages."""
-        differences = list[str]()
-        for optimizer in self._optimizers:
-            if optimizer.is_joined:
-                optimizer.take_numbers(joined[str(optimizer.number)], differences)
-        if differences and self._strict:
-            listed = "\n  ".join(differences[:_LISTED])
-            raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
-        self.notes += differences
 
     def _compare_optimizers(
         self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], differences: list[str]
@@ -277,9 +287,9 @@ class LoadJob:
         """Return True if a key of trainer state belongs to an entry that only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
 
-    def fill(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets, verify their bytes on the way, and put optimizer state in place. Runs on every rank."""
-        read_converted(self.source, targets)
+    def fill(self) -> None:
+        """Fill the tensors, verify their bytes on the way, and put optimizer state in place. Runs on every rank."""
+        read_converted(self.source, self._targets)
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
             self.settings |= optimizer.settings

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.sources.open_source import LiveState
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks
 from lightning_shardckpt.state.snapshot import Leaves
+
+
+class LoadState(LiveState, Protocol):
+    """Live state that becomes targets when the ranks have agreed on it."""
+
+    def join(self, ranks: Ranks) -> None:
+        """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
+
+    def targets(self) -> LoadTargets:
+        """Return the objects to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +61,19 @@ class LoadTargets:
     regroup: Callable[[Mapping[str, Any]], None] | None = None
     has_model: bool = True
     hooks: LoadHooks = NO_HOOKS
+
+    def look(self) -> None:
+        """Return nothing: every rank knows what it fills."""
+
+    def agree(self, views: list[None]) -> None:
+        """Return nothing."""
+
+    def take(self, answer: None) -> None:
+        """Do nothing."""
+
+    def join(self, ranks: Ranks) -> None:
+        """Do nothing: the names of other pipeline stages are known."""
+
+    def targets(self) -> LoadTargets:
+        """Return the objects themselves."""
+        return self

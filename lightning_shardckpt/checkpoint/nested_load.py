@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.nested_save import check_state
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
@@ -38,12 +40,11 @@ from lightning_shardckpt.state.nested_dict import (
     unwrap,
     value_at,
 )
+from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import KEYS, Path, check_keys, is_optimizer_state, is_weights, key_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.text import list_some
-
-_UNCHANGED = KeyMapping()
 
 
 class NestedLoad:
@@ -51,11 +52,10 @@ class NestedLoad:
 
     Args:
         state: the dict to load into.
-        objects: the objects in it.
         prefix: of the stored names.
         key_mapping: from stored names without ``prefix`` to names in the state.
-        owner: the module of the optimizers in a state without modules, if known.
-        whole: names of the model over all pipeline stages.
+        name: returns the names of the model over all pipeline stages, and the module of the optimizers in a state
+            without modules; by default, ranks exchange names if they have different ones.
         keep_parameters: see ``load_remaining``.
 
     Attributes:
@@ -66,32 +66,68 @@ class NestedLoad:
     def __init__(
         self,
         state: dict[str, Any],
-        objects: NestedObjects,
         *,
         prefix: str = "",
-        key_mapping: KeyMapping = _UNCHANGED,
-        owner: nn.Module | None = None,
-        whole: WholeNames | None = None,
+        key_mapping: KeyMappingLike | None = None,
+        name: Callable[[NestedObjects], tuple[WholeNames, nn.Module | None]] | None = None,
         keep_parameters: bool = False,
     ) -> None:
-        self._keep_parameters = keep_parameters
-        self._state, self._objects, self._prefix = state, objects, prefix
-        self._key_mapping, self._whole = key_mapping, whole or WholeNames()
-        self._state_dict, self._root = objects.state_dict(), objects.root
-        self._own_names, self._named = names_in(objects, owner), names_for(objects, owner, self._whole)
-        if not objects.modules and owner is not None:
-            self._whole = _optimizer_names(self._own_names, unwrap(owner), self._whole)
-        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
-        self._leaves, _ = model_leaves(tensors, self._root if objects.modules else None, self._whole)
-        self._optimizers = list(objects.optimizers.values())
-        self._live = self._targets()
+        self._state, self._prefix, self._given_mapping, self._key_mapping = state, prefix, key_mapping, KeyMapping()
+        self._name, self._keep_parameters = name, keep_parameters
+        self._objects, self._whole = NestedObjects(), WholeNames()
+        self._own_names, self._are_same = frozenset[str](), True
+        self._state_dict: dict[str, Any] = {}
+        self._leaves = Leaves()
+        self._optimizers: list[Optimizer] = []
+        self._named: dict[int, str] = {}
         self._fillable: set[Path] = set()  # paths of tensors that match the stored ones
         self.missing: list[str] = []
         self.present: list[str] = []
         self._dicts: list[str] = []  # keys of the checkpoint that are state dicts
 
-    def _targets(self) -> LoadTargets:
+    # --- agreement, in the order of the calls ---
+
+    def look(self) -> tuple[str, list[str]]:
+        """Return a digest of the names in this rank's state, and the keys of its objects.
+
+        Raises:
+            TypeError: if the state is not a dict with strings as keys.
+            StateError: see ``collect_objects``.
+            ValueError: for a malformed key mapping.
+        """
+        self._key_mapping = KeyMapping.of(self._given_mapping)
+        self._objects = check_state(self._state)
+        self._own_names = names_in(self._objects) if self._name is None else frozenset()
+        return checksum("\n".join(sorted(self._own_names)).encode()), self._objects.keys
+
+    def agree(self, views: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:
+        """Return whether all ranks have the same names, and the order of rank 0's objects."""
+        return len({digest for digest, _ in views}) == 1, views[0][1]
+
+    def take(self, answer: tuple[bool, list[str]]) -> None:
+        """Bring the objects into the order of rank 0."""
+        self._are_same, order = answer
+        self._objects = self._objects.in_order(order)
+
+    def join(self, ranks: Ranks) -> None:
+        """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
+        if not self._are_same:
+            own = sorted(self._own_names)
+            joined: list[str] = ranks.step("joining names", lambda: own, lambda all_: sorted({*chain(*all_)}))
+            self._whole = WholeNames(frozenset(joined))
+
+    def targets(self) -> LoadTargets:
         """Return the live objects that ``checkpoint.load`` fills."""
+        objects, owner = self._objects, None
+        if self._name is not None:
+            self._whole, owner = self._name(objects)
+            self._own_names = names_in(objects, owner)
+        self._state_dict, self._named = objects.state_dict(), names_for(objects, owner, self._whole)
+        if not objects.modules and owner is not None:
+            self._whole = _optimizer_names(self._own_names, unwrap(owner), self._whole)
+        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
+        self._leaves, _ = model_leaves(tensors, objects.root if objects.modules else None, self._whole)
+        self._optimizers = list(objects.optimizers.values())
         return LoadTargets(
             self._leaves,
             frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
@@ -136,7 +172,7 @@ class NestedLoad:
         live_named = rename_source(source, names, others, numbers, left_out)
         if not prefixes:
             return live_named, problems
-        fitted, more = fit_to(live_named, module=self._root, live=self._leaves, whole=self._whole)
+        fitted, more = fit_to(live_named, module=self._objects.root, live=self._leaves, whole=self._whole)
         return fitted, problems + more
 
     def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
@@ -220,16 +256,6 @@ class NestedLoad:
                 names[name] = self._prefix + stored_names[moved] if moved in stored_names else None
         return names, live_name, [self._prefix + name for name in known if not self._key_mapping(name)]
 
-    @classmethod
-    def prepare(cls, ranks: Ranks, make: Callable[[], NestedLoad]) -> NestedLoad:
-        """Return the result of ``make`` on this rank; if it fails on any rank, all ranks raise the error.
-
-        Collective: every rank of ``ranks`` must call it.
-        """
-        loads: list[NestedLoad] = []
-        ranks.step("preparing to load", lambda: loads.append(make()), lambda _: None)
-        return loads[0]
-
     @gc_paused()
     def run(
         self,
@@ -243,10 +269,13 @@ class NestedLoad:
 
         Collective: every rank of ``ranks`` must call it. Raises the errors of ``api.load``.
         """
-        filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
-        filling = partial(mark_partly_loaded, filled, path, hooks=True)
+
+        def filling(is_full: bool = False) -> AbstractContextManager[None]:
+            filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
+            return mark_partly_loaded(filled, path, is_full, hooks=True)
+
         try:
-            result = load(path, self._live, ranks=ranks, options=options, filling=filling, storage=storage)
+            result = load(path, self, ranks=ranks, options=options, filling=filling, storage=storage)
         except MismatchError as error:
             if self.missing and options.strict:
                 present, missing = (list_some([*map(repr, names)]) for names in (self.present, self.missing))
@@ -274,7 +303,7 @@ class NestedLoad:
         """Load entries that can't be filled in place; return the differences that the modules' own code reports."""
         modules, live = self._objects.named, self._state_dict
         entries = loaded_state_dict(modules, live, result.extra_state, result.hooked)
-        copies = find_copies(self._root, live)
+        copies = find_copies(self._objects.root, live)
         hooked, keep = result.hooked, self._keep_parameters
         return load_remaining(modules, live, entries, copies, hooked, self._whole, strict=strict, keep_parameters=keep)
 

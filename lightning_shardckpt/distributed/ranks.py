@@ -188,8 +188,8 @@ class Ranks:
         return result
 
     def step_until(
-        self, phase: str, look: Callable[[], T], same: Callable[[list[T], bool], bool], within_s: float
-    ) -> None:
+        self, phase: str, look: Callable[[], T], same: Callable[[list[T], bool], R], within_s: float
+    ) -> R:
         """Repeat a step until all ranks see the same, since a network file system may show changes late.
 
         Collective: every rank must call it.
@@ -198,15 +198,19 @@ class Ranks:
             phase: as in ``step``.
             look: returns the observation of this rank, as JSON.
             same: called on rank 0 with the list of the observations, and True if they will look again in case of a
-                difference; returns True if they see the same, or raises.
+                difference; returns a true value if they see the same, a false one to look again, or raises.
             within_s: the time within which they look again.
+
+        Returns:
+            The true value of ``same``, on every rank.
 
         Raises:
             Exception: as ``step`` does.
         """
         deadline = time.monotonic() + within_s
-        while not self.step(phase, look, lambda views: same(views, time.monotonic() < deadline)):
+        while not (answer := self.step(phase, look, lambda views: same(views, time.monotonic() < deadline))):
             time.sleep(self._tuning.look_again_s)
+        return answer
 
     def leave(self, error: BaseException, *, roll_call: bool = False) -> str | None:
         """Tell the other ranks that this one takes no further step, and why: the step in which they wait fails on all.

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
@@ -48,6 +49,19 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 
+class LiveState(Protocol):
+    """The live state of a load, whose description may differ between ranks."""
+
+    def look(self) -> Any:
+        """Return this rank's view of the state, as JSON."""
+
+    def agree(self, views: list[Any]) -> Any:
+        """Return what follows from the views of all ranks, as JSON. Runs on rank 0."""
+
+    def take(self, answer: Any) -> None:
+        """Take the result of ``agree``, on every rank."""
+
+
 @contextmanager
 def open_on_ranks(
     path: str,
@@ -57,6 +71,7 @@ def open_on_ranks(
     verify: bool = True,
     weights_only: bool = True,
     tuning: Tuning = TUNING,
+    live: LiveState | None = None,
 ) -> Iterator[Source]:
     """Open the source at ``path``, the same on all ranks.
 
@@ -70,6 +85,7 @@ def open_on_ranks(
         verify: whether reads verify checksums, if the format has them.
         weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
         tuning: sizes of reads, for a checkpoint of this package.
+        live: the state to fill, on which the ranks agree in the same exchange.
 
     Yields:
         The source, closed at the end.
@@ -79,9 +95,12 @@ def open_on_ranks(
         MismatchError: if the ranks see different checkpoints at the path.
     """
     source: Source | None = None
+    state: list[Any] = []
 
-    def look() -> dict[str, str]:
+    def look() -> dict[str, Any]:
         nonlocal source
+        if live is not None and not state:
+            state.append(live.look())
         if source is not None:
             source.close()
             source = None
@@ -89,14 +108,14 @@ def open_on_ranks(
             source, identity = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
-        return {"id": identity}
+        return {"id": identity, "state": state}
 
-    def compare(views: list[dict[str, str]], look_again: bool) -> bool:
-        if all(view == views[0] for view in views) and "id" in views[0]:
-            return True
+    def compare(views: list[dict[str, Any]], look_again: bool) -> dict[str, Any]:
+        if "id" in views[0] and all(view.get("id") == views[0]["id"] for view in views):
+            return {"state": None if live is None else live.agree([view["state"][0] for view in views])}
         missing = [rank for rank, view in enumerate(views) if "missing" in view]
         if len(missing) < len(views) and look_again:
-            return False
+            return {}
         if missing:
             others = f" (on ranks {missing} of {len(views)})" if len(views) > 1 else ""
             if len(missing) < len(views):
@@ -109,8 +128,10 @@ def open_on_ranks(
         )
 
     try:
-        ranks.step_until(f"opening checkpoint {path!r}", look, compare, storage.visible_within_s)
+        answer = ranks.step_until(f"opening checkpoint {path!r}", look, compare, storage.visible_within_s)
         assert source is not None
+        if live is not None:
+            live.take(answer["state"])
         yield source
     finally:
         if source is not None:
