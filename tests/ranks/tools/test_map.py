@@ -294,7 +294,7 @@ addEventListener("load", () => {
   found.push(names().join(" "));
   const canvas = document.querySelector("canvas"), { left, top } = canvas.getBoundingClientRect();
   canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: left + 2, clientY: top + 2 }));
-  document.title = JSON.stringify([...found, ...[...$("tip").children].map((node) => node.textContent)]);
+  document.title = JSON.stringify([...found, ...canvas.title.split("\\n")]);
 });
 </script>"""
 
