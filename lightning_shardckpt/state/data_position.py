@@ -14,11 +14,10 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import lru_cache
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ class GlobalBatches:
 
 
 _END = object()
-_KEPT = 3  # draws of a stream: Lightning draws one batch ahead, and one is in use
 _REPEATED = (
     "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
     "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
@@ -207,7 +205,6 @@ class Resumption:
         leader: the resumption of the first loader of several that begin a new epoch together, and draw in turn.
         epoch_position: skip its number of samples of all ranks, rather than batches of this rank.
         checksum: of the order of all ranks, for comparison.
-        unused: the process's random states before the draws of a stream's batches that were drawn, but not used.
     """
 
     def __init__(
@@ -219,27 +216,11 @@ class Resumption:
         leader: Resumption | None = None,
         epoch_position: EpochPosition | None = None,
         checksum: int | None = None,
-        unused: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.start, self.batches, self.then, self.saved = start, batches, then, saved
         self.leader = leader or self
-        self.epoch_position, self.checksum, self.unused = epoch_position, checksum, unused
+        self.epoch_position, self.checksum = epoch_position, checksum
         self.iterated: dict[str, Any] | None = None  # the process's state after all loaders of a new epoch have begun
-
-
-@dataclass(slots=True)
-class _Draws:
-    """The draws of a stream in an epoch.
-
-    Attributes:
-        last: number and random state of the process before each of the last draws, some of batches that are not used:
-            Lightning draws one ahead, and an exception may interrupt a step.
-        mixed: True if others drew random numbers from the process between batches of the stream, and the stream did
-            after them.
-    """
-
-    last: deque[tuple[int, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    mixed: bool = False
 
 
 class ResumableLoader(IndexedLoader):
@@ -248,7 +229,7 @@ class ResumableLoader(IndexedLoader):
     _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
     _is_next_empty = False
-    _draws = _Draws()
+    _draws_random_numbers = False
     _deals = False
     _begun = EpochPosition()
     _checksum: int | None = None
@@ -263,7 +244,7 @@ class ResumableLoader(IndexedLoader):
         if resumption is not None:
             self._begin(resumption, resumption.then["process"])
         if iterable:
-            self._epoch_start, self._draws = random_state(self), _Draws()
+            self._epoch_start, self._draws_random_numbers = random_state(self), False
         iterator: Iterator[Any] = super().__iter__()
         if iterable and not self.num_workers:
             iterator = self._note_draws(iterator)
@@ -272,11 +253,6 @@ class ResumableLoader(IndexedLoader):
         elif resumption is not None and iterable:
             for _ in islice(iterator, resumption.batches):
                 pass
-            unused = list[Any]()
-            for state in resumption.unused:
-                set_rng_state(state)
-                unused += islice(iterator, 1)
-            iterator = chain(unused, iterator)
             self._continue(resumption, current)
         elif self._resumption is not None:  # begin comes later: until then, loaders before this one may draw
             set_rng_state(current)
@@ -312,20 +288,15 @@ class ResumableLoader(IndexedLoader):
             yield from indices
 
     def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a stream, and note the process's random state before each is drawn."""
-        draws, after, others = self._draws, 0, False
+        """Yield the batches of a stream, and note if it draws from the process's generators after its first batch."""
         for number in count():
-            draws.last.append((number, get_rng_state(every_device=False)))
-            before = 0 if draws.mixed else rng_checksum()
+            watches = number > 0 and not self._draws_random_numbers
+            before = rng_checksum() if watches else 0  # takes 0.1 ms
             try:
                 batch = next(iterator)
             except StopIteration:
-                draws.last.pop()
                 return
-            if not draws.mixed:  # a checksum takes 0.1 ms
-                others |= number > 0 and before != after
-                after = rng_checksum()
-                draws.mixed = others and before != after
+            self._draws_random_numbers |= watches and before != rng_checksum()
             yield batch
 
     # --- an order of all ranks together ---
@@ -422,17 +393,12 @@ class ResumableLoader(IndexedLoader):
         """
         self._is_next_empty = not self.persistent_workers
 
-    def position(self, used: int | None = None) -> dict[str, Any]:
-        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes.
-
-        Args:
-            used: the number of batches of the epoch that were used; None if it is over.
-        """
+    def position(self) -> dict[str, Any]:
+        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes."""
         position: dict[str, Any] = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
         position |= {"samples": self.samples, "batch_size": self.batch_size}
         if isinstance(self.dataset, IterableDataset):
-            unused = [state for number, state in self._draws.last if used is not None and number >= used]
-            position |= {"unused": unused, "mixed": self._draws.mixed}
+            position["draws_random_numbers"] = self._draws_random_numbers
         if (division := self.global_batches()) is not None:
             resumption = self._resumption
             begun, checksum = self._begun, self._checksum

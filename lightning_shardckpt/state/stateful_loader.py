@@ -1,9 +1,10 @@
 """Resume a loader with its own ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
 
 The loader's state counts drawn batches, which may be more than training has used: Lightning draws one batch ahead of a
-loader without a length, and an exception may interrupt a batch. So the state is recorded before each draw, together
-with the random state of the process. A resumed run restores the random states at the start of the iteration, from which
-an order may be drawn, loads the state before the first unused batch, and draws again the batches drawn since.
+loader without a length, and an exception may interrupt a batch. So the state is recorded before each draw. A resumed
+run restores the random states at the start of the iteration, from which an order may be drawn, and loads the state
+before the first unused batch. Random numbers that the loader drew from the process for unused batches are not drawn
+again; it says so then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, sampler_of, wrapped_sampler
@@ -30,18 +30,21 @@ from lightning_shardckpt.state.data_position import (
     set_random_state,
     set_seed,
 )
-from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
 _KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
 
 @dataclass(slots=True)
 class _Draw:
-    """The state before a draw: numbers of the epoch and of the batch, the process's random state, the position."""
+    """The state before a draw: numbers of the epoch and of the batch, and the position.
+
+    ``is_random``: the draw took random numbers from the process.
+    """
 
     number: tuple[int, int]
-    process: dict[str, Any]
     position: dict[str, Any]
+    is_random: bool = False
 
 
 @dataclass(slots=True)
@@ -118,14 +121,8 @@ def position_of(loader: StatefulLoader, used: int | None) -> dict[str, Any] | No
     if watch.is_next_empty or (unused and unused[0].number != first):
         return None
     if unused:
-        return unused[0].position | {"drawn": [draw.process for draw in unused]}
+        return unused[0].position | {"draws_random_numbers": any(draw.is_random for draw in unused)}
     return _current_position(loader) if watch.failed is None else watch.failed.position
-
-
-def random_state_before_failure(loader: StatefulLoader) -> dict[str, Any]:
-    """Return the process's random state before a failed draw; an empty dict if no draw failed."""
-    failed = loader.shardckpt_watch.failed
-    return {} if failed is None else failed.process
 
 
 def make_next_empty(loader: StatefulLoader) -> None:
@@ -139,7 +136,7 @@ def finish(loader: StatefulLoader, used: int | None) -> None:
 
 
 def resume(loader: StatefulLoader, position: dict[str, Any], saved: SavedState) -> None:
-    """Resume the next iteration at ``position``; restore ``saved`` after drawing unused batches again."""
+    """Resume the next iteration at ``position``; then restore ``saved``."""
     loader.shardckpt_watch.resumption = (position, saved)
 
 
@@ -164,14 +161,10 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
         return _draw_all(loader, iterator)
     position, saved = resumption
     current = get_rng_state()
-    iterator, again = _continue(loader, position), []
-    epoch, used = watch.count()
-    for number, process in enumerate(position["drawn"], used):
-        set_rng_state(process)
-        again.append(_draw(loader, iterator, (epoch, number)))
+    iterator = _continue(loader, position)
     saved.restore(current)
     set_own_states(loader, position["own"])
-    return chain(again, _draw_all(loader, iterator))
+    return _draw_all(loader, iterator)
 
 
 def _state_dict(loader: StatefulLoader) -> Any:
@@ -231,17 +224,18 @@ def _draw_all(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
 
 def _draw(loader: StatefulLoader, iterator: Iterator[Any], number: tuple[int, int]) -> Any:
     watch = loader.shardckpt_watch
-    draw = _Draw(number, get_rng_state(every_device=False), _current_position(loader))
+    draw, before = _Draw(number, _current_position(loader)), rng_checksum()
     try:
         batch = next(iterator)
     except BaseException as error:
         watch.failed = None if isinstance(error, StopIteration) else draw
         raise
+    draw.is_random = before != rng_checksum()
     watch.draws.append(draw)
     return batch
 
 
 def _current_position(loader: StatefulLoader) -> dict[str, Any]:
     watch = loader.shardckpt_watch
-    position = {"epoch_start": watch.begun, "own": own_states(loader), "seed": seed_of(loader), "drawn": []}
+    position = {"epoch_start": watch.begun, "own": own_states(loader), "seed": seed_of(loader)}
     return position | {"order": watch.order, "state": deepcopy(watch.kind.state_dict(loader))}

@@ -53,7 +53,6 @@ from lightning_shardckpt.state.stateful_loader import (
     StatefulLoader,
     finish,
     position_of,
-    random_state_before_failure,
     restore,
     resume,
 )
@@ -66,9 +65,9 @@ _INEXACT = (
     "number of data-parallel ranks of the run that saved. With Lightning's or torch's DistributedSampler the order "
     "continues on any number of ranks."
 )
-_MIXED = (
-    "{kind} draws from the random generators of the training process, as steps do between batches. If these numbers "
-    "choose samples, as in a shuffle buffer, use workers, or a generator of its own that is seeded in __iter__"
+_RANDOM = (
+    "{kind} draws from the random generators of the training process, as steps do between batches, so it may choose or "
+    "change other samples. Use workers, or a generator of its own that is seeded in __iter__"
 )
 _NO_STATE = (
     "{kind} has a state of its own, which can't be restored: {reason}. It begins anew, so samples may come twice or "
@@ -141,8 +140,6 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
     used = _count_used(state)
     loaders = [_position(loader, used) for loader in train_loaders(trainer)]
-    for loader in train_loaders(trainer):
-        rng |= random_state_before_failure(loader) if isinstance(loader, StatefulLoader) else {}
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
@@ -153,7 +150,7 @@ def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None)
 def _position(loader: object, used: int | None) -> dict[str, Any] | None:
     if isinstance(loader, StatefulLoader):
         return position_of(loader, used)
-    return loader.position(used) if isinstance(loader, ResumableLoader) else None
+    return loader.position() if isinstance(loader, ResumableLoader) else None
 
 
 def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
@@ -374,6 +371,8 @@ class Continuation:
             if isinstance(loader, StatefulLoader):
                 if self._has_state(loader, position):
                     resume(loader, position, saved)
+                    if position.get("draws_random_numbers"):
+                        reasons.append(_RANDOM.format(kind=type(loader).__name__))
                 continue
             if not isinstance(loader, ResumableLoader):
                 reasons.append(f"{type(loader).__name__} is no torch DataLoader, and has no state that can be saved")
@@ -387,8 +386,7 @@ class Continuation:
             if self._batches and (not self._same_data or (start is None and reached is not None)):
                 start = state  # for an unknown order: another order, but no sample twice
             checksum = position.get("order", {}).get("checksum") if reached is not None else None
-            unused = position.get("unused", ())
-            resumption = Resumption(start, yielded, state, saved, leader, reached, checksum, unused)
+            resumption = Resumption(start, yielded, state, saved, leader, reached, checksum)
             leader = leader or resumption
             loader.resume(resumption)
             if reached is None and not self._same_data:
@@ -397,8 +395,8 @@ class Continuation:
                 reasons.append(change)
             elif start is None and self._batches:
                 reasons.append("the epoch had not begun")
-            elif self._batches and position.get("mixed"):
-                reasons.append(_MIXED.format(kind=type(loader.dataset).__name__))
+            elif self._batches and position.get("draws_random_numbers"):
+                reasons.append(_RANDOM.format(kind=type(loader.dataset).__name__))
         return reasons
 
 
@@ -411,7 +409,10 @@ def count_epoch_steps(position: Mapping[str, Any]) -> int | None:
 def _explain_order(loader: ResumableLoader, position: Mapping[str, Any]) -> str:
     """Return the reason why another number of ranks can't continue the order of this loader."""
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank has read its own part"
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank skips as many batches as a "
+            "rank used: exact if ranks take turns and batch_size × data-parallel ranks is the same, else not"
+        )
     if "order" not in position:
         if loader.global_batches() is not None:
             return "the checkpoint was saved by an earlier version, or with a sampler of unknown order"

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -82,8 +83,8 @@ def loader(count: int = 53, batch_size: int = 2, sampler: str = "", **more: Any)
         return CombinedLoader({"long": DataLoader(numbers, batch_size, shuffle=True), "short": short}, "max_size_cycle")
     if sampler == "pairs":
         return DataLoader(numbers, batch_sampler=Pairs(SequentialSampler(numbers), batch_size, drop_last=False))
-    if sampler == "stream":
-        return DataLoader(Stream(), batch_size)
+    if sampler in ("stream", "striped"):
+        return DataLoader(Stream() if sampler == "stream" else Striped(), batch_size)
     return DataLoader(numbers, batch_size, shuffle=True, **more)
 
 
@@ -94,6 +95,14 @@ class Pairs(BatchSampler):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.full((4,), float(i)) for i in range(40))
+
+
+class Striped(IterableDataset[Any]):
+    """Gives each rank every n-th sample."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbers = range(dist.get_rank(), 40, dist.get_world_size())
+        return (torch.full((4,), float(i)) for i in numbers)
 
 
 Leg = tuple[int, dict[str, Any], int, dict[str, Any], dict[str, Any]]
@@ -135,6 +144,10 @@ RUNS: dict[str, list[Leg]] = {
     ],
     "pairs": [(2, FSDP, 3, {"sampler": "pairs"}, {}), (1, FSDP, 0, {"sampler": "pairs"}, ONE_EPOCH)],
     "stream": [(2, FSDP, 3, {"sampler": "stream"}, {}), (1, FSDP, 0, {"sampler": "stream"}, ONE_EPOCH)],
+    "striped": [
+        (2, FSDP, 3, {"batch_size": 2, "sampler": "striped"}, {}),
+        (1, FSDP, 0, {"batch_size": 4, "sampler": "striped"}, ONE_EPOCH),
+    ],
     "more samples": [(2, FSDP, 3, {}, {}), (1, FSDP, 0, {"count": 60}, ONE_EPOCH)],
     "other order": [
         (2, FSDP, 2, {"batch_size": 4, "sampler": "subset"}, {}),
@@ -297,7 +310,7 @@ def test_several_loaders_go_on_where_they_were(seen: dict[str, list[GlobalLeg]])
     ("name", "reason"),
     [
         ("pairs", "the order of Pairs over all ranks is not known"),
-        ("stream", "Stream is an IterableDataset, of which each rank has read its own part"),
+        ("stream", "Stream is an IterableDataset, of which each rank skips as many batches as a rank used: exact if"),
         ("more samples", "samples of a DataLoader was 53, and is 60"),
     ],
 )
@@ -307,6 +320,12 @@ def test_what_cannot_be_continued_is_told_with_what_to_do(
     (said,) = seen[name][1].warnings
     assert "can't be continued exactly" in said and "was 2, and is 1" in said and reason in said
     assert "Resume from the end of an epoch" in said
+
+
+def test_a_stream_whose_ranks_take_turns_goes_on_with_the_same_global_batch(seen: dict[str, list[GlobalLeg]]) -> None:
+    assert in_epoch(seen["striped"], 0) == list(range(40))
+    (said,) = seen["striped"][1].warnings  # that ranks take turns is not known
+    assert "exact if ranks take turns and batch_size × data-parallel ranks is the same" in said
 
 
 def test_a_sampler_that_draws_another_order_is_told(seen: dict[str, list[GlobalLeg]]) -> None:

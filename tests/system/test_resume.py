@@ -165,8 +165,6 @@ def with_loaders(kind: str, directory: str, resume: int = 0) -> tuple[list[float
         data = CombinedLoader({"stateful": Stateful(), "other": tiny.loader(count=12)}, "min_size")
     elif kind == "iterable":
         data = DataLoader(Stream(), batch_size=2)
-    elif kind == "augmented stream":
-        data = DataLoader(AugmentedStream(), batch_size=2)
     elif kind == "validation":
         held_out, more = tiny.loader(count=8, shuffle=False), more | {"limit_val_batches": 2, "val_check_interval": 3}
     saving = [] if resume else [tiny.SaveAt(stop, f"{directory}/{stop}.ckpt") for stop in stops(kind)]
@@ -233,16 +231,8 @@ class Stream(IterableDataset[Any]):
             yield (torch.full((9,), index),)
 
 
-class AugmentedStream(IterableDataset[Any]):
-    """Draws each sample anew, one batch before the step that uses it."""
-
-    def __iter__(self) -> Any:
-        for _ in range(12):
-            yield (noise() // 2,)
-
-
 class BufferedStream(IterableDataset[Any]):
-    """Draws samples from a buffer, from the process's generators or a generator of its own; or all when it begins."""
+    """Draws samples from a buffer, from the process's generators or its own; or all when it begins; or changes them."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -253,7 +243,8 @@ class BufferedStream(IterableDataset[Any]):
         if self._kind == "shuffled":
             random.shuffle(left)
         while left:
-            yield (torch.full((9,), left.pop(chosen.randrange(min(4, len(left))))),)
+            sample = torch.full((9,), left.pop(chosen.randrange(min(4, len(left)))))
+            yield (noise() // 2 if self._kind == "augmented" else sample,)
 
 
 KINDS = (
@@ -265,7 +256,6 @@ KINDS = (
     "augmentation",
     "stateful beside",
     "iterable",
-    "augmented stream",
     "validation",
 )
 
@@ -377,7 +367,7 @@ class Dropping(tiny.TinyLM):
 def warnings_of_buffers(directory: str) -> dict[str, list[str]]:
     """Return the warnings of the order of data, of runs that resume in mid-epoch, by the kind of the stream."""
     found = {}
-    for kind in ("buffered", "own generator", "shuffled"):
+    for kind in ("buffered", "augmented", "own generator", "shuffled"):
         path = f"{directory}/{kind}.ckpt"
         for steps in (3, 5):
             run = tiny.trainer({}, max_steps=steps, use_distributed_sampler=False, limit_val_batches=0)
@@ -393,8 +383,9 @@ def warnings_of_buffers(directory: str) -> dict[str, list[str]]:
 def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_path: Path) -> None:
     (found,) = run_ranks(1, warnings_of_buffers, str(tmp_path))
     assert found["own generator"] == found["shuffled"] == []
-    (warning,) = found["buffered"]
-    assert "BufferedStream draws from the random generators of the training process" in warning
+    for kind in ("buffered", "augmented"):
+        (warning,) = found[kind]
+        assert "BufferedStream draws from the random generators of the training process" in warning
 
 
 class Counted(IterableDataset[Any]):

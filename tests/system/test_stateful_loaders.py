@@ -54,8 +54,9 @@ class Continued(DataLoader[Any]):
 class Corpus:
     """Reads on from where it is, in every epoch; its length is not known."""
 
-    def __init__(self, fails_at: int = 0) -> None:
+    def __init__(self, fails_at: int = 0, noise: float = 0.0) -> None:
         self.place = {"read": 0}  # changed in place: whoever keeps a state must copy it
+        self._noise = noise
         self._fails_at, self._rank = fails_at, int(os.environ["RANK"])
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -63,7 +64,8 @@ class Corpus:
             self.place["read"] += 1
             if self.place["read"] == self._fails_at:
                 raise OSError("no more of it can be read now")
-            yield torch.full((2, 4), float(self.place["read"] + 100 * self._rank)) + torch.rand(1) / 10
+            sample = torch.full((2, 4), float(self.place["read"] + 100 * self._rank))
+            yield sample + torch.rand(1) * self._noise if self._noise else sample
             if self.place["read"] % PER_EPOCH == 0:
                 return
 
@@ -82,6 +84,8 @@ def data(kind: str, fails_at: int = 0) -> Any:
         return DataLoader(numbers, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     if kind == "secretive":
         return Continued(numbers, batch_size=2, sampler=Secretive(len(numbers)))  # type: ignore[arg-type]
+    if kind == "noisy corpus":
+        return Corpus(noise=0.1)
     generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
     loader = Continued(numbers, batch_size=2, sampler=SubsetRandomSampler(range(len(numbers)), generator=generator))  # type: ignore[arg-type]
     if kind == "loader":
@@ -191,6 +195,23 @@ def test_no_batch_is_lost_or_comes_twice(
         done = DONE.get(way, 7 if kind == "corpus" else 8)  # the ninth batch fails, which may be drawn ahead
         assert steps == rank[kind][0][done:]
         assert same and not said
+
+
+def resume_noisy(directory: str) -> tuple[Any, Any, list[str]]:
+    """Return the steps of a run that did not stop and of one that resumed, and its warnings."""
+    _, straight = fit("noisy corpus", max_steps=8)
+    path = first_part("noisy corpus", "in an epoch", directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, resumed = fit("noisy corpus", path, max_steps=8)
+    return straight.steps, resumed.steps, [str(w.message) for w in caught if "samples" in str(w.message)]
+
+
+def test_random_numbers_of_a_batch_that_was_drawn_ahead_are_drawn_anew_and_this_is_told(tmp_path: Path) -> None:
+    ((straight, resumed, (said,)),) = run_ranks(1, resume_noisy, str(tmp_path))
+    numbers = [[int(step[2][""][0]) for step in steps] for steps in (straight[4:], resumed)]
+    assert numbers[0] == numbers[1] and straight[4:] != resumed  # the samples are the next ones, their noise is not
+    assert "Corpus draws from the random generators of the training process" in said
 
 
 class Secretive(Sampler[int]):
