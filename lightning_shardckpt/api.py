@@ -47,7 +47,6 @@ def save(
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    throttle_uploads: bool = False,
 ) -> None:
     """Write a checkpoint of ``state``; it is complete when this returns, and durable with ``sync_files``.
 
@@ -79,8 +78,7 @@ def save(
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
-        storage_options: for URLs, passed to ``fsspec.filesystem``.
-        throttle_uploads: for URLs, let only one rank of each node upload at a time.
+        storage_options: for URLs, passed to ``fsspec.filesystem``; see ``ShardCkptIO``.
 
     Raises:
         FileExistsError: on every rank, if something exists at the path and ``overwrite`` is not set.
@@ -91,7 +89,7 @@ def save(
     group, path = _group_of(process_group), file_path(path)
     drain_all()  # a pending save may be to this path
     options = SaveOptions(size_per_shard, replicas)
-    storage = _storage(sync_files, storage_options, throttle_uploads)
+    storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     notes = checkpoint.save(
         path,
@@ -116,7 +114,6 @@ def save_async(
     replicas: Replicas = "same",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    throttle_uploads: bool = False,
 ) -> Future[None]:
     """Save like ``save``, but return when the state is copied to host memory; a thread writes and commits it.
 
@@ -135,8 +132,7 @@ def save_async(
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
-        storage_options: for URLs, passed to ``fsspec.filesystem``.
-        throttle_uploads: for URLs, let only one rank of each node upload at a time.
+        storage_options: for URLs, passed to ``fsspec.filesystem``; see ``ShardCkptIO``.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. If it is not awaited, the next
@@ -148,7 +144,7 @@ def save_async(
     options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group)
-    storage = _storage(sync_files, storage_options, throttle_uploads)
+    storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
     nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     written = checkpoint.save_async(
         path,
@@ -170,11 +166,6 @@ def save_async(
 
     written.add_done_callback(forward)
     return done
-
-
-def _storage(sync_files: bool, storage_options: Mapping[str, Any] | None, throttle_uploads: bool) -> StorageRouter:
-    local = LocalStorage(sync_files=sync_files)
-    return StorageRouter(local, storage_options=storage_options, throttle_uploads=throttle_uploads)
 
 
 def _background(group: SaveGroup, process_group: dist.ProcessGroup | None) -> Background:

@@ -81,9 +81,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             in it, for ``from_pretrained``, while training goes on. ``wait``, the next save and the end of the run wait
             for it. The folder is deleted with the checkpoint. If the export fails, a warning says why.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
-            Lightning's ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by
-            environment variables, such as ``AWS_ENDPOINT_URL``.
-        throttle_uploads: for URLs, let only one rank of each node upload at a time.
+            With ``throttle_uploads: True`` among them, only one rank of each node uploads at a time. Lightning's
+            ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by environment
+            variables, such as ``AWS_ENDPOINT_URL``.
         pre_download: for URLs, a local folder to which the files that a rank needs are copied before they are read,
             once per node. Later loads reuse them; the save id in their names excludes stale files.
         key_mapping: from the names in a ``ckpt_path`` to names in the model, if they differ: a dict of whole names or
@@ -107,7 +107,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         adapters_only: bool = False,
         export: Literal["huggingface"] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
         key_mapping: dict[str, str | list[str] | None] | Callable[[str], Any] | None = None,
         pickle_objects: bool = False,
@@ -124,7 +123,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         self.storage: Storage = StorageRouter(
             LocalStorage(sync_files=sync_files),
             storage_options=storage_options,
-            throttle_uploads=throttle_uploads,
             pre_download=pre_download,
         )
         self._hugging_face, self._attached = HuggingFace(), Attached()

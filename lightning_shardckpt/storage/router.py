@@ -57,8 +57,8 @@ class StorageRouter:
 
     Args:
         local: the storage of the file system; ``LocalStorage`` by default.
-        storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``.
-        throttle_uploads: let only one process of each machine upload at a time.
+        storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``; but
+            with ``throttle_uploads: True``, only one process of each machine uploads at a time.
         pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
         tuning: of transfers to and from object stores: part sizes, thread counts, attempts, timeouts.
     """
@@ -68,7 +68,6 @@ class StorageRouter:
         local: Storage | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
-        throttle_uploads: bool = False,
         pre_download: str | os.PathLike[str] | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
@@ -76,13 +75,14 @@ class StorageRouter:
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
         self._tuning = tuning
-        self._turn = partial(machine_upload_lock, tuning.turn_wait_s) if throttle_uploads else nullcontext
+        self._throttles = bool(self._options.pop("throttle_uploads", False))
         self._cache = None if pre_download is None else os.fspath(pre_download)
 
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
         """Return the same storage with other options for URLs."""
         router = copy(self)
         router._options = dict(storage_options)
+        router._throttles = bool(router._options.pop("throttle_uploads", self._throttles))
         return router
 
     def backend(self, path: str) -> Storage:
@@ -99,7 +99,8 @@ class StorageRouter:
 
     def remote(self, url: str) -> RemoteStorage:
         """Return the backend of a URL; raises like ``backend``."""
-        return RemoteStorage(self._objects(url), self._turn)
+        turn = partial(machine_upload_lock, self._tuning.turn_wait_s) if self._throttles else nullcontext
+        return RemoteStorage(self._objects(url), turn)
 
     def _objects(self, url: str) -> ObjectStore:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it

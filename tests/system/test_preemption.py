@@ -139,7 +139,7 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
 
     In these, each hook meets each step, and each kind of save on each choice of ranks.
     """
-    warnings.filterwarnings("ignore", "a save waited until an earlier one was written")  # the disk may be slow
+    warnings.filterwarnings("ignore", "a save waited until the one before was written")  # the disk may be slow
     found = []
     for number in numbers:
         turn, place = divmod(number, len(HOOKS))

@@ -72,10 +72,10 @@ def test_a_save_in_the_background_is_completed_when_the_interpreter_leaves(s3: B
 def saved_and_resumed(url: str, cache: str) -> dict[str, Any]:
     """Straight, then stopped and resumed in several ways; by what each is called."""
     straight = tiny.fit(FSDP2, 3)
-    for harmless in ("a save waited until an earlier one", "Be aware that when using `ckpt_path`", "resuming after"):
+    for harmless in ("a save waited until the one before", "Be aware that when using `ckpt_path`", "resuming after"):
         warnings.filterwarnings("ignore", harmless)  # this process ends soon
     first = fit(FSDP2, 2, url, use_async=True)
-    again = fit(FSDP2, 3, url, resume="last", throttle_uploads=True)
+    again = fit(FSDP2, 3, url, resume="last", storage_options={"throttle_uploads": True})
     other = tiny.fit(TP2, 4, resume=f"{url}/last.ckpt", plugins=[ShardCkptIO(pre_download=cache)])
     return {"straight": straight, "first": first, "again": again, "other": other}
 

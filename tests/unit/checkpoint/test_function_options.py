@@ -24,6 +24,8 @@ from tests.support.stores import Bucket
 
 State = dict[str, Any]
 
+THROTTLED = {"throttle_uploads": True}
+
 
 def state_of(seed: int) -> State:
     torch.manual_seed(seed)
@@ -34,7 +36,7 @@ def state_of(seed: int) -> State:
     return {"model": model, "optimizer": optimizer}
 
 
-def test_as_many_saves_wait_as_were_allowed() -> None:
+def test_a_save_waits_for_the_pending_one() -> None:
     state, fs, turn = state_of(1), fsspec.filesystem("memory"), ExitStack()
     main = threading.get_ident()
 
@@ -47,10 +49,10 @@ def test_as_many_saves_wait_as_were_allowed() -> None:
     try:
         with turn:
             turn.enter_context(machine_upload_lock())  # the first is being written, and is held there
-            first = save_async("memory://pending/1.ckpt", state, throttle_uploads=True)
+            first = save_async("memory://pending/1.ckpt", state, storage_options=THROTTLED)
             assert not first.done()
             watcher.start()
-            second = save_async("memory://pending/2.ckpt", state, throttle_uploads=True)
+            second = save_async("memory://pending/2.ckpt", state, storage_options=THROTTLED)
             assert first.done()
             second.result()
             watcher.join()
@@ -73,9 +75,9 @@ def test_throttled_uploads_take_turns_on_a_machine(asynchronous: bool) -> None:
 
     def upload() -> None:
         if asynchronous:
-            save_async(url, state, overwrite=True, throttle_uploads=True).result()
+            save_async(url, state, overwrite=True, storage_options=THROTTLED).result()
         else:
-            save(url, state, overwrite=True, throttle_uploads=True)
+            save(url, state, overwrite=True, storage_options=THROTTLED)
         done.set()
 
     thread = threading.Thread(target=upload)

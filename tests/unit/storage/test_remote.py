@@ -286,7 +286,7 @@ def test_processes_of_a_machine_take_turns(tmp_path: Path) -> None:
 
 
 def test_an_upload_waits_for_its_turn(url: str) -> None:
-    throttled = StorageRouter(throttle_uploads=True).draft(url, ID)
+    throttled = StorageRouter(storage_options={"throttle_uploads": True}).draft(url, ID)
     throttled.begin()
     seen = list[str]()
 
