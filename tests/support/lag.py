@@ -61,8 +61,9 @@ class Lag:
         return found if found.startswith(self._root + "/") else None
 
     def _is_visible(self, path: str) -> bool:
-        parent = os.path.dirname(path)
-        if parent != self._root and not self._is_visible(parent):
+        if path == self._root:
+            return True
+        if not self._is_visible(os.path.dirname(path)):
             return False
         if path in self._known:
             return True

@@ -399,9 +399,9 @@ MUTATIONS = (
         "a module whose load failed goes on with half of it",
         STATE,
         "checkpoint/checkpoint.py",
-        "with filling():",
+        'with filling(decision["is_full"]):',
         "with nullcontext():",
-        ("system/test_failed_resume.py",),
+        ("system/test_failed_load.py",),
     ),
     Mutation(
         "replicas that differ are saved",
@@ -440,8 +440,8 @@ MUTATIONS = (
         "a rank that was killed is waited for until the timeout",
         RANKS,
         "distributed/ranks.py",
-        "for rank, process in self._host_ranks.gone().items():",
-        "for rank, process in ():",
+        "for rank, message in self._gone().items():",
+        "for rank, message in ():",
         ("ranks/distributed/test_ranks.py::test_a_rank_that_is_killed_is_named_long_before_the_timeout",),
     ),
     Mutation(
