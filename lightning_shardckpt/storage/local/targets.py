@@ -79,7 +79,7 @@ def is_filled_in_place(target: str) -> bool:
 def _is_current(entry: os.stat_result) -> bool:
     try:
         return os.path.samestat(entry, os.stat("."))
-    except FileNotFoundError:  # the current directory was deleted
+    except OSError:  # the current directory was deleted, or this user may not enter it
         return False
 
 
