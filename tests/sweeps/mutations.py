@@ -250,9 +250,12 @@ MUTATIONS = (
         "waiting for saves returns before they are committed",
         DURABLE,
         "checkpoint/background.py",
-        "while self._is_alive() and not self._has_room(room_for):",
+        "while self._jobs and self._is_alive():",
         "while False:",
-        ("ranks/checkpoint/test_async.py::test_a_save_beyond_the_bound_waits_for_room",),
+        (
+            "ranks/checkpoint/test_async.py::"
+            "test_a_save_waits_until_the_one_before_is_complete_and_reuses_its_memory",
+        ),
     ),
     Mutation(
         "an error of the writing thread is swallowed",
@@ -266,18 +269,15 @@ MUTATIONS = (
         "a checkpoint is deleted before the save that replaces it is committed",
         ATOMIC,
         "checkpoint/background.py",
-        "if self.is_idle():",
-        "if True:",
-        (
-            "ranks/checkpoint/test_async.py::"
-            "test_a_removal_waits_for_the_save_before_it_and_one_whose_save_is_pending_follows_it",
-        ),
+        "        if self._jobs:\n            self.follow",
+        "        if False:\n            self.follow",
+        ("ranks/checkpoint/test_async.py::test_a_removal_waits_for_the_save_before_it",),
     ),
     Mutation(
         "a checkpoint is deleted although the save that was to replace it failed",
         ATOMIC,
         "checkpoint/background.py",
-        "if job.memory is None and job.number in self._failed:",
+        "if job.memory is None and self._has_failed:",
         "if False:",
         (_BACKGROUND,),
     ),
@@ -563,6 +563,10 @@ def find_problem(mutation: Mutation) -> str | None:
     path = ROOT / PACKAGE / mutation.file
     if not path.exists():
         return f"{PACKAGE}/{mutation.file} does not exist"
+    for file, _, name in (test.partition("::") for test in mutation.tests):
+        test = ROOT / "tests" / file
+        if not test.exists() or f"def {name.partition('[')[0]}" not in test.read_text():
+            return f"there is no tests/{file} {name}"
     count = path.read_text().count(mutation.old)
     return None if count == 1 else f"its text is {count} times in {PACKAGE}/{mutation.file}, expected once"
 
@@ -576,7 +580,7 @@ def apply(mutation: Mutation, folder: Path) -> None:
 
 
 def run_tests(tests: Sequence[str], folder: Path, *, stop: bool) -> tuple[int | None, str]:
-    """Run tests in a copy; return the exit status of pytest, None after a timeout, and its last lines."""
+    """Run tests in a copy; return the exit status of pytest, None after a timeout, and its output."""
     ids = [f"tests/{test}" for test in tests]
     flags = ["-q", "-n", "0", "-p", "no:cacheprovider", *(["-x"] if stop else [])]
     command = [sys.executable, "-m", "pytest", *flags, *ids]
@@ -585,7 +589,13 @@ def run_tests(tests: Sequence[str], folder: Path, *, stop: bool) -> tuple[int | 
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return None, f"the tests still ran after {TIMEOUT_S:g} s"
-    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-_LINES_SHOWN:])
+    return done.returncode, done.stdout + done.stderr
+
+
+def find_failed(tests: Sequence[str], output: str) -> list[str]:
+    """Return those of the tests, which may be files, that pytest's summary says have failed."""
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [test for test in tests if any(name.startswith(f"tests/{test}") for name in failed)]
 
 
 def judge(mutation: Mutation) -> tuple[str, str]:
@@ -594,10 +604,11 @@ def judge(mutation: Mutation) -> tuple[str, str]:
         return "NOT APPLIED", problem
     with copied() as folder:
         apply(mutation, folder)
-        status, tail = run_tests(mutation.tests, folder, stop=True)
+        status, output = run_tests(mutation.tests, folder, stop=True)
+    lines = output.splitlines()
     if status == 1:  # tests ran, and failed
-        return "killed", next((line for line in tail.splitlines() if line.startswith("FAILED")), "")[:150]
-    return ("SURVIVED" if status == 0 else "NOT TRIED"), tail
+        return "killed", next((line for line in lines if line.startswith("FAILED")), "")[:150]
+    return ("SURVIVED" if status == 0 else "NOT TRIED"), "\n".join(lines[-_LINES_SHOWN:])
 
 
 def main() -> int:
@@ -609,15 +620,19 @@ def main() -> int:
     numbers = arguments.numbers or list(range(1, len(MUTATIONS) + 1))
     began = time.monotonic()
     with copied() as folder:
-        tests = list(dict.fromkeys(test for number in numbers for test in MUTATIONS[number - 1].tests))
-        status, tail = run_tests(tests, folder, stop=False)
+        applicable = [MUTATIONS[number - 1] for number in numbers if find_problem(MUTATIONS[number - 1]) is None]
+        tests = list(dict.fromkeys(test for mutation in applicable for test in mutation.tests))
+        status, output = run_tests(tests, folder, stop=False)
+    failed = find_failed(tests, output)
     if status != 0:
-        print(f"{tail}\nthe tests fail without a mutation")
-        return 1
+        print(output, f"\nwithout a mutation, pytest ended with {status}; these fail: {failed}", flush=True)
     verdicts = dict[int, str]()
 
     def try_one(number: int) -> None:
-        verdict, details = judge(MUTATIONS[number - 1])
+        if status not in (0, 1) or {*failed} & {*MUTATIONS[number - 1].tests}:
+            verdict, details = "NOT TRIED", "its tests fail without it"
+        else:
+            verdict, details = judge(MUTATIONS[number - 1])
         verdicts[number] = verdict
         print(f"{number:3} {verdict:11} {MUTATIONS[number - 1].name}\n    {details}", flush=True)
 
