@@ -178,14 +178,14 @@ def _hugging_face_parts(stored: StoredState, component: Component) -> list[Outpu
 def _digest_values(document: Mapping[str, Any]) -> str:
     """Return the digest of the optimizers' state except tensors: each value under its parameter's name."""
     values = list[tuple[Any, ...]]()
-    for number, of in document.items():
-        for group in of["groups"].values():
+    for number, optimizer in document.items():
+        for group in optimizer["groups"].values():
             hyper = [(key, value, group["params"]) for key, value in group["hyper"].items()]
             values += [(number, name, key, value) for key, value, names in hyper for name in names]
-        for state, values in of["values"].items():
-            stored = [(one["value"], name) for one in values for name in one["params"]]
+        for state, shared in optimizer["values"].items():
+            stored = [(entry["value"], name) for entry in shared for name in entry["params"]]
             values += [(number, name, f"state {state}", value) for value, name in stored]
-        values += [(number, "", key, value) for key, value in of.get("own", {}).items()]
+        values += [(number, "", key, value) for key, value in optimizer.get("own", {}).items()]
     return values_digest(values)
 
 
