@@ -105,7 +105,7 @@ def _relative(path: Path) -> str:
 
 
 def _is_checkpoint(path: Path, marks: tuple[str, ...]) -> bool:
-    return any((path / mark).is_file() for mark in marks)
+    return any(os.path.isfile(path / mark) for mark in marks)  # False if it is in a directory that may not be read
 
 
 def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
