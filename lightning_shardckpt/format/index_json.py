@@ -43,6 +43,7 @@ from lightning_shardckpt.format.value_checks import (
     check_size,
     check_text,
     check_texts,
+    refuse_lfs_pointer,
     shown,
 )
 
@@ -211,9 +212,10 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         CorruptionError: if the checksum on the first line does not match the rest.
         FormatError: if they are not a valid root index, or of another version.
     """
+    refuse_lfs_pointer(text, where)
     seal = _SEAL.match(text)
     if seal is None:
-        raise FormatError(f"{where}: not a root index: the first line holds no checksum")
+        raise CorruptionError(f"{where}: the root index is damaged: its first line holds no checksum")
     if checksum(text[seal.end() :]) != seal[1].decode():
         raise CorruptionError(
             f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
+from lightning_shardckpt.format.value_checks import refuse_lfs_pointer
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
 from lightning_shardckpt.state.documents import FROZEN
 
@@ -125,7 +126,7 @@ def detect_format(path: str) -> str | None:
 
     Raises:
         CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
-        FormatError: naming the candidates, if several formats match.
+        FormatError: naming the candidates, if several formats match; if Git LFS did not fetch the file.
     """
     name = os.path.basename(path)
     if (name in _PARTS or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
@@ -142,4 +143,7 @@ def detect_format(path: str) -> str | None:
         remedy = "Move one elsewhere"
         remedy += ", or give the path of its index file" if indexes(path) else ""
         raise FormatError(f"{path!r} is {listed} at once, so the format is ambiguous. {remedy}.")
+    if matching == [DCP] and (directory := find_dcp_directory(path)) is not None:
+        with open(os.path.join(directory, DCP_NAME), "rb") as file:
+            refuse_lfs_pointer(file.read(64), f"{path!r}, file {DCP_NAME}")
     return matching[0] if matching else None

@@ -23,7 +23,7 @@ from lightning_shardckpt.format.safetensors_header import (
     read_header,
     starts_of,
 )
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
 from lightning_shardckpt.sources.source import ReadTarget, fetch_into
 from lightning_shardckpt.state.dtensor_layout import this_rank
 from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
@@ -63,6 +63,9 @@ def _header(reader: Reader, name: str, where: str) -> bytes:
     except HeaderLengthError as error:
         if error.length <= MAX_HEADER_BYTES:
             raise CorruptionError(f"{where}: {error}; was it cut off?") from None
+        start = bytearray(min(reader.size(name), 64))
+        reader.read_into(name, 0, memoryview(start))
+        refuse_lfs_pointer(start, where)
         raise FormatError(
             f"{where}: not a safetensors file: its header would have {error.length} bytes, more than {MAX_HEADER_BYTES}"
         ) from None

@@ -15,7 +15,7 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
 from lightning_shardckpt.sources.foreign_source import (
     ForeignBox,
     ForeignSource,
@@ -141,6 +141,8 @@ def _map_file(path: str, weights_only: bool) -> Any:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except RuntimeError as error:
         if "mmap can only be used" in str(error):
+            with open(path, "rb") as file:
+                refuse_lfs_pointer(file.read(64), repr(path))
             raise FormatError(
                 f"{path!r} is not a file that torch can map into memory: it is from torch before 1.6, or not a file of "
                 f"torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"

@@ -17,7 +17,7 @@ from lightning_shardckpt.format.safetensors_header import (
     read_header,
     save_id_of,
 )
-from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 
@@ -199,7 +199,13 @@ class Checkpoint:
         except FormatError as error:
             raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:
+            self._refuse_pointer(info.name, size)
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
+
+    def _refuse_pointer(self, name: str, size: int) -> None:
+        start = bytearray(min(size, 64))
+        self._read_into(name, 0, memoryview(start))
+        refuse_lfs_pointer(start, self._where(name))
 
     def _check_save_id(self, save_id: str, name: str) -> None:
         if save_id != self.root.save_id:

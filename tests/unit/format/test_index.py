@@ -216,7 +216,7 @@ def test_an_edited_rank_index_is_refused(path: str, new: Any, words: str) -> Non
 
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"checksum":"0"}', b"[]", b"\x80\x04K\x01."])
 def test_what_is_no_root_index_is_refused(text: bytes) -> None:
-    with pytest.raises(FormatError, match="file x: not a root index"):
+    with pytest.raises(CorruptionError, match="file x: the root index is damaged"):
         root_from_json(text, "file x")
 
 
