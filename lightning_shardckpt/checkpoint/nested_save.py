@@ -22,6 +22,7 @@ from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.state_dicts import with_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 
@@ -86,7 +87,10 @@ class NestedSave:
         check_loaded([*objects.modules.values(), *objects.optimizers.values()])
         names = names_for(objects, prefix=self._prefix)
         module = objects.root if objects.modules else None
-        described = snapshot(checkpoint_of(self._state, objects, names), module)
+        checkpoint = checkpoint_of(self._state, objects, names)
+        if not objects.modules:
+            checkpoint = with_state_dicts(checkpoint, self._state)
+        described = snapshot(checkpoint, module)
         _check_members(described, self._group)
         if module is not None and self._group.ranks.rank == 0 and not self._prefix:
             document, notes = self._group.hugging_face.document(module)

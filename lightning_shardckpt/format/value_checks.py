@@ -94,7 +94,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def refuse_lfs_pointer(start: bytes, where: str) -> None:
+def refuse_lfs_pointer(start: bytes | bytearray, where: str) -> None:
     """Refuse the text that Git keeps in place of a large file.
 
     Args:

@@ -108,6 +108,34 @@ def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str |
     return rest | {KEYS: {"modules": modules, "optimizers": [key_of(path) for path in split.optimizers]}}
 
 
+def with_state_dicts(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict with state dicts of modules stored as the modules would be.
+
+    So a module loads what was saved from its state dict, and the reverse. The state may be a state dict itself. A
+    single dict of tensors counts, too, since filters copy a state dict to a plain dict. If the state has no optimizers,
+    state dicts of optimizers are stored as these would be. Without state dicts of modules, returns the dict unchanged.
+
+    Args:
+        checkpoint: of a nested dict without modules, see ``nested_dict.checkpoint_of``.
+        state: the nested dict.
+    """
+    if _is_module_state(state):
+        return {"state_dict": state, KEYS: {"modules": {"": ""}, "optimizers": []}}
+    modules: dict[Path, Mapping[str, Any]] = {(k,): value for k, value in state.items() if _is_module_state(value)}
+    modules = modules or {(key,): value for key, value in state.items() if is_weights(value)}
+    if not modules or (len(modules) > 1 and not any(map(_is_module_state, modules.values()))):
+        return checkpoint
+    prefixes, keys = prefixes_of(modules), dict(checkpoint[KEYS])
+    optimizers = {} if keys["optimizers"] else {k: v for k, v in state.items() if is_optimizer_state(v)}
+    rest = {key: value for key, value in checkpoint.items() if (key,) not in modules and key not in optimizers}
+    rest["state_dict"] = join_states({prefixes[path]: value for path, value in modules.items()})
+    keys["modules"] = {key_of(path): prefix for path, prefix in prefixes.items()}
+    if optimizers:
+        rest["optimizer_states"] = list(optimizers.values())
+        keys["optimizers"] = list(optimizers)
+    return rest | {KEYS: keys}
+
+
 class _StateDicts:
     """The state dicts in a nested dict, by path; ``split_off`` collects them and returns the rest."""
 
@@ -207,7 +235,10 @@ def has_places(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def insert(state: Any, key: str, value: Any) -> None:
-    """Insert a value into a nested dict at a key of ``key_of``; creates missing dicts."""
+    """Insert a value into a nested dict at a key of ``key_of``, or a dict into it at ""; creates missing dicts."""
+    if not key:
+        state.update(value)
+        return
     *parents, last = key.split("/")
     for parent in parents:
         state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})

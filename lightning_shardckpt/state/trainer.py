@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ def snapshot(
     documents: dict[str, Any] = {"trainer": tree, "rank": encode_small(rank_state, "rank_state")}
     if "state_dict" in checkpoint:
         leaves["model"], documents["model"] = model_leaves(checkpoint["state_dict"], module, whole)
+        if module is None:  # buffers are not known
+            statistics = frozenset(key for key in leaves["model"].tensors if _is_statistic(key))
+            leaves["model"] = replace(leaves["model"], pinned=statistics)
         documents["versions"] = versions_of(checkpoint["state_dict"], encode_small)
         if adapters_only and module is not None:
             frozen = frozen_base_parameters(module, checkpoint.get("optimizer_states", ()))
@@ -86,7 +90,12 @@ def _must_be_replicated(key: str) -> bool:
 
     False for callbacks, whose metrics may come from a rank's own batches, and for running statistics of norms.
     """
-    return key.partition("/")[0] not in _LIGHTNINGS and key.replace("/", ".").rpartition(".")[2] not in _STATISTICS
+    return key.partition("/")[0] not in _LIGHTNINGS and not _is_statistic(key.replace("/", "."))
+
+
+def _is_statistic(name: str) -> bool:
+    """Return whether a name is that of running statistics of a norm, which each rank may have of its own."""
+    return name.rpartition(".")[2] in _STATISTICS
 
 
 def _is_trainer_state(key: str, value: Any) -> bool:

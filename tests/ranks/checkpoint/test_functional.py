@@ -765,3 +765,18 @@ def save_and_load_without_elements(path: str) -> None:
 
 def test_tensors_without_elements_are_saved_and_loaded_wherever_they_are(tmp_path: Path) -> None:
     run_ranks(2, save_and_load_without_elements, str(tmp_path / "a"))
+
+
+def save_state_dict_of_own_statistics(path: str) -> list[float]:
+    """Batch norm keeps statistics of a rank's own batches: those of rank 0 are saved, as of a module."""
+    module, twin = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    module(torch.full((2, 2), float(1 + torch.distributed.get_rank())))
+    save(path, {"model": module.state_dict()})
+    load(path, {"model": twin})
+    return twin.running_mean.tolist()
+
+
+def test_a_state_dict_has_the_statistics_of_rank_zero(tmp_path: Path) -> None:
+    rank_zero = nn.BatchNorm1d(2)
+    rank_zero(torch.ones(2, 2))
+    assert run_ranks(2, save_state_dict_of_own_statistics, str(tmp_path / "a")) == [rank_zero.running_mean.tolist()] * 2

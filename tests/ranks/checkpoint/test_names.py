@@ -312,7 +312,7 @@ SAVED: dict[str, Any] = {
     "a file": lambda path, state: torch.save(as_dicts(state), path),
 }
 INTO = [into_objects, into_dicts, into_one_dict]
-AS_VALUES = ("state dicts", "plain dicts", "a module and a dict")  # load into such alone
+AS_VALUES = ("plain dicts", "a module and a dict")  # load into such alone: of no module, or beside one
 
 
 def dicts_and_objects(folder: str) -> None:
@@ -396,20 +396,22 @@ def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) ->
 
 
 def state_dicts_for_lightning(folder: str) -> None:
-    path = f"{folder}/dicts"
-    save(path, as_dicts(tied("wte", 1)))
-    with pytest.raises(KeyError, match=r"'model', 'optimizer' there are state dicts"):
-        load_from_checkpoint(Tied, path)
-    whole_state = f"{folder}/whole state"
-    save(whole_state, tied("wte", 1)["model"].state_dict())
-    for options, resumed, place in (
-        ({}, path, r"state dicts as \['model'\]"),
-        ({"pretrained": path}, None, r"state dicts as \['model'\]"),
-        ({"pretrained": whole_state}, None, "a state dict as the whole state"),
-    ):
-        with pytest.raises(MismatchError, match=f"has no model, but {place}"):
+    state = tied("wte", 1)
+    weights = whole(state["model"].state_dict())
+    paths = {name: f"{folder}/{name}" for name in ("dicts", "filtered", "whole state", "several")}
+    save(paths["dicts"], as_dicts(state))
+    save(paths["filtered"], {"model": dict(weights), "step": 2})
+    save(paths["whole state"], state["model"].state_dict())
+    for name in ("dicts", "filtered", "whole state"):
+        assert differing(whole(load_from_checkpoint(Tied, paths[name]).state_dict()), weights) == [], name
+        trainer = tiny.trainer({"pretrained": paths[name]}, max_steps=0)
+        trainer.fit(module := Tied(), tiny.loader())
+        assert differing(whole(module.state_dict()), weights) == [], name
+    save(paths["several"], {"model": dict(weights), "average": dict(weights)})
+    for options, resumed in (({}, paths["several"]), ({"pretrained": paths["several"]}, None)):
+        with pytest.raises(MismatchError, match=r"has no model, but state dicts as \['model', 'average'\]"):
             tiny.trainer(options, max_steps=1).fit(Tied(), tiny.loader(), ckpt_path=resumed)
 
 
-def test_lightning_refuses_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
+def test_lightning_loads_weights_that_were_saved_as_a_state_dict(tmp_path: Path) -> None:
     run_ranks(1, state_dicts_for_lightning, str(tmp_path), init_process_group=False)
