@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,12 +36,13 @@ from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, di
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.router import check_local, file_path, is_url
-from lightning_shardckpt.system.text import list_some, progress
+from lightning_shardckpt.system.text import list_some, progress, size_text
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 
 _log = logging.getLogger(__name__)
+_SAFETENSORS, _TORCH_SUFFIXES = ".safetensors", (".pt", ".pth", ".ckpt", ".bin")
 _LOCATION_OPTIONS = ("checkpoint_folder", "output_file", "storage_options")
 
 
@@ -48,7 +50,7 @@ def consolidate(
     checkpoint_folder: str | os.PathLike[str],
     output_file: str | os.PathLike[str] | None = None,
     *,
-    format: Format = "torch",
+    format: Format | None = None,
     split: Split | None = None,
     size_per_shard: float | None = None,
     optimizer: bool | None = None,
@@ -75,7 +77,7 @@ def consolidate(
         format: "torch", a file for ``torch.load``; "safetensors", whole tensors of the model and, optionally, the
             optimizers; "huggingface", a directory for ``from_pretrained``, if the saved module contains a model of
             transformers; "peft", a directory for ``PeftModel.from_pretrained`` with the adapters only (see
-            ``export_adapters``).
+            ``export_adapters``). By default "safetensors" if ``output_file`` ends in ``.safetensors``, else "torch".
         split: "one_file", "one_file_per_tensor" or "chunks" (several files with an index). By default "chunks" for
             transformers, which is one file if all tensors fit, else "one_file".
         size_per_shard: maximum size of a chunk in MB (2^20 bytes), 5,000 by default; a larger tensor gets its own file.
@@ -104,7 +106,7 @@ def consolidate(
         CorruptionError: naming file, tensor and rank of corrupted data.
     """
     options = Options(
-        format=format,
+        format=format_of(output_file, format),
         split=split,
         size_per_shard=size_per_shard,
         optimizer=optimizer,
@@ -124,6 +126,22 @@ def consolidate(
         if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
             error.add_note("If all ranks call this, let one of them: it needs no other rank.")
         raise
+
+
+def format_of(output_file: str | os.PathLike[str] | None, format: Format | None) -> Format:
+    """Return the format of an export: the given one, or that of the suffix of its path.
+
+    Raises:
+        ValueError: if the suffix belongs to another format than the given one, so that no program would read the file.
+    """
+    suffix = "" if output_file is None else os.path.splitext(os.fspath(output_file))[1]
+    if format is None:
+        return "safetensors" if suffix == _SAFETENSORS else "torch"
+    if (format == "torch" and suffix == _SAFETENSORS) or (format != "torch" and suffix in _TORCH_SUFFIXES):
+        raise ValueError(
+            f"a path that ends in {suffix} is not one of format {format!r}: choose another name, or leave out format"
+        )
+    return format
 
 
 def _write(
@@ -250,11 +268,30 @@ def run_command(arguments: Namespace) -> int:
     """Run the tool with parsed arguments, and return the exit status. Invalid options raise SystemExit."""
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
+        format = format_of(given.get("output_file"), given.get("format"))
         Options(**{name: value for name, value in given.items() if name not in _LOCATION_OPTIONS})
     except ValueError as error:
         command_parser().error(str(error))
-    consolidate(**given)
+    begin = time.monotonic()
+    path = consolidate(**given)
+    print(_describe_output(path, format, time.monotonic() - begin))  # noqa: T201  # the output of a command
     return 0
+
+
+def _describe_output(path: Path, format: Format, seconds: float) -> str:
+    """Return a sentence with the path, format and size of an export, the time that it took, and how to load it."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    written = size_text(sum(file.stat().st_size for file in files))
+    quoted = repr(str(path))
+    kind, remedy = {
+        "torch": ("one file for torch.load", f'torch.load({quoted})["state_dict"], or fit(ckpt_path={quoted})'),
+        "safetensors": ("safetensors", f"safetensors.torch.load_file({quoted})"),
+        "huggingface": ("a model for transformers", f"AutoModel.from_pretrained({quoted})"),
+        "peft": ("adapters for PEFT", f"PeftModel.from_pretrained(model, {quoted})"),
+    }[format]
+    if format == "safetensors" and path.is_dir():
+        remedy = "safetensors.torch.load_file for each file in it"
+    return f"{path}: {kind}, {written} in {seconds:.1f} s. Load it by {remedy}."
 
 
 def command_parser() -> ArgumentParser:
@@ -269,7 +306,7 @@ def command_parser() -> ArgumentParser:
     add("--output_file", type=str, help=f"file or directory, must not exist yet; {default}")
     add("--overwrite", action="store_true", help="replace the output of an earlier run, atomically")
     formats = "for torch.load; whole tensors; a directory for transformers' from_pretrained, or PEFT's, of adapters"
-    add("--format", type=Format, default="torch", help=formats)
+    add("--format", type=Format | None, help=f"{formats}; by default torch, or safetensors by the suffix of the output")
     add("--split", type=Split | None, help="of safetensors; chunks have an index; huggingface: chunks, else one_file")
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     add("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")

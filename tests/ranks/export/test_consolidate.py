@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
@@ -32,6 +34,7 @@ from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from tests.support import tiny, zoo
 from tests.support.pool import ROOT, run_ranks
@@ -205,9 +208,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_command_writes_next_to_the_folder_and_says_nothing(copy: Path) -> None:
+def test_the_command_writes_next_to_the_folder_and_says_what(copy: Path) -> None:
     done = run(str(copy) + "/")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    path = f"{copy}.consolidated"
+    size = re.escape(size_text(os.path.getsize(path)))
+    start = rf"{re.escape(path)}: one file for torch\.load, {size} in \d+\.\d s\."
+    said = re.fullmatch(rf"{start} Load it by (torch\.load\(.*?\)).*\n", done.stdout)
+    assert said is not None
+    assert "state_dict" in eval(said[1], {"torch": torch})
     assert (copy.parent / "zoo.ckpt.consolidated").is_file()
     assert sorted(p.name for p in copy.parent.iterdir()) == ["zoo.ckpt", "zoo.ckpt.consolidated"]
 
@@ -216,6 +225,27 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["consolidate"], ["consolidate", "a", "--format", "b"], [], ["other"]):
         assert main(arguments) == 2
     assert "usage: python -m lightning_shardckpt" in capsys.readouterr().err
+
+
+def test_the_suffix_of_the_output_chooses_the_format(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = copy.parent / "a.safetensors", copy.parent / "chunks"
+    assert main(["consolidate", str(copy), "--output_file", str(file), "--exclude", "*complex128*"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{file}: safetensors, {size_text(file.stat().st_size)} in ")
+    expected = torch.load(consolidate(copy, exclude="*complex128*"))["state_dict"]
+    found = load_file(file)
+    assert found.keys() <= expected.keys() and all(same_bits(found[name], expected[name]) for name in found)
+    arguments = ["--format", "safetensors", "--split", "chunks", "--exclude", "*complex128*"]
+    assert main(["consolidate", str(copy), "--output_file", str(folder), *arguments]) == 0
+    total = sum(one.stat().st_size for one in folder.iterdir())
+    assert f"{folder}: safetensors, {size_text(total)} in " in capsys.readouterr().out
+    for name, format in (("b.safetensors", "torch"), ("b.pt", "safetensors"), ("b.ckpt", "huggingface")):
+        output = str(copy.parent / name)
+        assert main(["consolidate", str(copy), "--output_file", output, "--format", format]) == 2
+        assert f"ends in {Path(name).suffix} is not one of format '{format}'" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="choose another name"):
+            consolidate(copy, output, format=format)  # type: ignore[arg-type]
+        assert not os.path.exists(output)
 
 
 def _file_inside(copy: Path) -> Path:
