@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -46,6 +49,8 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, vi
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
+from lightning_shardckpt.storage.router import is_url
+from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.transfer.writer import write_component
 
 
@@ -140,7 +145,8 @@ class SaveJob:
         ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
         draft = self._storage.draft(self.path, save_id)
-        draft.begin()
+        with disk_errors(self.path):
+            draft.begin()
         self._draft = draft  # set only after begin: if that fails, there is nothing to discard
         return {"save_id": save_id, "groups": ranges, "tables": ""}
 
@@ -208,6 +214,10 @@ class SaveJob:
         Runs on every rank.
         """
         content = self._content = self._content or self._live_content(agreed)
+        with disk_errors(self.path, sum(file.nbytes for files in content.plan.files.values() for file in files)):
+            return self._write(content)
+
+    def _write(self, content: Content) -> WriteReport:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
@@ -309,6 +319,30 @@ def _pin(snapshot: Snapshot) -> Snapshot:
         if name != "trainer"
     }
     return replace(snapshot, leaves={**snapshot.leaves, **pinned})
+
+
+@contextmanager
+def disk_errors(path: str, nbytes: int = 0) -> Iterator[None]:
+    """Add the directory, the space and the remedy to errors of a full or read-only file system.
+
+    Args:
+        path: of the checkpoint.
+        nbytes: the size of the files that are written inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or is_url(path):
+            raise
+        directory = next(str(parent) for parent in Path(path).absolute().parents if parent.is_dir())
+        if error.errno == errno.EROFS:
+            problem = f"the file system of {directory!r} is read-only: save to another directory"
+        else:
+            needed = f"{size_text(nbytes)} are needed by this rank, " if nbytes else ""
+            free = size_text(shutil.disk_usage(directory).free)
+            problem = f"no space left for {path!r}: {needed}{free} are free in {directory!r}, or a quota is reached"
+            problem += ". Delete what is not needed there, or save to another directory"
+        raise OSError(error.errno, f"{problem} ({error})") from error
 
 
 @cache

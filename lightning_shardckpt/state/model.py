@@ -103,9 +103,14 @@ def model_leaves(
             tensors[key] = value
             continue
         sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
-        if sparse or is_lazy(value):
-            kind = type(value).__name__ if is_lazy(value) else f"{'nested' if value.is_nested else value.layout} tensor"
-            raise StateError(f"model/{key}: a {kind} cannot be stored; only dense tensors that have a shape")
+        if is_lazy(value):
+            raise StateError(
+                f"model/{key}: the lazy module has not seen a batch yet, so its {type(value).__name__} has no shape: "
+                "call the module with one first"
+            )
+        if sparse:
+            kind = "nested" if value.is_nested else value.layout
+            raise StateError(f"model/{key}: a {kind} tensor cannot be stored; only dense tensors can")
         if is_value(key, value):
             other[key] = encode_small(value, f"state_dict/{key}")
         else:

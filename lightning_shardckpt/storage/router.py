@@ -120,7 +120,13 @@ class StorageRouter:
         return CachedReader(reader, self._cache, self._tuning) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
-        """Return a draft of a checkpoint that will appear at ``path``."""
+        """Return a draft of a checkpoint that will appear at ``path``.
+
+        Raises:
+            ValueError: as ``backend`` does, and for a URL of the web, where nothing can be written.
+        """
+        if path.startswith(("http://", "https://")):
+            raise ValueError(f"{path!r} can be read, but not written: save to a path or to an object store")
         return self.backend(path).draft(path, save_id)
 
     def remove(self, path: str) -> list[str]:

@@ -376,7 +376,7 @@ def optimizer_with(state: Callable[[Tensor], State]) -> State:
         ({"what": object()}, "what: builtins.object"),
         ({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a.b": nn.Linear(1, 1)}, "both have 'a.b.weight'"),
         ({"a/0": nn.Linear(1, 1), "a": [nn.Linear(1, 1)]}, "'a/0', 'a/0'] have the same key"),
-        ({"lazy": nn.LazyLinear(1)}, "model/weight: a UninitializedParameter cannot be stored"),
+        ({"lazy": nn.LazyLinear(1)}, "model/weight: the lazy module has not seen a batch yet, so its Unin"),
         ({"sparse": sparse_buffer()}, "model/b: a torch.sparse_coo tensor cannot be stored"),
         (optimizer_with(lambda p: {"all": {"k": 1}}), "Lone has state under 'all', which is not a parameter"),
         (optimizer_with(lambda p: {p: torch.ones(3)}), "not a dict with string keys"),
