@@ -7,12 +7,13 @@ Each is a ``Ranks.step``: a failure on one rank reaches all ranks before the nex
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differing
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import CorruptionError, ShardCkptError
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget
@@ -35,6 +37,8 @@ from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.threads import signals_deferred
+
+_T = TypeVar("_T")
 
 
 def _ignore(nbytes: int) -> None:
@@ -183,7 +187,8 @@ def load(
     """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
-    memory, and verifies it on the way. All differences are collected before any live object changes.
+    memory, and verifies it on the way. All differences are collected before any live object changes. If an object store
+    no longer has the files, since another save replaced the checkpoint, all ranks start again on the new one, once.
 
     Args:
         path: the checkpoint or file, or a URL.
@@ -202,7 +207,31 @@ def load(
         CheckpointNotFoundError: if there is no complete checkpoint.
         MismatchError: listing all differences.
         CorruptionError: naming file, tensor and rank; some live tensors have changed.
+        OSError: with ``errno.ESTALE``, if the checkpoint was replaced twice, or during a load of a part of the state.
     """
+    load_once = partial(_load, path, live, ranks, options, filling, pick_rank or (lambda _: ranks.rank), storage)
+    return restarted_if_replaced(load_once)
+
+
+def restarted_if_replaced(read: Callable[[], _T]) -> _T:
+    """Return the result of ``read``, which runs again, once, if the checkpoint was replaced while it ran."""
+    try:
+        return read()
+    except OSError as error:
+        if error.errno != errno.ESTALE or isinstance(error, ShardCkptError):
+            raise
+        return read()
+
+
+def _load(
+    path: str,
+    live: LoadState,
+    ranks: Ranks,
+    options: LoadOptions,
+    filling: Filling,
+    pick_rank: Callable[[Any], int],
+    storage: Storage,
+) -> LoadResult:
     name = f"checkpoint {path!r}"
     verify, safe, tuning = options.verify, options.weights_only, options.tuning
     opening = open_on_ranks(
@@ -210,13 +239,18 @@ def load(
     )
     with gc_paused(), opening as source:
         live.join(ranks)
-        job = LoadJob(source, live, options.strict, pick_rank or (lambda _: ranks.rank))
+        job = LoadJob(source, live, options.strict, pick_rank)
         decision = ranks.step(f"comparing {name} with the model", job.match, job.decide)
         job.take(decision)
         if decision["joined"]:  # pipeline stages, and optimizer state by number
             ranks.step(f"planning to load {name}", partial(job.take_numbers, decision), _nothing)
         with filling(decision["is_full"]):
-            ranks.step(f"reading {name}", job.fill, _nothing)
+            try:
+                ranks.step(f"reading {name}", job.fill, _nothing)
+            except OSError as error:
+                if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may leave a mix of two saves
+                    raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
+                raise
         return LoadResult(job.trainer, job.extra_state, job.notes, job.hooked, job.settings)
 
 
@@ -241,6 +275,11 @@ def load_full(
         CheckpointNotFoundError: if there is no complete checkpoint.
         CorruptionError: naming file, tensor and rank.
     """
+    read = partial(_load_full, path, optimizers=optimizers, verify=verify, weights_only=weights_only, storage=storage)
+    return restarted_if_replaced(read)
+
+
+def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool, storage: Storage) -> dict[str, Any]:
     ranks = Ranks.alone()
     with open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=weights_only) as source:
 

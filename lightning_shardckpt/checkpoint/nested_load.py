@@ -146,6 +146,8 @@ class NestedLoad:
         """Return a source of the requested state under the live names, and a line for each difference."""
         if isinstance(source, TorchFileSource):
             source = source.with_all_modules()
+        self.missing.clear()  # of an earlier start of this load
+        self._fillable.clear()
         trainer = blank_trainer(source)
         keys = check_keys(trainer.get(KEYS), source.path)
         objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []

@@ -227,7 +227,7 @@ class ObjectStore:
             return None
 
     def names(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the objects below ``folder`` by their names relative to it."""
+        """Return the sizes of the objects below ``folder`` by their names relative to it; no markers of folders."""
 
         def look() -> dict[str, int]:
             try:
@@ -235,9 +235,9 @@ class ObjectStore:
             except FileNotFoundError:
                 return {}
             start = folder.rstrip("/") + "/"
-            return {
-                key.removeprefix(start): int(info["size"] or 0) for key, info in infos.items() if key.startswith(start)
-            }
+            sizes = {key: int(info["size"] or 0) for key, info in infos.items() if key.startswith(start)}
+            # consoles mark a folder by an empty object whose name ends with a slash
+            return {key.removeprefix(start): size for key, size in sizes.items() if size or not key.endswith("/")}
 
         self.fs.invalidate_cache()
         return self._retry(f"listing {self.url(folder)}", look)

@@ -5,10 +5,12 @@ The root index records the prefix, so that a copy of the objects in a directory 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, read_prefix
@@ -161,7 +163,8 @@ class RemoteReader:
         with self._lock:
             size = self._sizes.get(name)
         if size is None:
-            size = self._objects.stat(f"{self._folder}/{name}").size
+            with self._replacement_named():
+                size = self._objects.stat(f"{self._folder}/{name}").size
             with self._lock:
                 self._sizes[name] = size
         return size
@@ -176,7 +179,25 @@ class RemoteReader:
         if stop <= len(start):
             target[:] = start[offset:stop]
         else:
-            target[:] = self._objects.read(f"{self._folder}/{name}", offset, stop)
+            with self._replacement_named():
+                target[:] = self._objects.read(f"{self._folder}/{name}", offset, stop)
+
+    @contextmanager
+    def _replacement_named(self) -> Iterator[None]:
+        """Raise an OSError with ``errno.ESTALE`` for a missing file if the root index is no longer the one in memory.
+
+        A save that replaces a checkpoint deletes its files. A checkpoint that merely lacks a file keeps its root index.
+        """
+        try:
+            yield
+        except FileNotFoundError:
+            root, now = f"{self._folder}/{ROOT_NAME}", b""
+            with suppress(FileNotFoundError):
+                now = self._objects.read(root, 0, self._objects.stat(root).size)
+            if now == self._root:
+                raise
+            url = self._objects.url(self._folder)
+            raise OSError(errno.ESTALE, f"{url} was replaced or deleted while it was read: open it again") from None
 
     def _read_start(self, name: str, size: int, *, is_length: bool) -> bytes:
         """Return the cached start of a file. If ``is_length``, read it first.
@@ -184,7 +205,8 @@ class RemoteReader:
         A reader of the header's length reads the header next, which then usually needs no request of its own.
         """
         if is_length:
-            start = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
+            with self._replacement_named():
+                start = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
             with self._lock:
                 self._starts[name] = start
         with self._lock:
