@@ -17,6 +17,8 @@ Bytes = bytes | memoryview
 class Reader(Protocol):
     """A checkpoint opened for reading.
 
+    If another checkpoint has replaced it at its path, a file that is gone is an OSError with ``errno.ESTALE``.
+
     If ``high_latency``, each call is slow however little it reads: callers read in parallel, and nothing twice.
     """
 

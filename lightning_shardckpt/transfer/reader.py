@@ -190,8 +190,6 @@ class Checkpoint:
     def _check_size(self, info: FileInfo) -> None:
         try:
             size = self.reader.size(info.name)
-        except CheckpointNotFoundError:  # it was replaced
-            raise
         except FileNotFoundError:
             hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
             hint = "" if self.reader.high_latency else hint
@@ -216,8 +214,6 @@ class Checkpoint:
     def _read(self, name: str) -> bytes:
         try:
             return read_all(self.reader, name)
-        except CheckpointNotFoundError:  # it was replaced
-            raise
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"{self.path!r} is not a complete checkpoint: it has no {name}") from None
         except EOFError as error:
@@ -228,8 +224,6 @@ class Checkpoint:
     def _read_into(self, name: str, offset: int, target: memoryview) -> None:
         try:
             self.reader.read_into(name, offset, target)
-        except CheckpointNotFoundError:  # it was replaced
-            raise
         except (EOFError, FileNotFoundError) as error:
             raise CorruptionError(f"{self._where(name)}: {error}") from None
 

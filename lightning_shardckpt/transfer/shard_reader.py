@@ -14,7 +14,7 @@ from typing import Protocol
 import xxhash
 
 from lightning_shardckpt.distributed.liveness import cores_per_rank
-from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
+from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.checksum import DIGITS, checksum_blocks, slice_checksums
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
 from lightning_shardckpt.storage.local.posix import errors_with_path
@@ -193,8 +193,6 @@ def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> N
     """Fill ``target`` with a file's bytes from ``offset`` on, without verification."""
     try:
         files.reader.read_into(file, offset, target)
-    except CheckpointNotFoundError:  # it was replaced
-        raise
     except (EOFError, FileNotFoundError) as error:
         raise CorruptionError(f"checkpoint {files.path!r}, file {file}: {error}") from None
 

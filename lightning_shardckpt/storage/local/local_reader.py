@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local.posix import add_path, errors_with_path
 
@@ -96,9 +97,8 @@ class LocalReader:
                 file = self._open(name) if shared is None else shared
         except FileNotFoundError:
             if self._is_replaced():
-                raise CheckpointNotFoundError(
-                    f"the checkpoint at {self._path!r} was replaced or deleted while it was read: load again"
-                ) from None
+                text = f"the checkpoint at {self._path!r} was replaced or deleted while it was read: load again"
+                raise OSError(errno.ESTALE, text) from None
             raise
         if len(self._files) >= OPEN_FILES:
             with self._lock:

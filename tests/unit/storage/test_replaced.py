@@ -1,9 +1,10 @@
-"""A checkpoint in a store that is replaced while it is read. Oracle: the values of the two saves, never a mix."""
+"""A checkpoint that is replaced while it is read. Oracle: the values of the two saves, never a mix."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,25 @@ def test_without_a_state_all_is_of_the_new_checkpoint(s3: Bucket, proxy: Proxy) 
     proxy.harm = Replacing(s3, "model-dist-00000-shard-00002", 2.0)
     found = lightning_shardckpt.load(s3.url("last"), storage_options=Bucket(s3.name, proxy.port).options)
     assert {number for tensor in found["model"].values() for number in tensor.unique().tolist()} == {2.0}
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["renamed", "filled in place"])
+def test_a_load_from_a_disk_starts_again_too(prepared: bool, tmp_path: Path) -> None:
+    """The mapping is called when the checkpoint is open and compared, and before a tensor is read."""
+    path = tmp_path / "last"
+    if prepared:
+        path.mkdir()
+    values = iter((1.0, 2.0))
+
+    def replace(name: str) -> str:
+        for value in values:
+            lightning_shardckpt.save(path, state_of(value), overwrite=True, size_per_shard=0.1)
+        return name
+
+    lightning_shardckpt.save(path, state_of(next(values)), overwrite=True, size_per_shard=0.1)
+    state = state_of(0.0)
+    lightning_shardckpt.load(path, state, key_mapping=replace)
+    assert values_of(state) == {2.0}
 
 
 @pytest.mark.parametrize("marker", ["last/", "last/folder/", "last_$folder$"])
