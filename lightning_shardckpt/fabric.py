@@ -127,6 +127,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def _configure_launcher(self) -> None:
+        self._choose_environment()
         assert self.cluster_environment is not None
         is_alone = self.num_processes * self._num_nodes == 1  # a notebook, say
         if not is_alone and not self.cluster_environment.creates_processes_externally:

@@ -159,6 +159,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
 
     @override
     def _configure_launcher(self) -> None:
+        self._choose_environment()
         assert self.cluster_environment is not None
         self._launcher = ResolvingLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, join=self._meet
@@ -180,7 +181,8 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def _meet(self) -> Ranks:
         """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
         assert self.accelerator is not None
-        if self._meshes is None:
+        if not self._has_group:
+            self._meshes = None
             self.accelerator.setup_device(self.root_device)
             self._setup_distributed()
         self._ranks = self._new_ranks()

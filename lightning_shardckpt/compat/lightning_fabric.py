@@ -6,7 +6,6 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -71,9 +71,11 @@ def init_process_group(
 ) -> str:
     """Create the default process group, unless it exists, and return its backend. Collective over the world.
 
+    A single process needs no store that others reach: it listens on no port, and sets no environment variable, which
+    the ranks of a program that it starts would use.
+
     Relies on ``_init_dist_connection``, which sets ``MASTER_ADDR`` and ``MASTER_PORT``, and on
-    ``_destroy_dist_connection``, which destroys NCCL's group at exit. A single process unsets both variables again,
-    since the ranks of a program that it starts would use the port, on which this process still listens.
+    ``_destroy_dist_connection``, which destroys NCCL's group at exit.
 
     Args:
         environment: has address, rank and world size.
@@ -84,16 +86,16 @@ def init_process_group(
     chosen: str = backend or dist.get_default_backend_for_device(device)
     if backend is None and chosen == "nccl":
         chosen = f"cpu:gloo,{device.type}:nccl"
-    bound = device if device.type != "cpu" else None
-    names = ("MASTER_ADDR", "MASTER_PORT") if environment.world_size() == 1 else ()
-    before = {name: os.environ.get(name) for name in names}
+    bound, timeout = device if device.type != "cpu" else None, timedelta(seconds=timeout_s)
     is_new = not dist.is_initialized()
-    _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s), device_id=bound)
+    if is_new and environment.world_size() == 1:
+        dist.init_process_group(
+            chosen, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
+        )
+    else:
+        _init_dist_connection(environment, chosen, timeout=timeout, device_id=bound)
     if is_new and chosen.endswith(":nccl"):
         atexit.register(_destroy_dist_connection)  # as Lightning does for "nccl"
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
     return chosen
 
 

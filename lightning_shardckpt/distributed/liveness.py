@@ -6,9 +6,14 @@ Liveness comes from Linux's /proc; without it, every process counts as alive.
 from __future__ import annotations
 
 import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_shardckpt.errors import RankError
+
+_PAUSE_S = 0.2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -80,3 +85,42 @@ def _stat(pid: int) -> tuple[str, str] | None:
         return None
     fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
     return fields[0], fields[19]
+
+
+# ── before there is a process group ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _python_parent() -> Process | None:
+    """Return the process that started this one, if it runs Python, as Lightning's launcher does."""
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    stat = _stat(os.getppid()) if b"python" in os.path.basename(command[0]) else None
+    return None if stat is None else Process(os.getppid(), stat[1])
+
+
+_PARENT = _python_parent()
+
+
+def wait_for_launcher(address: str, port: int, rank: int, timeout_s: float) -> None:
+    """Wait until rank 0 listens, in a process that its launcher has started; for ``timeout_s``, and in vain if need be.
+
+    torch's own wait does not notice that rank 0 has ended before it listened.
+
+    Raises:
+        RankError: if the process that started this one has ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    while _PARENT is not None and time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=_PAUSE_S).close()
+        except OSError:
+            if _PARENT.is_gone():
+                raise RankError(
+                    f"rank {rank} can't join the process group: the process that started it, pid {_PARENT.pid}, which "
+                    f"is rank 0 or the first rank of this host, is gone, and nobody listens at {address}:{port}"
+                ) from None
+            time.sleep(_PAUSE_S)
+        else:
+            return

@@ -10,20 +10,24 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.heartbeat import watch_world
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
+from lightning_shardckpt.distributed.liveness import wait_for_launcher
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
@@ -60,6 +64,27 @@ class AxisSizes:
         return resolve_topology(
             world_size, shard=self.shard, replicate=self.replicate, tensor=self.tensor, pipeline=self.pipeline
         )
+
+
+class OneProcess(LightningEnvironment):
+    """The environment of a process that is the only rank."""
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def teardown(self) -> None:
+        """Leave the variables of the environment, which are not those of this run."""
 
 
 class MeshStrategy(NamesCounterparts):
@@ -218,6 +243,7 @@ class MeshStrategy(NamesCounterparts):
         self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
         self._process_group_backend = process_group_backend
         self._meshes: Meshes | None = None
+        self._group: ref[dist.ProcessGroup] | None = None
         self._ranks = Ranks.alone()
         self._prepare()
 
@@ -284,14 +310,46 @@ class MeshStrategy(NamesCounterparts):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # a function attribute, unknown to mypy
 
+    def _choose_environment(self) -> None:
+        """Let a process that trains alone know nothing of the ranks among which a launcher may have started it.
+
+        A script may train on one device and then on several: the processes that are started for the latter run the
+        former, too.
+        """
+        if self.num_nodes * self.num_processes == 1 and type(self.cluster_environment) is LightningEnvironment:
+            self.cluster_environment = OneProcess()
+
+    @property
+    def _has_group(self) -> bool:
+        """True if the process group is that of this strategy's meshes."""
+        return self._meshes is not None and self._group is not None and self._group() is dist.group.WORLD
+
     def _setup_distributed(self) -> None:
-        """Initialize the process group, if there is none. Collective: every rank of the world must call it."""
+        """Initialize the process group, if there is none. Collective: every rank of the world must call it.
+
+        Raises:
+            TopologyError: if there is one of another size, with more than this process.
+        """
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        size = self.num_nodes * self.num_processes
+        if dist.is_initialized() and dist.get_world_size() != size:
+            if (found := dist.get_world_size()) > 1:
+                raise TopologyError(
+                    f"this Trainer or Fabric has {size} process(es), but the process group of this script has {found}: "
+                    "give all of them the same devices and num_nodes, or run them in scripts of their own, from a "
+                    "checkpoint"
+                )
+            dist.destroy_process_group()  # of an earlier run of this process alone
+        if not dist.is_initialized() and type(self.cluster_environment) is LightningEnvironment and self.global_rank:
+            environment = self.cluster_environment
+            wait_for_launcher(environment.main_address, environment.main_port, self.global_rank, self._timeout_s)
         self._process_group_backend = init_process_group(
             self.cluster_environment, self.root_device, backend=self._process_group_backend, timeout_s=self._timeout_s
         )
+        assert dist.group.WORLD is not None
+        self._group = ref(dist.group.WORLD)
         watch_world(self.tuning)
 
     def _new_meshes(self) -> Meshes:

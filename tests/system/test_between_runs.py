@@ -8,8 +8,11 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +27,8 @@ from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support import tiny
-from tests.support.pool import run_ranks
+from tests.support.pool import ROOT, run_ranks
+from tests.support.warm_python import Run, run_new
 
 TUNING = Tuning(heartbeat_s=0.2, exception_meeting_s=0.5)
 PIPELINE = {"pipeline_parallel_size": 2, "pipeline_layers": ["blocks.*"]}
@@ -219,3 +223,69 @@ def descriptors_after_runs() -> list[int]:
 def test_runs_leave_no_file_descriptors() -> None:
     for counts in run_ranks(2, descriptors_after_runs):
         assert counts[1:] == counts[:1] * 3
+
+
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import seed_everything
+from tests.support import tiny
+
+for number, devices in enumerate(map(int, sys.argv[1:])):
+    seed_everything(1)
+    module, trainer = tiny.TinyLM(), tiny.trainer({}, devices=devices, max_steps=2)
+    trainer.fit(module, tiny.loader(shuffle=False))
+    whole = {name: tiny.whole(value) for name, value in module.state_dict().items()}
+    torch.save(whole, f"{number}-of-{len(sys.argv) - 1}-rank-{trainer.global_rank}.pt")
+"""
+
+
+def train_in_a_script(python: Run, folder: Path, *devices: int) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    return python(["script.py", *map(str, devices)], env=os.environ | {"PYTHONPATH": str(ROOT)}, folder=folder)
+
+
+def test_a_script_may_train_on_one_device_and_then_on_two(tmp_path: Path, python: Run) -> None:
+    for devices in ((1, 2), (2,)):
+        done = train_in_a_script(python, tmp_path, *devices)
+        assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        after, alone = (torch.load(tmp_path / f"{name}-rank-{rank}.pt") for name in ("1-of-2", "0-of-1"))
+        assert tiny.differences(after, alone) == []
+
+
+def test_a_trainer_on_one_device_after_one_on_two_is_refused_at_once(tmp_path: Path, python: Run) -> None:
+    done = train_in_a_script(python, tmp_path, 2, 1)
+    assert done.returncode == 1
+    assert "has 1 process(es), but the process group of this script has 2: give all of them the same" in done.stderr
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+if "LOCAL_RANK" not in os.environ:  # rank 0, which starts rank 1 as Lightning does, and is killed
+    env = os.environ | {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+    subprocess.Popen([sys.executable, *sys.argv], env=env)
+    while not Path("joining").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+from tests.support import tiny
+
+trainer = tiny.trainer({}, devices=2)
+Path("joining").touch()
+try:
+    trainer.fit(tiny.TinyLM(), tiny.loader())
+except Exception as error:
+    Path("raised").write_text(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_launcher_is_killed_before_the_process_group_is_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LAUNCHER)
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        run_new(["script.py", str(closed.getsockname()[1])], env=env, folder=tmp_path, timeout_s=100)  # waits for both
+    assert (tmp_path / "raised").read_text().startswith("RankError: rank 1 can't join the process group: the process")
