@@ -325,12 +325,12 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         """
         import torch  # imported here, since names and shapes don't need it
 
-        from lightning_shardckpt.sources.source import ReadTarget, ShardedSource
+        from lightning_shardckpt.sources.source import ReadTarget, sharded_source
         from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
         if self._source is None:
             assert self._checkpoint is not None
-            self._source = ShardedSource(self._checkpoint, self._verify)
+            self._source = sharded_source(self._checkpoint, self._verify)
         if box.numel:
             self._source.checked_shape(component, key)
         target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), box=box)

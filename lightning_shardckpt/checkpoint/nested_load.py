@@ -26,7 +26,6 @@ from lightning_shardckpt.sources.match import fit_to
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
-from lightning_shardckpt.sources.torch_save import TorchFileSource
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
 from lightning_shardckpt.state.module_io import LoadHooks, find_copies, load_remaining, loaded_state_dict
@@ -144,8 +143,7 @@ class NestedLoad:
 
     def fit_source(self, source: Source) -> tuple[Source, list[str]]:
         """Return a source of the requested state under the live names, and a line for each difference."""
-        if isinstance(source, TorchFileSource):
-            source = source.with_all_modules()
+        source = source.all_modules() if source.all_modules is not None else source
         self.missing.clear()  # of an earlier start of this load
         self._fillable.clear()
         trainer = blank_trainer(source)

@@ -28,7 +28,8 @@ from lightning_shardckpt.sources.archived_tensors import (
 )
 from lightning_shardckpt.sources.dcp_metadata import DCPMetadata, KeyPath, parse_metadata
 from lightning_shardckpt.sources.detect import DCP_NAME, find_dcp_directory
-from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, ForeignTensors, foreign_source
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.optimizer import optimizer_leaves
@@ -164,7 +165,7 @@ _MAX_METADATA_BYTES = 1 << 29
 _MAX_SMALL_BYTES = 64 << 20  # of a tensor that is read as a value: a setting, or state without a parameter's shape
 
 
-def open_dcp(path: str, weights_only: bool = True) -> ForeignSource:
+def open_dcp(path: str, weights_only: bool = True) -> Source:
     """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
     directory = find_dcp_directory(path)
     if directory is None:
@@ -212,7 +213,7 @@ class _Directory:
         check_parts(reader, [*(chunk.part for chunk in archived.values()), *self._stored.values.values()])
         self._archives = ArchiveReader(path, reader, archived)
 
-    def source(self, meta: dict[str, Any] | None) -> ForeignSource:
+    def source(self, meta: dict[str, Any] | None) -> Source:
         """Return the checkpoint; ``meta`` is the content of ``meta.pt``."""
         layout = layout_of(self._stored.paths, self._stored.tensors, extended=meta is not None)
         model, documents = self._model(layout)
@@ -224,7 +225,7 @@ class _Directory:
         if not layout.optimizers and "lr_schedulers" in rest:  # of a Trainer whose optimizers had no state and groups
             documents["optimizer"] = {}
         tensors = ForeignTensors(self._path, self._archives, {"model": model, "optimizer": optimizer})
-        return ForeignSource(tensors, documents, rest)
+        return foreign_source(tensors, documents, rest)
 
     def _value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk and be small."""

@@ -24,10 +24,9 @@ from lightning_shardckpt.format.safetensors_header import (
     starts_of,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
-from lightning_shardckpt.sources.source import ReadTarget, fetch_into
-from lightning_shardckpt.state.dtensor_layout import this_rank
-from lightning_shardckpt.state.tensor_bytes import bytes_of, is_host_memory
+from lightning_shardckpt.sources.source import Source, StoredTensor, host_memory
 from lightning_shardckpt.storage.protocol import Reader
+from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
@@ -92,7 +91,7 @@ class ForeignTensor:
 
 
 class ForeignTensors:
-    """The tensors of a checkpoint of another format: implements ``StoredTensors`` and ``Files``.
+    """The tensors of a checkpoint of another format: implements ``TensorFiles``.
 
     Args:
         path: of the checkpoint, for messages.
@@ -104,6 +103,8 @@ class ForeignTensors:
         FormatError: if the boxes of a tensor do not tile it.
         CorruptionError: if a file is too short for a box, or missing.
     """
+
+    verify, tuning = False, TUNING  # there are no checksums to compare
 
     def __init__(
         self,
@@ -165,15 +166,22 @@ class ForeignTensors:
                 boxes.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
         return sorted(boxes, key=lambda stored: stored.place.begin)
 
-    def overlaps(self, component: str, key: str, wanted: tuple[Part, ...]) -> Iterator[tuple[Overlap, ShardEntry]]:
-        """Yield the overlaps of a tensor's boxes with the wanted parts, and the boxes' entries."""
-        tensor = self._readable(component, key)
+    def check(self, component: str, key: str) -> None:
+        """Raise a FormatError if torch lacks a tensor's dtype; the sizes of the files have been checked."""
+        self._readable(component, key)
+
+    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
+        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
+        tensor, shape, requests = self._readable(component, key), tuple(local.shape), list[Request]()
+        memory = host_memory(local)
         for one in tensor.boxes:
-            for want in wanted:
-                common = one.box.intersect(want.box)
+            for part in parts:
+                common = one.box.intersect(part.box)
                 if common is not None and common.numel:
-                    local = common.within(want.box).shift(want.at)
-                    yield Overlap(0, one.box, common, local), _entry(tensor, one)
+                    overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
+                    run = single_run(overlap, shape, DTYPE_BYTES[tensor.dtype])
+                    requests.append(Request(key, overlap, _entry(tensor, one), shape, run, memory))
+        return requests
 
 
 def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
@@ -191,55 +199,29 @@ def close_on_error(reader: Reader) -> Iterator[Reader]:
         raise
 
 
-class ForeignSource:
-    """A checkpoint of another format.
+def foreign_source(
+    tensors: ForeignTensors,
+    documents: Mapping[str, Any] | None = None,
+    rest: dict[str, Any] | None = None,
+    all_modules: Callable[[], Source] | None = None,
+) -> Source:
+    """Return a checkpoint of another format as a source.
 
     Args:
         tensors: by component and key, as in a checkpoint of this package; optimizer state as ``<n>/<FQN>/<state>``.
         documents: of "model" and "optimizer", from ``model_leaves`` and ``optimizer_leaves``.
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
+        all_modules: see ``Source``.
     """
-
-    def __init__(
-        self,
-        tensors: ForeignTensors,
-        documents: Mapping[str, Any] | None = None,
-        rest: dict[str, Any] | None = None,
-    ) -> None:
-        self.path, self.tensors = tensors.path, tensors
-        self._documents, self._rest = documents or {}, rest or {}
-
-    def close(self) -> None:
-        """Release the files."""
-        self.tensors.reader.close()
-
-    def components(self) -> Mapping[str, Component]:
-        """Return the tensors by component."""
-        return self.tensors.components
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return the JSON of "model" or "optimizer"; None for other roles."""
-        return self._documents.get(role)
-
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Return all state but model and optimizers."""
-        return dict(self._rest)
-
-    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
-        """Return the shape; ``ForeignTensors`` has checked the sizes of the files."""
-        spec = self.tensors.spec(component, key)
-        check_unpacked(spec.dtype, f"{self.path!r}: {key!r}")
-        return spec.shape
-
-    def read(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets; there are no checksums to verify."""
-        fetch_into(self.tensors, [(one.local, self._plan(one)) for one in targets], verify=False)
-
-    def _plan(self, target: ReadTarget) -> list[Request]:
-        local = target.local
-        memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")
-        shape, requests = tuple(local.shape), []
-        for overlap, entry in self.tensors.overlaps(target.component, target.key, target.parts(this_rank())):
-            run = single_run(overlap, shape, DTYPE_BYTES[entry.dtype])
-            requests.append(Request(target.key, overlap, entry, shape, run, memory))
-        return requests
+    components = tensors.components
+    table = {n: {k: StoredTensor(tensors, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
+    aliases = {name: component.aliases for name, component in components.items()}
+    return Source(
+        path=tensors.path,
+        tensors=tensors,
+        table=table,
+        aliases=aliases,
+        documents=lambda role, rank: (documents or {}).get(role),
+        trainer=lambda stored: dict(rest or {}),
+        all_modules=all_modules,
+    )

@@ -17,7 +17,7 @@ from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.foreign_source import ForeignSource, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignTensor, ForeignTensors
 from lightning_shardckpt.sources.hf_conversion import (
     Conversions,
     JoinedSource,
@@ -26,8 +26,8 @@ from lightning_shardckpt.sources.hf_conversion import (
     hugging_face_models,
 )
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import ShardedSource, Source, are_equal
-from lightning_shardckpt.sources.source_view import Place, SourceView, model_names, place_of, rename_source, root_of
+from lightning_shardckpt.sources.source import Source, StoredTensor, are_equal
+from lightning_shardckpt.sources.source_view import model_names, rename_source
 from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
@@ -45,8 +45,8 @@ def has_weights_only(source: Source) -> bool:
 
     Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
     """
-    stored = root_of(source)
-    if isinstance(stored, ShardedSource) or stored.document("optimizer") is not None:
+    stored = source.original or source
+    if stored.is_own or stored.document("optimizer") is not None:
         return False
     return "model" in stored.components() and VERSION not in stored.trainer(refuse_tensor)
 
@@ -102,7 +102,7 @@ def refuse_state_dicts(source: Source) -> None:
         )
 
 
-def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = ()) -> SourceView:
+def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = ()) -> Source:
     """Return a source under the names of a model; tensors that the model lacks get the names they would have there.
 
     Args:
@@ -112,16 +112,17 @@ def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = 
     """
     aliases = {name: tie[0] for tie in ties for name in tie[1:] if name in match.names}
     others = {name: key for name, (_, key) in match.others.items() if name not in match.names}
-    table = {name: place_of(source, "model", key) for name, key in {**others, **match.stored}.items()}
+    table = {name: source.table["model"][key] for name, key in {**others, **match.stored}.items()}
     if match.converted:
-        converted = ForeignSource(ForeignTensors(source.path, source.tensors.reader, {"model": match.converted}))
-        table |= {name: Place(converted, "model", name) for name in match.converted}
+        converted = ForeignTensors(source.path, source.tensors.reader, {"model": match.converted})
+        specs = converted.components["model"].tensors
+        table |= {name: StoredTensor(converted, "model", name, spec) for name, spec in specs.items()}
     table = {name: place for name, place in table.items() if name not in aliases}
     values = source.document("model")
     documents = {"versions": rename_versions(source.document("versions"), match.stored)}
     if values:
         documents["model"] = {name: values[old] for name, old in match.values.items()}
-    return SourceView(source, {"model": table}, {"model": aliases}, documents)
+    return source.with_names({"model": table}, {"model": aliases}, documents)
 
 
 # ── matching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -318,7 +319,7 @@ def _parts(where: JoinedSource, keys: Mapping[str, str], source: Source) -> dict
     if not isinstance(tensors, ForeignTensors):
         raise UnsupportedError("joining tensors of a sharded checkpoint")
     return {
-        pattern: [tensors.tensor("model", place_of(source, "model", keys[name]).key) for name in names]
+        pattern: [tensors.tensor("model", source.table["model"][keys[name]].key) for name in names]
         for pattern, names in where.parts.items()
     }
 

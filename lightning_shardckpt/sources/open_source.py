@@ -33,14 +33,14 @@ from lightning_shardckpt.sources.detect import (
 )
 from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
 from lightning_shardckpt.sources.foreign_source import (
-    ForeignSource,
     ForeignTensor,
     ForeignTensors,
     close_on_error,
+    foreign_source,
     tensors_of,
 )
-from lightning_shardckpt.sources.source import ShardedSource, Source
-from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.sources.source import Source, sharded_source
+from lightning_shardckpt.sources.torch_save import open_torch_files
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.router import is_url
@@ -160,12 +160,13 @@ def open_source(
         source = open_other(path, other, weights_only)
         return source, f"{other}, {_digest(source)}"
     try:
-        sharded = ShardedSource(Checkpoint(storage, path), verify, tuning, weights_only=weights_only)
+        checkpoint = Checkpoint(storage, path)
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
         raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
-    return sharded, sharded.checkpoint.root.save_id
+    source = sharded_source(checkpoint, verify, tuning, weights_only=weights_only)
+    return source, checkpoint.root.save_id
 
 
 def open_other(path: str, format: str, weights_only: bool = True) -> Source:
@@ -176,7 +177,7 @@ def open_other(path: str, format: str, weights_only: bool = True) -> Source:
         return open_directory(path)
     if format == INDEX_FILE:
         return open_directory(*os.path.split(os.path.abspath(path)))
-    return open_file(path) if format == SAFETENSORS else TorchFileSource(path, weights_only)
+    return open_file(path) if format == SAFETENSORS else open_torch_files(path, weights_only)
 
 
 _LISTED = 5
@@ -199,7 +200,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
     if not has_weights and (slices := files_of_slices(path)):
         return _open_slices(path, slices)
     if not has_weights and (adapters := [one for name in ADAPTERS if os.path.isfile(one := os.path.join(path, name))]):
-        return open_file(adapters[0]) if is_safetensors(adapters[0]) else TorchFileSource(adapters[0])
+        return open_file(adapters[0]) if is_safetensors(adapters[0]) else open_torch_files(adapters[0])
     single, index = _choose(path) if index is None else (None, index)
     with close_on_error(LocalReader(path, follow_links=True)) as reader:
         weight_map = {} if single is not None else _weight_map_in(reader, path, index)
@@ -211,7 +212,7 @@ def open_directory(path: str, index: str | None = None) -> Source:
     missing = [name for name in names if not os.path.isfile(os.path.join(path, name))]
     if missing:
         raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {index}")
-    return TorchFileSource(path, files=names)
+    return open_torch_files(path, files=names)
 
 
 def _open_slices(path: str, names: list[str]) -> Source:
@@ -265,7 +266,7 @@ def _weight_map_in(reader: Reader, path: str, index: str) -> dict[str, str]:
 
 def _safetensors_source(
     path: str, reader: Reader, files: dict[str, dict[str, ForeignTensor]], weight_map: dict[str, str]
-) -> ForeignSource:
+) -> Source:
     """Return all tensors of the files; the index chooses among several of the same name."""
     tensors: dict[str, ForeignTensor] = {}
     for name, in_file in files.items():
@@ -282,10 +283,10 @@ def _safetensors_source(
     return _weights(path, reader, tensors)
 
 
-def _weights(path: str, reader: Reader, tensors: dict[str, ForeignTensor]) -> ForeignSource:
+def _weights(path: str, reader: Reader, tensors: dict[str, ForeignTensor]) -> Source:
     """Return a model's tensors under their names without the components that wrappers such as torch.compile add."""
     named = {clean_fqn(key): tensor for key, tensor in tensors.items()}
     if len(named) < len(tensors):
         again = next(key for key in tensors if tensors[key] is not named[clean_fqn(key)])
         raise FormatError(f"{path!r}: {shown(again)} and {shown(clean_fqn(again))} are two tensors of that name")
-    return ForeignSource(ForeignTensors(path, reader, {"model": named}))
+    return foreign_source(ForeignTensors(path, reader, {"model": named}))

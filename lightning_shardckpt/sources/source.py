@@ -6,17 +6,17 @@ the format; ``open_source`` detects it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
@@ -67,10 +67,6 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
 _BATCH_BYTES = 64 << 20  # of host copies of device tensors; one larger tensor is a batch of its own
 
 
-_NOTHING = torch.empty(0, device="cpu")  # on the CPU for any default device
-_NO_BYTES = memoryview(b"")
-
-
 @dataclass(slots=True, eq=False)  # not frozen, which would dominate the time: there is one for each tensor
 class ReadTarget:
     """Memory to fill: the local part of ``tensor``, with its region of the stored tensor ``key``. Treat as immutable.
@@ -98,12 +94,6 @@ class ReadTarget:
         local = local if self.region is None else view_at(local, self.region)
         self.local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
 
-    def with_key(self, component: str, key: str) -> ReadTarget:
-        """Return a target of the same memory, to fill with another stored tensor."""
-        target = copy.copy(self)  # dataclasses.replace would allocate another ``local``
-        target.component, target.key = component, key
-        return target
-
     def parts(self, rank: int) -> tuple[Part, ...]:
         """Return the boxes to fill, and their offsets in ``local``; ``rank`` is this process's."""
         if self.box is not None:
@@ -112,86 +102,96 @@ class ReadTarget:
         return parts if self.region is None else parts_within(parts, self.region)
 
 
-class TensorSource(Protocol):
-    """Stored tensors, on one rank."""
+class TensorFiles(StoredTensors, Protocol):
+    """Tensors in files: described by layouts and indexes (``IndexedTensors``), or by listed boxes (``ForeignTensors``).
+
+    Attributes:
+        verify: whether reads compare checksums.
+        tuning: sizes of reads.
+    """
+
+    verify: bool
+    tuning: Tuning
+
+    def check(self, component: str, key: str) -> None:
+        """Raise a ShardCkptError if a tensor cannot be read, or no files of its size exist."""
+
+    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
+        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
+
+
+class StoredTensor(NamedTuple):
+    """A stored tensor: its files, its component and key there, and its dtype and shape."""
+
+    files: TensorFiles
+    component: str
+    key: str
+    spec: TensorSpec
+
+
+Stored = Callable[[str], torch.Tensor]
+"""Returns a tensor of the component trainer by key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Stored state of any format, on one rank.
+
+    Attributes:
+        path: of the checkpoint.
+        tensors: the tensors as bytes in files, for copies of whole tensors.
+        table: stored tensors by component and name.
+        aliases: further names of tensors, by component.
+        documents: returns the JSON of a role of ``Snapshot.documents`` for a rank; None if there is none.
+        trainer: returns the trainer's state.
+        is_own: whether it is a checkpoint of this package.
+        all_modules: returns the source with all modules, if this one has one of several.
+        original: the source with the stored names; None if it is this one.
+    """
+
+    path: str
+    tensors: TensorFiles
+    table: Mapping[str, Mapping[str, StoredTensor]]
+    aliases: Mapping[str, Mapping[str, str]]
+    documents: Callable[[str, int], Any]
+    trainer: Callable[[Stored], dict[str, Any]]
+    is_own: bool = False
+    all_modules: Callable[[], Source] | None = None
+    original: Source | None = None
+
+    @cached_property
+    def _components(self) -> dict[str, Component]:
+        return {
+            name: Component({key: stored.spec for key, stored in table.items()}, dict(self.aliases.get(name, {})))
+            for name, table in self.table.items()
+        }
 
     def components(self) -> Mapping[str, Component]:
         """Return the tensors by component."""
+        return self._components
 
-    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor after checking that files of its size exist."""
-
-    def read(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets, and verify their bytes on the way.
-
-        Raises:
-            CorruptionError: naming file, tensor and rank. Some targets are filled then.
-        """
-
-
-class Source(TensorSource, Protocol):
-    """Stored state, on one rank."""
-
-    path: str
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The tensors as bytes in files, for copies of whole tensors."""
+    def document(self, role: str, rank: int = 0) -> Any:
+        """Return the JSON of a role; None if there is none."""
+        return self.documents(role, rank)
 
     def close(self) -> None:
         """Close the files."""
+        self.tensors.reader.close()
 
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return the JSON of a role of ``Snapshot.documents``; None if there is none."""
+    def with_names(
+        self,
+        table: Mapping[str, Mapping[str, StoredTensor]],
+        aliases: Mapping[str, Mapping[str, str]],
+        documents: Mapping[str, Any],
+    ) -> Source:
+        """Return the source with other tables, aliases and documents in place of its own, by component and role."""
 
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Return the trainer's state; ``stored`` returns a tensor of the component trainer by key."""
+        def document(role: str, rank: int) -> Any:
+            return documents[role] if role in documents else self.documents(role, rank)
 
-
-class ShardedSource:
-    """A checkpoint directory of this package."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING, *, weights_only: bool = True
-    ) -> None:
-        self.path, self.checkpoint, self._verify, self._tuning = checkpoint.path, checkpoint, verify, tuning
-        self._weights_only = weights_only
-        self._plans: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = {}
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The tensors as bytes in shard files."""
-        return WholeTensors(self.checkpoint)
-
-    def close(self) -> None:
-        """Close the files."""
-        self.checkpoint.close()
-
-    def components(self) -> Mapping[str, Component]:
-        """Return the tensors by component, from the root index."""
-        return self.checkpoint.root.components
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return the JSON of a role, merged over groups of ranks that each store a part."""
-        return document_of(self.checkpoint, role, rank)
-
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Return the decoded trainer state.
-
-        Raises:
-            StateError: with ``weights_only``, for pickled objects outside of hyper-parameters.
-        """
-        state: dict[str, Any] = decode(self.document("trainer") or {}, stored, unpickles=not self._weights_only)
-        lost = lost_values({key: value for key, value in state.items() if key not in HYPER_PARAMETERS})
-        pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
-        if pickled:
-            listed = "\n  ".join(pickled)
-            raise StateError(
-                f"checkpoint {self.path!r} has pickled objects, which are not read: they could execute any code.\n"
-                f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
-                "test, predict and load."
-            )
-        return state
+        kept = {name: of for name, of in self.aliases.items() if name not in table}
+        table, aliases = {**self.table, **table}, {**kept, **aliases}
+        return replace(self, table=table, aliases=aliases, documents=document, original=self.original or self)
 
     def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor after checking that files of its size exist.
@@ -199,43 +199,108 @@ class ShardedSource:
         Raises:
             ShardCkptError: if an index lacks one of its boxes, or a file is not the saved one.
         """
-        spec = self.checkpoint.root.components[component].tensors[key]
-        whole = Box.whole(spec.shape)
-        for overlap in plan_load(spec, self.checkpoint.replicas(component)[key], (Part(whole, whole.start),)):
-            file = self.checkpoint.entry(component, key, overlap).file
-            self.checkpoint.check_file(component, overlap.writer, file)
-        return spec.shape
+        stored = self.table[component][key]
+        stored.files.check(stored.component, stored.key)
+        return stored.spec.shape
 
     def read(self, targets: list[ReadTarget]) -> None:
         """Fill the targets; every block that they touch is read once, and verified before its bytes count as loaded.
 
-        Without ``verify``, only sizes, headers and save ids are checked.
-        """
-        wanted = []
-        for target in targets:
-            is_here = is_host_memory(target.local)
-            memory = bytes_of(target.local) if is_here else _NO_BYTES
-            wanted.append((_NOTHING if is_here else target.local, self._requests(target, memory)))
-        fetch_into(self.checkpoint, wanted, verify=self._verify, tuning=self._tuning)
+        Where there are no checksums, or they are not compared, only sizes, headers and save ids are checked.
 
-    def _requests(self, target: ReadTarget, memory: memoryview) -> list[Request]:
-        """Return the requests of this rank for one tensor, whose local part is ``memory``."""
-        name, key, shape, checkpoint = target.component, target.key, tuple(target.local.shape), self.checkpoint
-        spec, replica = checkpoint.root.components[name].tensors[key], checkpoint.replicas(name)[key]
-        parts = target.parts(this_rank())
+        Raises:
+            CorruptionError: naming file, tensor and rank. Some targets are filled then.
+        """
+        by_files: dict[int, tuple[TensorFiles, list[tuple[torch.Tensor, list[Request]]]]] = {}
+        for target in targets:
+            files, component, key, _ = self.table[target.component][target.key]
+            local = target.local
+            requests = files.requests(component, key, target.parts(this_rank()), local)
+            by_files.setdefault(id(files), (files, []))[1].append((local, requests))
+        for files, wanted in by_files.values():
+            fetch_into(files, wanted, verify=files.verify, tuning=files.tuning)
+
+
+# ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def sharded_source(
+    checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING, *, weights_only: bool = True
+) -> Source:
+    """Return a checkpoint directory of this package as a source."""
+    files, components = IndexedTensors(checkpoint, verify, tuning), checkpoint.root.components
+    table = {n: {k: StoredTensor(files, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
+    aliases = {name: component.aliases for name, component in components.items()}
+
+    def document(role: str, rank: int) -> Any:
+        return document_of(checkpoint, role, rank)
+
+    def trainer(stored: Stored) -> dict[str, Any]:
+        return _decode_trainer(checkpoint.path, document("trainer", 0) or {}, stored, weights_only)
+
+    return Source(checkpoint.path, files, table, aliases, document, trainer, is_own=True)
+
+
+def _decode_trainer(path: str, document: Any, stored: Stored, weights_only: bool) -> dict[str, Any]:
+    """Return the decoded trainer state.
+
+    Raises:
+        StateError: with ``weights_only``, for pickled objects outside of hyper-parameters.
+    """
+    state: dict[str, Any] = decode(document, stored, unpickles=not weights_only)
+    lost = lost_values({key: value for key, value in state.items() if key not in HYPER_PARAMETERS})
+    pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
+    if pickled:
+        listed = "\n  ".join(pickled)
+        raise StateError(
+            f"checkpoint {path!r} has pickled objects, which are not read: they could execute any code.\n"
+            f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
+            "test, predict and load."
+        )
+    return state
+
+
+class IndexedTensors(WholeTensors):
+    """The tensors of a checkpoint of this package; implements ``TensorFiles``."""
+
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING) -> None:
+        super().__init__(checkpoint)
+        self.verify, self.tuning = verify, tuning
+        self._overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = {}
+
+    def check(self, component: str, key: str) -> None:
+        """Raise a ShardCkptError if an index lacks one of a tensor's boxes, or a file is not the saved one."""
+        spec = self.spec(component, key)
+        whole = Box.whole(spec.shape)
+        for overlap in plan_load(spec, self.checkpoint.replicas(component)[key], (Part(whole, whole.start),)):
+            file = self.checkpoint.entry(component, key, overlap).file
+            self.checkpoint.check_file(component, overlap.writer, file)
+
+    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
+        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
+        shape, checkpoint, memory = tuple(local.shape), self.checkpoint, host_memory(local)
+        spec, replica = self.spec(component, key), checkpoint.replicas(component)[key]
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
-        if kind not in self._plans:
+        if kind not in self._overlaps:
             plan = []
             for overlap in plan_load(spec, replica, parts):
-                checkpoint.entry(name, key, overlap)  # at once, since most boxes of a hostile layout do not exist
+                checkpoint.entry(component, key, overlap)  # at once, since most boxes of a hostile layout do not exist
                 plan.append((overlap, single_run(overlap, shape, DTYPE_BYTES[spec.dtype])))
-            self._plans[kind] = plan
+            self._overlaps[kind] = plan
         requests = []
-        for overlap, run in self._plans[kind]:
-            entry = checkpoint.entry(name, key, overlap)
-            checkpoint.check_file(name, overlap.writer, entry.file)
+        for overlap, run in self._overlaps[kind]:
+            entry = checkpoint.entry(component, key, overlap)
+            checkpoint.check_file(component, overlap.writer, entry.file)
             requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
+
+
+def host_memory(local: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor on the host, to read into; empty for others, which are filled through a copy."""
+    return bytes_of(local) if is_host_memory(local) else memoryview(b"")
+
+
+# ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fetch_into(
@@ -247,8 +312,7 @@ def fetch_into(
 
     Args:
         files: of the requests' boxes.
-        wanted: requests with the device tensor that they fill through a host copy; with an empty tensor, requests are
-            read into their own targets.
+        wanted: local tensors, each with the requests that fill it.
         verify: whether to verify the checksum of every block that is touched.
         tuning: sizes of reads.
     """
@@ -257,7 +321,7 @@ def fetch_into(
     nbytes = 0  # of the batch
     for local, own_requests in wanted:
         new = own_requests
-        if local is not _NOTHING and not is_host_memory(local):
+        if not is_host_memory(local):
             if nbytes + local.nbytes > _BATCH_BYTES:
                 _flush(files, batch, requests, verify, tuning)
                 nbytes = 0

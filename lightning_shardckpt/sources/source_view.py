@@ -1,116 +1,19 @@
-"""Views of a source under other names, and reads into other dtypes."""
+"""Sources under the names that a load asks for, and reads into other dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.format.index import Component, TensorSpec
-from lightning_shardckpt.sources.source import ReadTarget, Source, TensorSource
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.source import ReadTarget, Source, StoredTensor
 from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, windows
-
-
-class Place(NamedTuple):
-    """The place of a stored tensor: a source that is not a view, and the tensor's component and key there."""
-
-    source: TensorSource
-    component: str
-    key: str
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Dtype and shape of the tensor."""
-        return self.source.components()[self.component].tensors[self.key]
-
-
-def place_of(source: Source, component: str, key: str) -> Place:
-    """Return the place of a tensor of a source."""
-    return source.table[component][key] if isinstance(source, SourceView) else Place(source, component, key)
-
-
-def root_of(source: Source) -> Source:
-    """Return the source below a view; any other source unchanged."""
-    return source.root if isinstance(source, SourceView) else source
-
-
-class SourceView:
-    """A source with other names, documents or trainer state than an underlying source, which the caller closes.
-
-    Args:
-        source: the underlying source.
-        table: places of tensors, by component and key in the view; other components are unchanged.
-        aliases: further names of tensors, by component of ``table``.
-        documents: by role, in place of the source's.
-        trainer: in place of the source's.
-
-    Attributes:
-        table: places of all tensors, by component and key in the view.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        table: Mapping[str, Mapping[str, Place]],
-        aliases: Mapping[str, dict[str, str]],
-        documents: Mapping[str, Any],
-        trainer: Callable[[Callable[[str], torch.Tensor]], dict[str, Any]] | None = None,
-    ) -> None:
-        self.path, self.root, self._source = source.path, root_of(source), source
-        self._documents, self._trainer = documents, trainer or source.trainer
-        changed = {
-            name: Component({key: place.spec for key, place in places.items()}, aliases.get(name, {}))
-            for name, places in table.items()
-        }
-        self._components = {**source.components(), **changed}
-        self.table = {
-            name: table[name] if name in table else {key: place_of(source, name, key) for key in component.tensors}
-            for name, component in self._components.items()
-        }
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The tensors of the underlying source."""
-        return self._source.tensors
-
-    def close(self) -> None:
-        """Do nothing: the caller closes the underlying source."""
-
-    def components(self) -> Mapping[str, Component]:
-        """Return the tensors by component, under the view's names."""
-        return self._components
-
-    def document(self, role: str, rank: int = 0) -> Any:
-        """Return the JSON of a role, under the view's names."""
-        return self._documents[role] if role in self._documents else self._source.document(role, rank)
-
-    def trainer(self, stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-        """Return the trainer's state."""
-        return self._trainer(stored)
-
-    def checked_shape(self, component: str, key: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor after checking that files of its size exist."""
-        source, component, key = self.table[component][key]
-        return source.checked_shape(component, key)
-
-    def read(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets from their sources, and verify their bytes on the way."""
-        by_source: dict[int, tuple[TensorSource, list[ReadTarget]]] = {}
-        for target in targets:
-            source, component, key = self.table[target.component][target.key]
-            same = (component, key) == (target.component, target.key)
-            at_source = target if same else target.with_key(component, key)
-            by_source.setdefault(id(source), (source, []))[1].append(at_source)
-        for source, own_targets in by_source.values():
-            source.read(own_targets)
-
+from lightning_shardckpt.transfer.whole_tensors import windows
 
 # ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,15 +84,15 @@ def rename_source(
     others: Callable[[str], str | None],
     optimizers: Sequence[int],
     left_out: Collection[str] = (),
-) -> SourceView:
-    """Return a view of a source with the names that a load asks for.
+) -> Source:
+    """Return a source with the names that a load asks for.
 
     Args:
         source: the stored state, which the caller closes.
-        names: stored names of the model's entries, by name in the view; None if not stored. Two entries may have the
+        names: stored names of the model's entries, by name in the result; None if not stored. Two entries may have the
             same stored name.
-        others: returns the name in the view of any other stored name; None leaves it out.
-        optimizers: the numbers of the stored optimizers that are 0, 1, … in the view.
+        others: returns the name in the result of any other stored name; None leaves it out.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result.
         left_out: stored names that the user leaves out, along with their optimizer state.
 
     Raises:
@@ -205,7 +108,7 @@ def rename_source(
             stored_names[f"{stored} (of the checkpoint)" if name in used else name] = stored
     # owners of ties come first
     stored_names = dict(sorted(stored_names.items(), key=lambda item: item[1] in model.aliases))
-    owners: dict[str, str] = {}  # name in the view by stored key: of the key itself, if it has one, else of an alias
+    owners: dict[str, str] = {}  # name in the result by stored key: of the key itself, if it has one, else of an alias
     for name, stored in stored_names.items():
         owners.setdefault(model.aliases.get(stored, stored), name)
     keys = {name: model.aliases.get(stored, stored) for name, stored in stored_names.items()}
@@ -217,15 +120,16 @@ def rename_source(
         key = model.aliases.get(param, param)
         return None if key in absent else owners.get(key, param)
 
-    table = {"model": {name: place_of(source, "model", key) for name, key in keys.items() if owners[key] == name}}
+    table = {"model": {name: source.table["model"][key] for name, key in keys.items() if owners[key] == name}}
     aliases = {"model": {name: owners[key] for name, key in keys.items() if owners[key] != name}}
-    numbers, of_optimizers = {str(number): str(place) for place, number in enumerate(optimizers)}, dict[str, Place]()
+    numbers = {str(number): str(place) for place, number in enumerate(optimizers)}
+    of_optimizers: dict[str, StoredTensor] = {}
     for key in components.get("optimizer", Component({})).tensors:
         number, _, rest = key.partition("/")
         if number in numbers:
             param, _, state = rest.rpartition("/")
             if (name := name_of(param)) is not None:
-                of_optimizers[f"{numbers[number]}/{name}/{state}"] = place_of(source, "optimizer", key)
+                of_optimizers[f"{numbers[number]}/{name}/{state}"] = source.table["optimizer"][key]
     documents: dict[str, Any] = {"versions": rename_versions(source.document("versions"), stored_names)}
     for role in ("model", "frozen"):
         entries = source.document(role)
@@ -239,7 +143,7 @@ def rename_source(
     if document is not None or not optimizers:
         renamed = (_rename_optimizer(document[str(number)], name_of) for number in optimizers)
         documents["optimizer"] = {str(place): one for place, one in enumerate(renamed)}
-    return SourceView(source, table | {"optimizer": of_optimizers}, aliases, documents)
+    return source.with_names(table | {"optimizer": of_optimizers}, aliases, documents)
 
 
 def _rename_optimizer(one: dict[str, Any], name_of: Callable[[str], str | None]) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import SourceView, place_of
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.nested_dict import value_at
@@ -90,8 +89,8 @@ def _has_numbers(asked: Any, stored: Mapping[str, Any]) -> bool:
     return [*map(len, groups)] == sizes and all(type(param) is int for group in groups for param in group)
 
 
-def as_values(source: Source, places: Places) -> SourceView:
-    """Return a view whose trainer's state has state dicts of stored modules and optimizers, which remain stored.
+def as_values(source: Source, places: Places) -> Source:
+    """Return a source whose trainer's state has state dicts of stored modules and optimizers, which remain stored.
 
     Args:
         source: the stored state, which the caller closes.
@@ -100,14 +99,14 @@ def as_values(source: Source, places: Places) -> SourceView:
     components = source.components()
     model, optimizer = (components.get(name, _EMPTY) for name in ("model", "optimizer"))
     trainers = components.get("trainer", _EMPTY).tensors
-    table = {key: place_of(source, "trainer", key) for key in trainers}
+    table = {key: source.table["trainer"][key] for key in trainers}
     names = {name: name for name in model.tensors} | dict(model.aliases)
     entries = {
         place: {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
         for place, prefix in places.modules.items()
     }
     for place, keys in entries.items():
-        table |= {_inside(place, name): place_of(source, "model", key) for name, key in keys.items()}
+        table |= {_inside(place, name): source.table["model"][key] for name, key in keys.items()}
     document = source.document("optimizer") or {}
     optimizers: list[tuple[str, bool, StoredOptimizer, dict[str, str]]] = []
     for place, (number, by_number) in places.optimizers.items():
@@ -118,7 +117,7 @@ def as_values(source: Source, places: Places) -> SourceView:
             for param, of_param in one.tensors.items()
             for name, key in of_param.items()
         }
-        table |= {name: place_of(source, "optimizer", key) for key, name in new_keys.items()}
+        table |= {name: source.table["optimizer"][key] for key, name in new_keys.items()}
         optimizers.append((place, by_number, one, new_keys))
     values = source.document("model") or {}
 
@@ -133,7 +132,7 @@ def as_values(source: Source, places: Places) -> SourceView:
             _put(trainer_state, place, one.state_dict(tensors, by_number=by_number))
         return trainer_state
 
-    return SourceView(source, {"trainer": table}, {}, {}, trainer)
+    return replace(source.with_names({"trainer": table}, {}, {}), trainer=trainer)
 
 
 def _inside(place: str, name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -18,11 +18,12 @@ from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
 from lightning_shardckpt.sources.foreign_source import (
     ForeignBox,
-    ForeignSource,
     ForeignTensor,
     ForeignTensors,
     close_on_error,
+    foreign_source,
 )
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
@@ -37,57 +38,62 @@ CheckpointAndWeights: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 """Lightning's checkpoint dict without ``state_dict``, and the state dict; None if there is no model."""
 
 
-class TorchFileSource(ForeignSource):
-    """A file of ``torch.save`` with a checkpoint of Lightning, a dict of state dicts, or a state dict.
+def open_torch_files(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
+    """Open a file of ``torch.save`` with a checkpoint of Lightning, a dict of state dicts, or a state dict.
 
-    Of several modules, it reads the one under "model" if there is one; ``with_all_modules`` reads all.
+    Of several modules, the source has the one under "model" if there is one; its ``all_modules`` returns all, the names
+    of several prefixed by their keys.
 
     Args:
         path: of the file; with ``files``, of their directory.
         weights_only: as in ``torch.load``.
         files: names of several files, each with a part of a state dict.
     """
+    folder, name = os.path.split(os.path.abspath(path))
+    folder, names = (path, list(files)) if files is not None else (folder, [name])
+    reader = LocalReader(folder, follow_links=True)
+    with close_on_error(reader):
+        sizes = {name: reader.size(name) for name in names}
+        contents = [_map_file(os.path.join(folder, name), weights_only) for name in names]
+        return _source(path, _MappedFiles(reader, sizes), contents, "model")
 
-    def __init__(self, path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> None:
-        self.path = path
-        folder, name = os.path.split(os.path.abspath(path))
-        folder, names = (path, list(files)) if files is not None else (folder, [name])
-        self._files = LocalReader(folder, follow_links=True)
-        with close_on_error(self._files):
-            self._sizes = {name: self._files.size(name) for name in names}
-            self._contents = [_map_file(os.path.join(folder, name), weights_only) for name in names]
-            self._describe("model")
 
-    def _describe(self, only: str | None) -> None:
-        rest, state_dict = _split(self._contents[0], self.path, only)
-        for other in self._contents[1:]:
-            state_dict = {**(state_dict or {}), **(_split(other, self.path, only)[1] or {})}
-        leaves, documents = dict[str, Leaves](), dict[str, Any]()
-        if state_dict is not None:
-            leaves["model"], documents["model"] = model_leaves(state_dict)
-            documents["versions"] = versions_of(state_dict, encode_small)
-        if "optimizer_states" in rest:
-            leaves["optimizer"], documents["optimizer"] = optimizer_leaves(rest.pop("optimizer_states"))
-        if FROZEN in rest:
-            check_frozen(rest[FROZEN])
-            documents["frozen"] = rest.pop(FROZEN)
-        mapped, tensors = dict[str, torch.Tensor](), dict[str, dict[str, ForeignTensor]]()
-        for component, of_component in leaves.items():
-            tensors[component] = {}
-            for key, tensor in of_component.tensors.items():
-                name, shape = f"{component}/{key}", tuple(tensor.shape)
-                mapped[name], box = tensor, ForeignBox(Box.whole(shape), name, 0)
-                tensors[component][key] = ForeignTensor(dtype_name(tensor, key), shape, (box,))
-        aliases = {component: of_component.aliases for component, of_component in leaves.items()}
-        reader = _MappedTensors(self._files, self._sizes, mapped)
-        super().__init__(ForeignTensors(self.path, reader, tensors, aliases), documents, rest)
+def _source(path: str, files: _MappedFiles, contents: Sequence[Any], only: str | None) -> Source:
+    rest, state_dict = _split(contents[0], path, only)
+    for other in contents[1:]:
+        state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
+    leaves, documents = dict[str, Leaves](), dict[str, Any]()
+    if state_dict is not None:
+        leaves["model"], documents["model"] = model_leaves(state_dict)
+        documents["versions"] = versions_of(state_dict, encode_small)
+    if "optimizer_states" in rest:
+        leaves["optimizer"], documents["optimizer"] = optimizer_leaves(rest.pop("optimizer_states"))
+    if FROZEN in rest:
+        check_frozen(rest[FROZEN])
+        documents["frozen"] = rest.pop(FROZEN)
+    mapped, tensors = dict[str, torch.Tensor](), dict[str, dict[str, ForeignTensor]]()
+    for component, of_component in leaves.items():
+        tensors[component] = {}
+        for key, tensor in of_component.tensors.items():
+            name, shape = f"{component}/{key}", tuple(tensor.shape)
+            mapped[name], box = tensor, ForeignBox(Box.whole(shape), name, 0)
+            tensors[component][key] = ForeignTensor(dtype_name(tensor, key), shape, (box,))
+    aliases = {component: of_component.aliases for component, of_component in leaves.items()}
 
-    def with_all_modules(self) -> TorchFileSource:
-        """Read all modules of the file, the names of several prefixed by their keys; return this source."""
-        whole = _split(self._contents[0], self.path, None)[0].get(KEYS)
-        if whole is not None and whole != self._rest.get(KEYS):
-            self._describe(None)
-        return self
+    def all_modules() -> Source:
+        whole = _split(contents[0], path, None)[0].get(KEYS)
+        return source if whole in (None, rest.get(KEYS)) else _source(path, files, contents, None)
+
+    located = ForeignTensors(path, _MappedTensors(*files, mapped), tensors, aliases)
+    source = foreign_source(located, documents, rest, all_modules)
+    return source
+
+
+class _MappedFiles(NamedTuple):
+    """The reader of the files' directory, and the sizes of the mapped files by name."""
+
+    reader: LocalReader
+    sizes: Mapping[str, int]
 
 
 class _MappedTensors:

@@ -28,7 +28,7 @@ from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.hooked_entries import HookedEntries
-from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.sources.torch_save import open_torch_files
 from lightning_shardckpt.state.model import model_leaves, names_of
 from lightning_shardckpt.state.module_io import LoadHooks
 from tests.support import tiny
@@ -455,7 +455,7 @@ def test_tensors_on_the_meta_device_are_refused_by_name(tmp_path: Path, world: i
 def test_only_so_much_is_read_whole_for_hooks(tmp_path: Path) -> None:
     path = str(tmp_path / "a.pt")
     torch.save(OldName().state_dict(), path)
-    source, model = TorchFileSource(path), Renamed()
+    source, model = open_torch_files(path), Renamed()
     leaves, _ = model_leaves(model.state_dict(), model)
     hooked = HookedEntries(LoadHooks.of({"": model}), source, leaves, (), names_of(leaves, ()), frozenset())
     with pytest.raises(StateError, match=r"the largest is 'kernel'.*in one process"):

@@ -12,7 +12,7 @@ import torch
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignSource, ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, ForeignTensors, foreign_source
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -44,7 +44,7 @@ def described(**changes: Box) -> ForeignTensor:
 
 
 def test_boxes_of_several_files_fill_a_tensor(whole: torch.Tensor, reader: LocalReader) -> None:
-    source = ForeignSource(ForeignTensors("here", reader, {"model": {"w": described()}}))
+    source = foreign_source(ForeignTensors("here", reader, {"model": {"w": described()}}))
     target = torch.empty(700, 301)
     source.read([ReadTarget("model", "w", target)])
     assert torch.equal(target, whole)
@@ -61,7 +61,7 @@ def test_columns_and_blocks_are_read_without_what_lies_between_them(tmp_path: Pa
     (tmp_path / "w").write_bytes(tensor.numpy().tobytes())
     reader = Counting(LocalReader(str(tmp_path)))
     stored = ForeignTensor("F32", (300, 40, 64), (ForeignBox(Box.whole((300, 40, 64)), "w", 0),))
-    source = ForeignSource(ForeignTensors("here", reader, {"model": {"w": stored}}))
+    source = foreign_source(ForeignTensors("here", reader, {"model": {"w": stored}}))
     for region in [Box((0, 0, 0), (300, 20, 64)), Box((7, 13, 0), (9, 40, 64)), Box((0, 39, 0), (300, 40, 64))]:
         target, reader.nbytes = torch.zeros(300, 40, 64), 0
         source.read([ReadTarget("model", "w", target, region=region)])

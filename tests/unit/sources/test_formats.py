@@ -31,7 +31,7 @@ from lightning_shardckpt.sources import detect
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.open_source import open_other
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.sources.torch_save import TorchFileSource
+from lightning_shardckpt.sources.torch_save import open_torch_files
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
 TENSORS = {
@@ -182,7 +182,7 @@ def test_tensors_of_any_strides_are_read(tmp_path: Path) -> None:
     state = {"turned": base.t(), "overlaps": base[1:3], "every": base[:, ::2], "whole": base}
     state["wide"] = base[0].expand(3, 8)
     torch.save(state, tmp_path / "x.pt")
-    assert equal(read(TorchFileSource(str(tmp_path / "x.pt"))), state)
+    assert equal(read(open_torch_files(str(tmp_path / "x.pt"))), state)
     with ckpt.open(tmp_path / "x.pt") as checkpoint:
         assert torch.equal(checkpoint["turned"][2:5, 1:], state["turned"][2:5, 1:])
 
@@ -204,12 +204,12 @@ def test_an_archive_that_was_packed_again_is_equal_or_refused_by_name(rows: int,
 def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(1 << 20), "b": torch.ones(1 << 20)}, path)
-    source = TorchFileSource(str(path))
+    source = open_torch_files(str(path))
     os.truncate(path, 5 << 20)
     with pytest.raises(CorruptionError, match=r"x.pt"):
         read(source)
     with pytest.raises(CorruptionError, match=r"x.pt'.* torch.load cannot read it"):
-        TorchFileSource(str(path))
+        open_torch_files(str(path))
 
 
 def test_what_is_no_file_of_weights_says_so(tmp_path: Path) -> None:

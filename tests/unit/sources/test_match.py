@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.foreign_source import ForeignSource, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignTensors, foreign_source
 from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,
@@ -25,7 +25,7 @@ from lightning_shardckpt.sources.hf_conversion import (
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
 from lightning_shardckpt.sources.open_source import open_file
-from lightning_shardckpt.sources.source import ReadTarget
+from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
@@ -143,24 +143,28 @@ def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> tuple[ForeignSource, dict[str, Tensor]]:
+def parts(tmp_path: Path) -> tuple[Source, dict[str, Tensor]]:
     tensors = {f"experts.{e}.{n}": torch.randn(5, 3) for e in range(11) for n in ("gate", "up")}
     safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
     found = open_file(str(tmp_path / "w.safetensors"))
-    assert isinstance(found, ForeignSource)
     return found, tensors
 
 
-def read(source: ForeignSource, tensor: Any) -> Tensor:
+def located(source: Source) -> ForeignTensors:
+    assert isinstance(source.tensors, ForeignTensors)
+    return source.tensors
+
+
+def read(source: Source, tensor: Any) -> Tensor:
     target = ReadTarget("model", "x", torch.empty(tensor.shape))
-    ForeignSource(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])
+    foreign_source(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])
     return target.tensor
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[ForeignSource, dict[str, Tensor]]) -> None:
+def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[Source, dict[str, Tensor]]) -> None:
     source, tensors = parts
-    some = [source.tensors.tensor("model", name) for name in tensors]
+    some = [located(source).tensor("model", name) for name in tensors]
     whole = torch.stack(list(tensors.values()), dim)
     assert torch.equal(read(source, stack(some, dim)), whole)
     twice = concatenate([stack(some[:4], 0), stack(some[4:8], 0)], dim)
@@ -184,10 +188,10 @@ class Transpose:
 
 
 def test_a_conversion_that_moves_elements_is_told_and_not_done(
-    parts: tuple[ForeignSource, dict[str, Tensor]],
+    parts: tuple[Source, dict[str, Tensor]],
 ) -> None:
     source, tensors = parts
-    first = source.tensors.tensor("model", next(iter(tensors)))
+    first = located(source).tensor("model", next(iter(tensors)))
     with pytest.raises(UnsupportedError, match="Transpose of a"):
         convert(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
 
