@@ -24,7 +24,7 @@ from lightning_shardckpt.format.safetensors_header import (
     starts_of,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
-from lightning_shardckpt.sources.source import Source, StoredTensor, host_memory
+from lightning_shardckpt.sources.source import Source, host_memory, tables_of
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.transfer.read_plan import Request, single_run
@@ -213,9 +213,7 @@ def foreign_source(
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
         all_modules: see ``Source``.
     """
-    components = tensors.components
-    table = {n: {k: StoredTensor(tensors, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
-    aliases = {name: component.aliases for name, component in components.items()}
+    table, aliases = tables_of(tensors, tensors.components)
     return Source(
         path=tensors.path,
         tensors=tensors,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -129,7 +129,9 @@ class StoredTensor(NamedTuple):
     spec: TensorSpec
 
 
-Stored = Callable[[str], torch.Tensor]
+Tables: TypeAlias = Mapping[str, Mapping[str, StoredTensor]]
+Aliases: TypeAlias = Mapping[str, Mapping[str, str]]
+Stored: TypeAlias = Callable[[str], torch.Tensor]
 """Returns a tensor of the component trainer by key."""
 
 
@@ -151,8 +153,8 @@ class Source:
 
     path: str
     tensors: TensorFiles
-    table: Mapping[str, Mapping[str, StoredTensor]]
-    aliases: Mapping[str, Mapping[str, str]]
+    table: Tables
+    aliases: Aliases
     documents: Callable[[str, int], Any]
     trainer: Callable[[Stored], dict[str, Any]]
     is_own: bool = False
@@ -178,12 +180,7 @@ class Source:
         """Close the files."""
         self.tensors.reader.close()
 
-    def with_names(
-        self,
-        table: Mapping[str, Mapping[str, StoredTensor]],
-        aliases: Mapping[str, Mapping[str, str]],
-        documents: Mapping[str, Any],
-    ) -> Source:
+    def with_names(self, table: Tables, aliases: Aliases, documents: Mapping[str, Any]) -> Source:
         """Return the source with other tables, aliases and documents in place of its own, by component and role."""
 
         def document(role: str, rank: int) -> Any:
@@ -221,6 +218,12 @@ class Source:
             fetch_into(files, wanted, verify=files.verify, tuning=files.tuning)
 
 
+def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[Tables, Aliases]:
+    """Return the tables and the aliases of a source that has all tensors of its files under their stored names."""
+    table = {n: {k: StoredTensor(files, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
+    return table, {name: component.aliases for name, component in components.items()}
+
+
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -228,9 +231,7 @@ def sharded_source(
     checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING, *, weights_only: bool = True
 ) -> Source:
     """Return a checkpoint directory of this package as a source."""
-    files, components = IndexedTensors(checkpoint, verify, tuning), checkpoint.root.components
-    table = {n: {k: StoredTensor(files, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
-    aliases = {name: component.aliases for name, component in components.items()}
+    files = IndexedTensors(checkpoint, verify, tuning)
 
     def document(role: str, rank: int) -> Any:
         return document_of(checkpoint, role, rank)
@@ -238,7 +239,7 @@ def sharded_source(
     def trainer(stored: Stored) -> dict[str, Any]:
         return _decode_trainer(checkpoint.path, document("trainer", 0) or {}, stored, weights_only)
 
-    return Source(checkpoint.path, files, table, aliases, document, trainer, is_own=True)
+    return Source(checkpoint.path, files, *tables_of(files, checkpoint.root.components), document, trainer, is_own=True)
 
 
 def _decode_trainer(path: str, document: Any, stored: Stored, weights_only: bool) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class Request(NamedTuple):
     """A request to fill a region of ``target``, a row-major array of ``local_shape``, from a stored box.
 
     ``run`` is (offset in the box, offset in the target, length) in bytes; None if the region is not contiguous in both.
-    Without a target, the region is only verified.
     """
 
     key: str
@@ -39,16 +38,12 @@ class Request(NamedTuple):
     entry: ShardEntry
     local_shape: Shape
     run: tuple[int, int, int] | None
-    target: memoryview | None
+    target: memoryview
 
     @property
     def nbytes(self) -> int:
         """Length of the region in bytes."""
         return self.run[2] if self.run is not None else self.overlap.common.numel * DTYPE_BYTES[self.entry.dtype]
-
-    def untargeted(self) -> Request:
-        """Return a request that only verifies the same region."""
-        return self._replace(target=None)
 
 
 def single_run(overlap: Overlap, local_shape: Shape, itemsize: int) -> tuple[int, int, int] | None:
@@ -193,11 +188,10 @@ class ReadPlan:
         return self.tuning.high_latency_direct_bytes if self.high_latency else self.tuning.direct_read_bytes
 
     def sort(self, requests: Iterable[Request]) -> list[Request]:
-        """Return the requests that need a read, sorted by file and offset."""
+        """Return the requests, sorted by file and offset."""
         by_file: dict[str, list[Request]] = {}
         for request in requests:
-            if request.target is not None or self.verifies(request):
-                by_file.setdefault(request.entry.file, []).append(request)
+            by_file.setdefault(request.entry.file, []).append(request)
         for file_requests in by_file.values():
             file_requests.sort(key=lambda request: request.entry.begin)
         return [request for _, file_requests in sorted(by_file.items()) for request in file_requests]
@@ -234,19 +228,6 @@ class ReadPlan:
             if span:
                 yield Span(span)
 
-    def reads(self, requests: Sequence[Request]) -> Iterator[tuple[str, int, int]]:
-        """Yield (file, offset, length) of the reads of the tasks."""
-        for task in self.tasks(requests):
-            if isinstance(task, Rows):
-                entry, groups = task.request.entry, task.groups
-                for source, _ in groups.groups():
-                    for low, high in self.ranges(task.request, entry.begin + source, groups.group_bytes):
-                        yield entry.file, low, high - low
-            else:
-                file = task.slices[0].request.entry.file
-                ranges = self.direct_ranges(task.slices[0]) if task.direct else [(task.low, task.low + task.nbytes)]
-                yield from ((file, low, high - low) for low, high in ranges)
-
     def direct_ranges(self, piece: Slice) -> Iterable[tuple[int, int]]:
         """Return consecutive ranges of the file that cover a slice that is read directly into the target."""
         low, high = piece.low, piece.high
@@ -279,7 +260,7 @@ class ReadPlan:
             begin, low, high = entry.begin, source, source + length
             if length != entry.nbytes and self.verifies(request):
                 low, high = low // entry.block * entry.block, min(-(-high // entry.block) * entry.block, entry.nbytes)
-            is_direct = high - low == length and request.target is not None and not self.high_latency
+            is_direct = high - low == length and not self.high_latency
             if high - low <= (self.tuning.verified_part_bytes if is_direct else self.window_bytes):
                 return (Slice(request, begin + low, begin + high, begin + source, begin + source + length, at),)
         elif self._has_short_runs(request):
@@ -287,8 +268,6 @@ class ReadPlan:
         return self._slices(request)
 
     def _has_short_runs(self, request: Request) -> bool:
-        if request.target is None:
-            return False
         return self.verifies(request) or next(self._runs(request))[2] < self.tuning.direct_read_bytes
 
     def _rows_or_slice(self, request: Request) -> Slice | Rows:
@@ -322,7 +301,7 @@ class ReadPlan:
             return
         stop, block = source + nbytes, entry.block
         first, last = -(-source // block) * block, stop if stop == entry.nbytes else stop // block * block
-        if request.target is None or self.high_latency or first >= last:
+        if self.high_latency or first >= last:
             yield from self._whole_blocks(entry, source, nbytes)
             return
         if source < first:  # a block that is only needed in part goes through the window
@@ -332,14 +311,11 @@ class ReadPlan:
             yield entry.begin + last, entry.begin + min(last + block, entry.nbytes)
 
     def _runs(self, request: Request) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the box, offset in the target, length); without a target, the second is 0."""
+        """Yield (offset in the box, offset in the target, length)."""
         if request.run is not None:
             yield request.run
-        elif request.target is not None:
-            yield from byte_runs(request.overlap, request.local_shape, DTYPE_BYTES[request.entry.dtype])
         else:
-            groups = self._groups(request)
-            yield from ((source, 0, groups.group_bytes) for source, _ in groups.groups())
+            yield from byte_runs(request.overlap, request.local_shape, DTYPE_BYTES[request.entry.dtype])
 
     def _groups(self, request: Request) -> RowGroups:
         """Return the row groups of a request.
@@ -365,4 +341,4 @@ _row_groups = lru_cache(maxsize=1024)(RowGroups)  # many tensors have equal grou
 
 
 def _is_needed_whole(piece: Slice) -> bool:
-    return piece.request.target is not None and (piece.start, piece.stop) == (piece.low, piece.high)
+    return (piece.start, piece.stop) == (piece.low, piece.high)

@@ -37,7 +37,7 @@ def fetch(
 
     Args:
         files: an opened checkpoint, whose files ``Checkpoint.check_file`` has checked.
-        requests: requests in any order; those without a target are only verified.
+        requests: requests in any order.
         verify: read the whole of every block that a request touches, and compare its checksum, if there is one.
         tuning: buffer sizes.
         threads: the number of threads, including the calling thread; by default it depends on the work.
@@ -55,14 +55,6 @@ def fetch(
             yield ShardReader(files.path, reader, verify=verify, tuning=tuning).execute
 
     run_tasks(plan.tasks(ordered), open_worker, threads=count, name="shardckpt-reader")
-
-
-def plan_reads(
-    files: Files, requests: Iterable[Request], *, verify: bool, tuning: Tuning = TUNING
-) -> Iterator[tuple[str, int, int]]:
-    """Return (file, offset, length) of the reads that ``fetch`` would make. Nothing is read."""
-    plan = ReadPlan(verify, files.reader.high_latency, tuning)
-    return plan.reads(plan.sort(requests))
 
 
 def _thread_count(plan: ReadPlan, requests: list[Request]) -> int:
@@ -126,7 +118,6 @@ class ShardReader:
 
     def _read_direct(self, piece: Slice) -> None:
         request, target, at = piece.request, piece.request.target, piece.at - piece.low
-        assert target is not None
         file = request.entry.file
         for low, high in self._plan.direct_ranges(piece):
             data = target[at + low : at + high]
@@ -140,13 +131,11 @@ class ShardReader:
             request, first = piece.request, piece.low
             piece_data = data[first - low : piece.high - low]
             self._verify(request, piece_data, first)
-            if request.target is not None:
-                piece.place(piece_data, request.target)
+            piece.place(piece_data, request.target)
 
     def _read_rows(self, task: Rows) -> None:
         request, groups, window = task.request, task.groups, self.window
         entry, target, pitch = request.entry, request.target, groups.pitch
-        assert target is not None
         for source, at in groups.groups():
             first = entry.begin + source
             done, left = 0, 0  # rows copied; bytes of an incomplete row in the window

@@ -37,12 +37,3 @@ def scatter(data: memoryview, target: memoryview, outer: Shape, box: Box, size: 
     pitches = pitches_of(outer, size)
     at = sum(a * pitch for a, pitch in zip(box.start, pitches, strict=True))
     copy_strided(box.shape, size, (data, 0, pitches_of(box.shape, size)), (target, at, pitches))
-
-
-def gather(data: memoryview, outer: Shape, box: Box, size: int) -> memoryview:
-    """Return the row-major elements of a box of a row-major array of shape ``outer``."""
-    pitches = pitches_of(outer, size)
-    at = sum(a * pitch for a, pitch in zip(box.start, pitches, strict=True))
-    elements = memoryview(bytearray(box.numel * size))
-    copy_strided(box.shape, size, (data, at, pitches), (elements, 0, pitches_of(box.shape, size)))
-    return elements

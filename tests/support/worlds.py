@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import Literal
@@ -29,8 +29,7 @@ PATH = "/runs/step-3.ckpt"
 _TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 Array = numpy.ndarray
-How = Literal["twice", "once", "unverified"]
-"""Verified before any byte is kept, meanwhile, or not at all."""
+How = Literal["verified", "unverified"]
 
 
 def mesh(*sizes: int, cuts: tuple[DimShard, ...] = (), order: tuple[int, ...] | None = None) -> Layout:
@@ -123,16 +122,12 @@ def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], target:
     return found
 
 
-def untargeted(wanted: Sequence[Request]) -> list[Request]:
-    return [request.untargeted() for request in wanted]
-
-
 def load(
     checkpoint: Checkpoint,
     key: str,
     layout: Layout,
     rank: int,
-    how: How = "twice",
+    how: How = "verified",
     tuning: Tuning = TUNING,
     threads: int | None = None,
 ) -> Array:
@@ -141,9 +136,5 @@ def load(
     parts = parts_of_rank(layout, spec.shape, rank)
     found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
     wanted = requests(checkpoint, key, parts, found)
-    if how == "twice":
-        before = found.copy()
-        fetch(checkpoint, untargeted(wanted), verify=True, tuning=tuning, threads=threads)
-        assert numpy.array_equal(found, before)
-    fetch(checkpoint, wanted, verify=how == "once", tuning=tuning, threads=threads)
+    fetch(checkpoint, wanted, verify=how == "verified", tuning=tuning, threads=threads)
     return found
