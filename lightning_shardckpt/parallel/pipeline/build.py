@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.tensors.values import PIPELINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ class StagedModule:
         for name in absent:
             parts = zip(self.modules[name].modules(), self.copies[name].modules(), strict=True)
             replacements |= {part: copy for part, copy in parts if part not in present}
-        _split.update(module for module in (*root.modules(), *replacements.values()) if parameter_slots(module))
+        for module in (*root.modules(), *replacements.values()):
+            if parameter_slots(module):
+                PIPELINES[module] = self.meshes.pipeline_group.group_name
         for parent in list(root.modules()):
             children = child_slots(parent)
             for name, child in children.items():
@@ -184,10 +186,6 @@ class StagedModule:
         )
 
 
-_split: WeakSet[nn.Module] = WeakSet()
-"""Modules of pipelines, with parameters of their own."""
-
-
 def refuse_stages(root: nn.Module) -> None:
     """Refuse a module around one that was split into pipeline stages.
 
@@ -195,7 +193,7 @@ def refuse_stages(root: nn.Module) -> None:
         UnsupportedCodeError: naming the module inside.
     """
     for name, module in root.named_modules():
-        if module is not root and module in _split:
+        if module is not root and module in PIPELINES:
             raise UnsupportedCodeError(
                 f"{clean_fqn(name)} of {type(root).__name__} was split into pipeline stages before, as a part of "
                 "another module, so that this process has only some of its layers. Build it anew, and load a "

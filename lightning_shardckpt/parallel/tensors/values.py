@@ -10,14 +10,18 @@ import zlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
+from lightning_shardckpt.compat.torch_distributed import group_of_name
 from lightning_shardckpt.compat.torch_tensors import version_of
+from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
 from lightning_shardckpt.parallel.tensors.peers import Peers
@@ -33,6 +37,9 @@ from lightning_shardckpt.system.tensor_digest import byte_view
 _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 """Plain tensors that were equal on all ranks: their version then, and the id of the sharding."""
 
+
+PIPELINES: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+"""Modules of pipelines with parameters of their own, and the name of the group of the stages."""
 
 GATHERED = "_shardckpt_gathered"
 """Attribute of the autograd nodes whose outputs are tensors of `gather_whole`."""
@@ -84,8 +91,8 @@ def gather_whole(
 def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
     """Return the state dict of a module with whole tensors, in new memory.
 
-    Collective: every rank that has shards of the module must call it, even if it discards the result. In a pipeline,
-    the result has the entries of this rank's stages.
+    Collective: every rank that has shards of the module must call it, even if it discards the result; in a pipeline,
+    every rank. The entries of the first stages come first there.
 
     >>> import torch
     >>> from lightning_shardckpt import full_state_dict
@@ -106,6 +113,27 @@ def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().clone() if cpu else value.detach().clone()
         entries[name] = value
+    group = next((PIPELINES[part] for part in module.modules() if part in PIPELINES), None)
+    return entries if group is None else _join_stages(entries, host_group(group_of_name(group)))
+
+
+def _join_stages(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the entries of all ranks of a pipeline, each from the first rank that has it. Collective."""
+    entries = dict[str, Any]()
+    for source in range(group.size()):
+        is_source = group.rank() == source
+        new = {name: value for name, value in own.items() if name not in entries} if is_source else {}
+        is_tensor = {name: isinstance(value, torch.Tensor) for name, value in new.items()}
+        described = {name: value.to("meta") if is_tensor[name] else value for name, value in new.items()}
+        for name, value in broadcast_object(described, source, group).items():
+            if isinstance(value, torch.Tensor):
+                whole = new[name].cpu() if is_source else torch.empty_like(value, device="cpu")
+                flat = whole.contiguous().view(-1).view(torch.uint8)
+                if flat.numel():
+                    work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+                    wait_for(work, f"a copy of {name}", [dist.get_global_rank(group, source)])
+                value = new[name] if is_source else flat.view(value.dtype).view(value.shape)
+            entries[name] = value
     return entries
 
 
