@@ -54,10 +54,6 @@ class StagePlan:
         units = [(self.layers[i], frozenset({s})) for s, (a, b) in enumerate(self.ranges) for i in range(a, b)]
         return units + [(name, where[place]) for name, place in self.others.items()]
 
-    def sees_whole_batch(self, name: str) -> bool:
-        """Return False for layers and modules before or beside them, which see microbatches; by clean FQN."""
-        return not is_inside(name, [unit for unit in self.units() if self.others.get(unit) != "last"])
-
     def units(self) -> dict[str, frozenset[int]]:
         """Return the stages of every layer and every other module with parameters, by clean FQN."""
         return dict(self._units())
