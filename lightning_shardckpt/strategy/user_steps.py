@@ -55,6 +55,7 @@ class StepReport:
     logger_calls: list[LoggerCall]
     changes: list[Change]
     should_stop: bool
+    clipping: tuple[Any, Any]
     hyperparameters: list[dict[str, Any]]
 
 
@@ -186,6 +187,7 @@ class LightningStep:
             logger_calls=self._logger_calls,
             changes=self._effects.changes(self.name),
             should_stop=trainer.should_stop,
+            clipping=(trainer.gradient_clip_val, trainer.gradient_clip_algorithm),
             hyperparameters=_get_hyperparameters(trainer),
         )
 
@@ -193,7 +195,9 @@ class LightningStep:
         """Log the values and repeat the side effects of the last stage on this rank, and return the output."""
         if not is_source:
             self._effects.start.apply(report.changes, device)
-            self._module.trainer.should_stop = report.should_stop
+            trainer = self._module.trainer
+            trainer.should_stop = report.should_stop
+            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = report.clipping
             _set_hyperparameters(self._module.trainer, report.hyperparameters)
         by_name: dict[tuple[str, int], list[_LogCall]] = {}
         for call in report.log_calls:

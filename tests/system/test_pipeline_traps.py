@@ -303,6 +303,15 @@ class SetsLearningRate(Plain):
         return loss
 
 
+class SetsClipping(Plain):
+    """Sets after the layers what the optimizer step reads on every stage."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.trainer.gradient_clip_val = 0.05 if index else None
+        return loss
+
+
 class OwnGenerator(Plain):
     strategy = (("pipeline_microbatches", 1),)  # others are refused: they would draw other numbers
 

@@ -251,7 +251,11 @@ class KeptGathers:
         return self._gathered[key][1]
 
     def reduce(self) -> None:
-        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it."""
+        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it.
+
+        Raises:
+            UnsupportedCodeError: for a gradient that the backward of a layer has reduced already.
+        """
         gathered, self._gathered = self._gathered, {}
         wholes, gradients = [], []
         for pair in gathered.values():
@@ -259,6 +263,14 @@ class KeptGathers:
                 if whole.requires_grad:
                     with without_torch_function():
                         gradient = _grad.__get__(copy)
+                    if isinstance(gradient, DTensor) and not isinstance(whole, DTensor):
+                        raise UnsupportedCodeError(
+                            "a custom autograd function of a layer runs a module in its backward, and returns "
+                            f"gradients for parameters that were its arguments, here of {describe(leaf_of(whole))}. "
+                            "In a pipeline they would be reduced twice. Don't pass the parameters, and call "
+                            "torch.autograd.backward, or use torch.utils.checkpoint (of torchdiffeq odeint, not "
+                            "odeint_adjoint)."
+                        )
                     wholes.append(whole)
                     gradients.append(absent_gradient(whole) if gradient is None else gradient)
         if wholes:
