@@ -678,7 +678,7 @@ CASES = {
     ),
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "sum of auxiliary losses": Case(SumOfAuxiliary, ("the result of the step depends on", "doesn't have")),
-    "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 changes a list or dict", "return the needed values")),
+    "list of auxiliary losses": Case(ListOfAuxiliary, ("layers.0 adds to or removes from a list", "return a new one")),
     "logs before the layers": Case(LogsBefore, ("the value logged as 'norm' depends on embed.weight", *UNKNOWN)),
     "remembers before the layers": Case(RemembersBefore, ("last of RemembersBefore", *REMEMBER)),
     "recomputes reentrant": Case(RecomputesReentrant, ("layer layers.1 is called in", *REENTRANT)),

@@ -178,8 +178,8 @@ class Stub:
             return Placeholder.of(like.geometry, self._fqn, like.device)
         if len(flatten_call(args, kwargs)[0]) != len(leaves):
             raise UnsupportedCodeError(
-                f"{self._fqn} changes a list or dict that it gets. Other stages of the pipeline don't see the change: "
-                "return the needed values."
+                f"{self._fqn} adds to or removes from a list or dict that it gets. Other stages of the pipeline don't "
+                "see the change: leave it as it is, and return a new one."
             )
         return out
 

@@ -12,7 +12,7 @@ from tests.support import tiny
 from tests.support.pool import run_ranks
 
 MISTAKES: list[Any] = [
-    {"leyer": "colwise"},
+    {"layr": "colwise"},
     {"layer": "columnwise"},
     {"layer": None},
     {"": "rowwise"},
