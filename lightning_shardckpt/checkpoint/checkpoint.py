@@ -163,14 +163,14 @@ class LoadResult:
         trainer: the trainer's state dict.
         extra_state: non-tensor state of modules, by name.
         notes: sentences for the user about differences and conversions.
-        hooked: the state that load hooks need, tensors included.
+        hooked: entries that the modules' own code loads; None if the modules' tensors are filled.
         settings: the hyper-parameters of optimizers that were loaded: optimizer, param group and key.
     """
 
     trainer: dict[str, Any]
     extra_state: dict[str, Any]
     notes: list[str]
-    hooked: HookedState
+    hooked: HookedState | None
     settings: set[tuple[int, int, str]]
 
 

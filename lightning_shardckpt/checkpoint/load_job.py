@@ -75,7 +75,7 @@ class LoadJob:
         self.trainer: dict[str, Any] = {}
         self.extra_state: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.hooked = HookedState()
+        self.hooked: HookedState | None = None
         self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
 
@@ -194,12 +194,15 @@ class LoadJob:
         keys = self._model.keys if self._model.is_loaded else {}
         live_tensors = [("model", key, tensors[name]) for name, key in keys.items()]
         new: list[tuple[str, str, torch.Tensor]] = []
+        unfilled, entries = list[tuple[str, str, torch.Tensor]](), list[ReadTarget]()
+        if self._model.is_hooked:
+            unfilled, live_tensors = live_tensors, []
+            self.hooked, entries = self._model.allocate()
         for optimizer in self._optimizers:
             existing, allocated = optimizer.tensors(shared)
             live_tensors += [("optimizer", key, tensor) for key, tensor in existing]
             new += [("optimizer", key, tensor) for key, tensor in allocated]
         extra = self.source.document("model") or {}
-        self.hooked, unfilled = self._model.hooked.allocate()
         if self._live.has_model:
             names = (name for name in extra if name in self._live.extra_state)
             self.extra_state = {name: decode_small(extra[name]) for name in names}
@@ -207,7 +210,7 @@ class LoadJob:
             (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
         of_optimizers = [item for item in new if item[0] == "optimizer"]
         of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON
-        _refuse_unfillable(self.source.path, [*live_tensors, *of_trainer, *self._model.hooked.live(), *of_optimizers])
+        _refuse_unfillable(self.source.path, [*live_tensors, *of_trainer, *unfilled, *of_optimizers])
         targets = [ReadTarget(component, key, tensor) for component, key, tensor in live_tensors]
         for target in targets:
             if is_expanded(target.local):
@@ -215,7 +218,7 @@ class LoadJob:
                     f"{target.component}/{target.key} cannot be filled: elements of the tensor share memory (shape "
                     f"{tuple(target.local.shape)}, strides {target.local.stride()}); load into a clone of it"
                 )
-        return targets + unfilled + [ReadTarget(component, key, tensor) for component, key, tensor in new]
+        return targets + entries + [ReadTarget(component, key, tensor) for component, key, tensor in new]
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that optimizer state could share memory with."""

@@ -16,11 +16,11 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.hooked_entries import HookedEntries
-from lightning_shardckpt.sources.source import Source, are_equal
+from lightning_shardckpt.sources.hooked_entries import allocate_entries
+from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
 from lightning_shardckpt.sources.source_view import converts
 from lightning_shardckpt.state.model import names_of
-from lightning_shardckpt.state.module_io import NO_HOOKS, Prefixes
+from lightning_shardckpt.state.module_io import NO_HOOKS, HookedState, LoadHooks, Prefixes
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES
 
@@ -58,8 +58,8 @@ class ModelMatch:
     Attributes:
         stored: the stored model.
         kept: keys of adapters that the checkpoint does not have.
-        rows: of the tensors that are filled in place.
-        hooked: the entries that load hooks see.
+        rows: of the tensors.
+        is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
     """
 
     def __init__(self, source: Source, targets: LoadTargets, elsewhere: frozenset[str], *, strict: bool) -> None:
@@ -70,13 +70,14 @@ class ModelMatch:
         self._live, self.kept = self._without_adapters()
         self._names = names_of(self._live, targets.whole.ties)
         hooks = targets.hooks if self.is_loaded else NO_HOOKS
-        self.hooked = HookedEntries(hooks, source, self._live, targets.extra_state, self._names, elsewhere)
-        rest = self.hooked.filled_in_place(self._live)
-        self.rows = [self._row(key, tensor) for key, tensor in rest.tensors.items()]
-        self._others = self._compare_others(rest)  # names and problems
-        if strict:
-            self._drop_hooked(Prefixes(hooks.after))
-        self._matched = self.keys | self.hooked.matched()
+        self.rows = [self._row(key, tensor) for key, tensor in self._live.tensors.items()]
+        self._others = self._compare_others()  # names and problems
+        self._seen = self._seen_by_hooks(hooks) if hooks.before or hooks.of_libraries else Prefixes(())
+        self.is_hooked = bool(self._seen or hooks.after or hooks.of_all)
+        self._not_stored, self._unexpected = set[str](), set[str]()
+        if self.is_hooked:
+            self._leave_to_hooks(Prefixes(hooks.after if strict else ()))
+        self._matched = self.keys
 
     @property
     def is_loaded(self) -> bool:
@@ -90,7 +91,7 @@ class ModelMatch:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The stored keys of the tensors that are filled in place, by live name."""
+        """The stored keys of the tensors that are loaded, by live name."""
         return {row.key: row.stored for row in self.rows if row.stored is not None}
 
     @property
@@ -199,25 +200,50 @@ class ModelMatch:
             before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (left_out, live))
             yield f"{before} when the checkpoint left it out, {now} in model"
 
-    def _compare_others(self, rest: Leaves) -> list[tuple[str, str]]:
+    def _compare_others(self) -> list[tuple[str, str]]:
         """Return the differences in non-tensor values, and the stored entries without a live one."""
-        stored = self.hooked.unhooked(self._source.document("model") or {})
-        live = self.hooked.unhooked(self._targets.extra_state)
-        elsewhere, names = self._elsewhere | self.hooked.names, {n for names in self._names.values() for n in names}
-        unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - elsewhere
-        in_checkpoint = sorted(unexpected - {base_fqn(name) for name in elsewhere} if unexpected else ())
-        self.hooked.note_unmatched(rest, self.keys, self._left_out, in_checkpoint)
+        stored, live = {*(self._source.document("model") or {})}, self._targets.extra_state
+        names = {name for group in self._names.values() for name in group}
+        unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - self._elsewhere
+        unexpected -= {base_fqn(name) for name in self._elsewhere} if unexpected else set()
         return [
-            *((name, _IN_CHECKPOINT) for name in in_checkpoint),
+            *((name, _IN_CHECKPOINT) for name in sorted(unexpected)),
             *((name, _IN_MODEL) for name in sorted(live - stored)),
         ]
 
-    def _drop_hooked(self, after: Prefixes) -> None:
-        """Drop missing and unexpected names in modules whose hooks after the load may accept them."""
-        for row in self.rows if after else ():
-            if after(row.key):
+    def _seen_by_hooks(self, hooks: LoadHooks) -> Prefixes:
+        """Return the prefixes of entries that hooks see before the load."""
+        document, names = self._source.document("model") or {}, self._names
+        stored = {name: self.stored.tensors[key].shape for name, key in self._known.items()}
+        live = {name: tuple(shape_of(self._live.tensors[key])) for key, group in names.items() for name in group}
+        values = dict.fromkeys(self._targets.extra_state, ())
+        return hooks.prefixes_seen(stored | dict.fromkeys(document, ()), live | values, self._elsewhere)
+
+    def _leave_to_hooks(self, after: Prefixes) -> None:
+        """Drop the differences that hooks may remove before the load, and those that hooks after it may accept."""
+        document = self._source.document("model") or {}
+        self._not_stored.update(self._targets.extra_state - document.keys())
+        self._unexpected.update(name for name, problem in self._others if problem == _IN_CHECKPOINT)
+        for row in self.rows:
+            if row.problems and row.stored is None:
+                self._not_stored.update(row.names)
+            if any(map(self._seen, row.names)):
+                row.problems = []
+            elif after(row.key):
                 row.problems = [problem for problem in row.problems if not problem.startswith(_IN_MODEL)]
-        only = (_IN_MODEL, _IN_CHECKPOINT)
-        self._others = [
-            (name, problem) for name, problem in self._others if not (after(name) and problem.startswith(only))
-        ]
+        self._others = [pair for pair in self._others if not self._seen(pair[0]) and not after(pair[0])]
+
+    def allocate(self) -> tuple[HookedState, list[ReadTarget]]:
+        """Allocate memory for the entries that the model's own code loads; see ``allocate_entries``."""
+        reported = {name for row in self.rows if row.problems for name in row.names}
+        return allocate_entries(
+            self._source,
+            self._live,
+            self._names,
+            self.keys,
+            self._seen,
+            absent=self._not_stored,
+            unexpected=self._unexpected,
+            reported=reported.union(name for name, _ in self._others),
+            whole=self._targets.whole,
+        )

@@ -28,7 +28,7 @@ from lightning_shardckpt.sources.source_view import model_names, parameters_of, 
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import LoadHooks, find_copies, load_remaining, loaded_state_dict
+from lightning_shardckpt.state.module_io import LoadHooks, load_remaining, loaded_state_dict
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,
@@ -138,7 +138,7 @@ class NestedLoad:
             like=sharded_tensors(self._objects),
             remedy="Pass strict=False",
             has_model=bool(self._objects.modules),
-            hooks=LoadHooks.of(self._objects.named),
+            hooks=LoadHooks.of(self._objects.named, self._state_dict),
         )
 
     def fit_source(self, source: Source) -> tuple[Source, list[str]]:
@@ -303,9 +303,8 @@ class NestedLoad:
         """Load entries that can't be filled in place; return the differences that the modules' own code reports."""
         modules, live = self._objects.named, self._state_dict
         entries = loaded_state_dict(modules, live, result.extra_state, result.hooked)
-        copies = find_copies(self._objects.root, live)
-        hooked, keep = result.hooked, self._keep_parameters
-        return load_remaining(modules, live, entries, copies, hooked, self._whole, strict=strict, keep_parameters=keep)
+        keep = self._keep_parameters
+        return load_remaining(modules, live, entries, result.hooked, self._whole, strict=strict, keep_parameters=keep)
 
     @torch.no_grad()
     def _finish_others(self, trainer: dict[str, Any]) -> None:

@@ -1,16 +1,16 @@
 """Loading entries through ``Module.load_state_dict``, where filling tensors in place is not enough.
 
-Entries that are not tensors, copies, and entries that ``on_load_checkpoint`` hooks have changed need it. So do modules
-with load hooks: registered hooks and overridden methods that may change, rename, drop or add entries before they are
-loaded, or act after the load. Stored tensors that such hooks see are read beside the module. All others are filled in
-place, and are entries of the call, too, which then copies nothing.
+Modules with load hooks need it: registered hooks and overridden methods that may change, rename, drop or add entries
+before they are loaded, or act after the load. So do ``on_load_checkpoint``, and state dicts whose tensors are copies.
+All stored entries of such modules are read beside them, which takes their memory twice, and given to one
+``load_state_dict``. All other modules are filled in place, and the call gets their extra state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice, local_tensor
-from lightning_shardckpt.state.model import WholeNames, is_value, named_tensors
+from lightning_shardckpt.state.model import WholeNames, is_extra_state, named_tensors
 from lightning_shardckpt.state.module_versions import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
 
@@ -42,15 +42,23 @@ class LoadHooks:
         of_libraries: of modules with such hooks of torch, transformers or PEFT, which act only if stored names or
             shapes differ from the module's: ``BatchNorm`` without a count of batches, quantization without data.
         after: of modules with hooks that run after the load.
+        of_all: True if the state dict needs ``load_state_dict`` as a whole.
     """
 
     before: tuple[str, ...] = ()
     of_libraries: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    of_all: bool = False
 
     @classmethod
-    def of(cls, modules: Mapping[str, nn.Module]) -> LoadHooks:
-        """Return the load hooks of modules, which are given by the prefix of their names."""
+    def of(cls, modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any], *, of_all: bool = False) -> LoadHooks:
+        """Return the load hooks of modules.
+
+        Args:
+            modules: by the prefix of their names.
+            state_dict: of the modules; if entries are copies, filling them would not load the modules.
+            of_all: True if other code will change the entries before they are loaded.
+        """
         before, of_libraries, after = list[str](), list[str](), list[str]()
         for start, root in modules.items():
             if has_own_load(root):
@@ -62,7 +70,7 @@ class LoadHooks:
                     (before if "user" in origins else of_libraries).append(prefix)
                 if has_post_load_hooks(module):
                     after.append(prefix)
-        return cls(tuple(before), tuple(of_libraries), tuple(after))
+        return cls(tuple(before), tuple(of_libraries), tuple(after), of_all or _has_copies(modules, state_dict))
 
     def prefixes_seen(
         self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]
@@ -99,21 +107,21 @@ class Prefixes:
         return bool(self._prefixes)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HookedState:
-    """The state that load hooks need; names are canonical.
+    """State that the modules' own code loads; names are canonical.
 
     Attributes:
-        is_needed: whether any hook would act.
-        entries: stored entries that are not in the module yet, by stored name; entries of other stages, and of no
-            module, are on the meta device.
-        absent: names of the model's entries that are not stored.
+        entries: stored entries that are not in the modules yet; entries of other stages, and of no module, are on the
+            meta device.
+        absent: names of the modules' entries that are not stored.
+        reported: names whose differences have been reported.
         versions: of modules, see ``module_versions``.
     """
 
-    is_needed: bool = False
-    entries: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Any]
     absent: frozenset[str] = frozenset()
+    reported: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None
 
 
@@ -129,25 +137,27 @@ def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[
     return names
 
 
-def find_copies(module: nn.Module, state_dict: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of tensors in a state dict that do not share the module's memory."""
-    own = chain(module.named_parameters(), module.named_buffers())
+def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any]) -> bool:
+    """Return True if entries other than extra state do not share the modules' memory."""
+    own = chain(*(chain(*named_tensors(module)) for module in modules.values()))
     live = {local_tensor(tensor).untyped_storage().data_ptr() for _, tensor in own}
-    parts = ((name, local_tensor(value)) for name, value in state_dict.items() if not is_value(name, value))
-    return frozenset(n for n, part in parts if part.numel() and part.untyped_storage().data_ptr() not in live)
+    tensors = (value for name, value in state_dict.items() if not is_extra_state(name))
+    parts = [local_tensor(value) if isinstance(value, torch.Tensor) else None for value in tensors]
+    return any(part is None or (part.numel() and part.untyped_storage().data_ptr() not in live) for part in parts)
 
 
 def loaded_state_dict(
-    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], hooked: HookedState
+    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], hooked: HookedState | None
 ) -> dict[str, Any]:
-    """Return the loaded state dict under the modules' own names: live tensors, and entries not in the modules yet.
+    """Return the loaded state dict under the modules' own names: filled tensors, and entries not in the modules yet.
 
     Args:
         modules: by the prefix of their names.
-        live: the state dict of the modules, whose tensors are filled.
+        live: the state dict of the modules.
         values: loaded entries that are not tensors, by canonical name.
-        hooked: the state that load hooks need.
+        hooked: the entries that were read beside the modules; None if all tensors were filled in place.
     """
+    hooked = hooked or HookedState({})
     registered = {clean_fqn(name): name for name in live}
     state_dict = {name: value for name, value in live.items() if clean_fqn(name) not in hooked.absent}
     state_dict |= {registered[name]: value for name, value in values.items() if name in registered}
@@ -171,8 +181,7 @@ def load_remaining(
     modules: Mapping[str, nn.Module],
     live: Mapping[str, Any],
     state_dict: Mapping[str, Any],
-    copies: frozenset[str],
-    hooked: HookedState,
+    hooked: HookedState | None,
     whole: WholeNames | None = None,
     *,
     strict: bool,
@@ -184,11 +193,10 @@ def load_remaining(
 
     Args:
         modules: by the prefix of their names.
-        live: the state dict of the modules, whose tensors are filled.
+        live: the state dict of the modules.
         state_dict: the result of ``loaded_state_dict``, as on_load_checkpoint hooks left it; a full tensor may replace
             a sharded one.
-        copies: names of entries of ``live`` that do not share the modules' memory.
-        hooked: the state that load hooks need.
+        hooked: the entries that were read beside the modules; None if all tensors were filled in place.
         whole: names of the model over all pipeline stages, since a hook may add entries of other stages.
         strict: whether differences are errors.
         keep_parameters: whether to refuse load hooks that replace parameters.
@@ -198,31 +206,25 @@ def load_remaining(
 
     Raises:
         MismatchError: for entries that do not fit, and if ``strict``, for missing and unexpected entries.
-        StateError: if a hook removed a loaded entry, or replaced a parameter.
+        StateError: if a hook replaced a parameter.
     """
     whole = whole or WholeNames()
-    edited = _edited_entries(live, state_dict, copies, whole)
-    removed = [n for n in live if n not in state_dict and n not in copies and clean_fqn(n) not in hooked.absent]
-    if removed and not strict:
-        raise StateError(
-            f"on_load_checkpoint took {removed[:_LISTED]} out of the state dict, but they are loaded already. To keep "
-            "the values that the model has, put copies of them into the state dict instead."
-        )
-    if not (edited or removed or hooked.is_needed):
+    edited = _edited_entries(live, state_dict, whole)
+    if not edited and hooked is None:
         return []
     own = {start + n: tensor for start, module in modules.items() for n, tensor in chain(*named_tensors(module))}
     entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
-    missing, unexpected = _load_each(modules, entries, hooked.versions)
+    missing, unexpected = _load_each(modules, entries, None if hooked is None else hooked.versions)
     if keep_parameters:
         _check_same(modules, own)
-    filled = {name for name in live if name not in copies}
+    filled = live if hooked is None else ()
     lines = [f"{name}  in model only" for name in missing if name in live]
     unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in unmatched]
-    if not strict:  # entries that are not stored were reported before, and a hook may remove copies
-        reported = hooked.absent | {name for name, value in hooked.entries.items() if _is_meta(value)}
-        reported |= {clean_fqn(name) for name in copies if name not in state_dict}
-        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in reported]
+    if not strict:  # on_load_checkpoint may take entries out
+        hooked = hooked or HookedState({})
+        known = hooked.reported.union(n for n in map(clean_fqn, live.keys() - state_dict) if n not in hooked.absent)
+        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
     if lines:
         count = count_text(len(lines), "difference")
         raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
@@ -237,10 +239,6 @@ def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Ten
             f"a load hook put new parameters in place of {replaced[:_LISTED]}, which are sharded and in optimizers "
             "already. Copy values into the existing parameters, and build them in the shape that is stored."
         )
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _load_each(
@@ -286,11 +284,9 @@ def _cut_full_tensors(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _edited_entries(
-    live: Mapping[str, Any], state_dict: Mapping[str, Any], copies: frozenset[str], whole: WholeNames
-) -> dict[str, Any]:
+def _edited_entries(live: Mapping[str, Any], state_dict: Mapping[str, Any], whole: WholeNames) -> dict[str, Any]:
     """Return the entries that are not in the modules; full tensors are cut to this rank's part of a sharded tensor."""
-    edited = {name: value for name, value in state_dict.items() if name in copies or value is not live.get(name)}
+    edited = {name: value for name, value in state_dict.items() if value is not live.get(name)}
     for tie in whole.ties:  # the hook may have used the tensor's name in another stage
         names = [name for name in edited if clean_fqn(name) in tie]
         if names:

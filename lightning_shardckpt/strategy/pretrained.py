@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.hooked_entries import HookedEntries
+from lightning_shardckpt.sources.hooked_entries import allocate_entries
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
 from lightning_shardckpt.sources.open_source import open_on_ranks
@@ -28,7 +29,6 @@ from lightning_shardckpt.state.module_io import (
     HookedState,
     LoadHooks,
     Prefixes,
-    find_copies,
     load_remaining,
     loaded_state_dict,
 )
@@ -52,7 +52,7 @@ class PretrainedWeights:
     """Stored weights that were compared with a model; only they fill the parameters and buffers in ``names``."""
 
     def __init__(self, source: Source | None, match: Match | None, by_code: Prefixes, *, strict: bool) -> None:
-        self._source, self._match, self._strict = source, match, strict
+        self._source, self._match, self._by_code, self._strict = source, match, by_code, strict
         self.names = frozenset(n for n in match.names if not by_code(n)) if match is not None else frozenset()
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
@@ -62,30 +62,41 @@ class PretrainedWeights:
         """
         if self._source is None or self._match is None:
             return
+        hooked: HookedState | None = None
         source, match, state_dict = self._source, self._match, module.state_dict()
-        modules, hooked, loaded = {"": module}, HookedState(), dict[str, Any]()
+        modules, values = {"": module}, dict[str, Any]()
 
         def read() -> None:
-            nonlocal hooked, loaded
-            values = [clean_fqn(name) for name, value in state_dict.items() if is_value(name, value)]
+            nonlocal hooked, values
             tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
             leaves, _ = model_leaves(tensors, module, whole)
             fitted, names = apply_match(source, match), names_of(leaves, whole.ties)
-            elsewhere = whole.elsewhere((*leaves.tensors, *leaves.aliases, *values))
-            aside = HookedEntries(LoadHooks.of(modules), fitted, leaves, values, names, elsewhere)
-            rest = aside.filled_in_place(leaves)
-            matched = {key: tensor for key, tensor in rest.tensors.items() if key in match.names}
-            aside.note_unmatched(rest, matched, (), ())
-            hooked, targets = aside.allocate()
-            stored = fitted.document("model") or {}
-            loaded = {name: decode_small(stored[name]) for name in aside.unhooked(values) if name in stored}
-            targets += [ReadTarget("model", key, tensor) for key, tensor in matched.items()]
+            stored, specs = fitted.document("model") or {}, fitted.components()["model"].tensors
+            own_values = {clean_fqn(name) for name in state_dict.keys() - tensors.keys()}
+            values = {name: decode_small(stored[name]) for name in own_values if name in stored}
+            matched = [key for key in leaves.tensors if key in match.names]
+            targets = [ReadTarget("model", key, leaves.tensors[key]) for key in matched]
+            hooks = LoadHooks.of(modules, state_dict)
+            if self._by_code or hooks.after or hooks.of_all:
+                fitting = [key for key in matched if specs[key].shape == shape_of(leaves.tensors[key])]
+                absent = own_values - stored.keys()
+                absent.update(*(names[key] for key in leaves.tensors.keys() - match.names))
+                hooked, targets = allocate_entries(
+                    fitted,
+                    leaves,
+                    names,
+                    dict(zip(fitting, fitting, strict=True)),
+                    self._by_code,
+                    absent=absent,
+                    unexpected=match.others,
+                    reported=[name for name in (*absent, *match.others) if not self._by_code(name)],
+                    whole=whole,
+                )
             read_converted(fitted, targets)
 
         def load() -> list[str]:
-            now = loaded_state_dict(modules, state_dict, loaded, hooked)
-            copies, strict = find_copies(module, state_dict), self._strict
-            return load_remaining(modules, state_dict, now, copies, hooked, whole, strict=strict, keep_parameters=True)
+            now, strict = loaded_state_dict(modules, state_dict, values, hooked), self._strict
+            return load_remaining(modules, state_dict, now, hooked, whole, strict=strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
@@ -140,10 +151,13 @@ def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple
     """Return the matching names with all problems, and the scopes that the model's own code loads."""
     state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    match, hooks = match_model(source, module, whole, pretrained.key_mapping), LoadHooks.of({"": module})
-    stored = apply_match(source, match).components()["model"].tensors
-    shapes = {name: spec.shape for name, spec in stored.items()}
-    by_code = hooks.prefixes_seen(shapes, {name: tuple(tensor.shape) for name, tensor in state.items()}, ())
+    match, hooks = match_model(source, module, whole, pretrained.key_mapping), LoadHooks.of({"": module}, {})
+    fitted = apply_match(source, match)
+    stored, values = fitted.components()["model"].tensors, fitted.document("model") or {}
+    shapes = {name: spec.shape for name, spec in stored.items()} | dict.fromkeys(values, ())
+    entries = module.state_dict().items()
+    live_shapes = {clean_fqn(name): () if is_value(name, value) else tuple(value.shape) for name, value in entries}
+    by_code = hooks.prefixes_seen(shapes, live_shapes, ())
     by_hooks = Prefixes(hooks.after if pretrained.strict else ())  # hooks may accept differences
     match.missing = [name for name in match.missing if not by_code(name) and not by_hooks(name)]
     accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}

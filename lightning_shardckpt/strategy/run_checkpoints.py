@@ -49,7 +49,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import find_copies, load_remaining
+from lightning_shardckpt.state.module_io import load_remaining
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_empty, watch_state
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url
@@ -259,10 +259,8 @@ class RunCheckpoints:
         (path, live, hooked, _), self._loaded = self._loaded, None
 
         def load() -> list[str]:
-            copies = find_copies(module, live)
             strict, fit = module.strict_loading, self._current.is_fit
-            modules = {"": module}
-            return load_remaining(modules, live, state_dict, copies, hooked, names, strict=strict, keep_parameters=fit)
+            return load_remaining({"": module}, live, state_dict, hooked, names, strict=strict, keep_parameters=fit)
 
         is_first = self._current.share.data_rank == 0
         with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
@@ -273,7 +271,7 @@ class RunCheckpoints:
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
         callbacks: list[Callback] = self._current.trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
-            state_dict.update(copy_state_dict(state_dict))
+            state_dict.update(copy_state_dict({name: v for name, v in state_dict.items() if v is live.get(name)}))
 
     @property
     def shows_optimizers(self) -> bool:

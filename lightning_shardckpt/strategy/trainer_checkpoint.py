@@ -22,7 +22,7 @@ from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
-from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
@@ -60,11 +60,11 @@ def check_io(io: object) -> ShardCkptIO:
 
 
 class Loaded(NamedTuple):
-    """The state dict, live or copied, that a checkpoint has filled, entries for the module's code, and optimizers."""
+    """The live state dict, the entries that the module's own code loads, and the optimizers."""
 
     path: str
     live: dict[str, Any]
-    hooked: HookedState
+    hooked: HookedState | None
     optimizers: LoadedOptimizers | None
 
 
@@ -110,14 +110,12 @@ def load_checkpoint(
 
     Returns:
         Lightning's dict; the state of the selected saving rank, or None; and the loaded objects. In the dict,
-        ``state_dict`` holds the loaded live tensors and the entries that the modules' code loads; for a module with
-        ``on_load_checkpoint`` it holds copies, which the module doesn't have yet.
+        ``state_dict`` holds the filled tensors of the module; for a module with load hooks or ``on_load_checkpoint`` it
+        holds entries that the module doesn't have yet.
     """
     module = trainer.lightning_module
     with gc_paused():
         state_dict = live_state_dict(module)
-    if is_overridden("on_load_checkpoint", module, pl.LightningModule):  # it may read the old tensors of the module
-        state_dict = copy_state_dict(state_dict)
     fitting = trainer.state.fn == TrainerFn.FITTING
     optimizers = trainer.strategy.optimizers if fitting else None
     targets = module_targets(module, state_dict, optimizers, io.names, io.key_mapping)
@@ -198,5 +196,6 @@ def module_targets(
         return source, problems + more
 
     names = parameter_names(module, whole) if optimizers is not None else {}
-    hooks = LoadHooks.of({"": module})
+    is_shown = is_overridden("on_load_checkpoint", module, pl.LightningModule)  # it may read the module's old values
+    hooks = LoadHooks.of({"": module}, state_dict, of_all=is_shown)
     return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, match_names, hooks=hooks)

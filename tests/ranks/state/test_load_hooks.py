@@ -27,10 +27,10 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.hooked_entries import HookedEntries
+from lightning_shardckpt.sources.hooked_entries import allocate_entries
 from lightning_shardckpt.sources.torch_save import open_torch_files
-from lightning_shardckpt.state.model import model_leaves, names_of
-from lightning_shardckpt.state.module_io import LoadHooks
+from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of
+from lightning_shardckpt.state.module_io import LoadHooks, Prefixes
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
@@ -383,6 +383,59 @@ def test_what_hooks_leave_missing_and_what_fails_in_them_is_told_on_all_ranks(tm
         assert same(unwrapped, contents(unwrapping)) == []
 
 
+def heads(stored: bool) -> nn.Module:
+    """A module with a hook beside others, of which one has another shape and one another name than the stored."""
+    torch.manual_seed(stored)
+    common = {"plain": nn.Linear(4, 4), "hooked": Doubled(3.0 * stored), "head": nn.Linear(4, 5 if stored else 3)}
+    return nn.ModuleDict({**common, "old" if stored else "new": nn.Linear(2, 2)})
+
+
+def load_heads(path: str) -> list[Any]:
+    save(path, {"model": heads(True)})
+    strict, rest = heads(False), heads(False)
+    with pytest.raises(MismatchError) as refused:
+        load(path, {"model": strict})
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        load(path, {"model": rest}, strict=False)
+    return [str(refused.value), contents(strict), [str(note.message) for note in noted], contents(rest)]
+
+
+def test_differences_beside_a_hook_are_told_before_anything_changes_and_left_out_if_not_strict(tmp_path: Path) -> None:
+    expected = heads(False)
+    for name in ("plain", "hooked"):
+        expected.get_submodule(name).load_state_dict(heads(True).get_submodule(name).state_dict())
+    lines = ["head.weight  shape (5, 4)", "new.bias  in model only", "old.bias  in checkpoint only"]
+    for rank, (refused, strict, notes, rest) in enumerate(run_ranks(2, load_heads, str(tmp_path / "a"))):
+        assert all(line in refused for line in lines)
+        assert same(strict, contents(heads(False))) == []
+        assert rank > 0 or (len(notes) == 1 and all(line in notes[0] for line in lines))
+        assert same(rest, contents(expected)) == []
+
+
+class Lacking(Linear):
+    """Its hook puts in place one of two entries that are not stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.register_load_state_dict_pre_hook(self.add)  # type: ignore[no-untyped-call]  # torch's
+
+    @staticmethod
+    def add(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "one"] = torch.full((2,), 7.0)
+
+
+def test_an_entry_that_neither_the_checkpoint_nor_a_hook_has_is_told_if_not_strict(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"model": Linear(3.0)})
+    module, expected = Lacking(), Lacking()
+    with pytest.warns(UserWarning, match="other  in model only") as noted:
+        load(tmp_path / "a", {"model": module}, strict=False)
+    assert not any("one  in model only" in str(note.message) for note in noted)
+    expected.load_state_dict(Linear(3.0).state_dict(), strict=False)
+    assert same(contents(module), contents(expected)) == []
+
+
 class Growing(Linear):
     """Puts a parameter of the stored shape in the place of its own."""
 
@@ -457,10 +510,10 @@ def test_only_so_much_is_read_whole_for_hooks(tmp_path: Path) -> None:
     torch.save(OldName().state_dict(), path)
     source, model = open_torch_files(path), Renamed()
     leaves, _ = model_leaves(model.state_dict(), model)
-    hooked = HookedEntries(LoadHooks.of({"": model}), source, leaves, (), names_of(leaves, ()), frozenset())
+    arguments = (source, leaves, names_of(leaves, ()), {"count": "count"}, Prefixes({""}))
     with pytest.raises(StateError, match=r"the largest is 'kernel'.*in one process"):
-        hooked.allocate(most_bytes=95)
-    assert hooked.allocate(most_bytes=96)[0].entries.keys() == {"kernel", "count"}
+        allocate_entries(*arguments, whole=WholeNames(), most_bytes=95)
+    assert allocate_entries(*arguments, whole=WholeNames(), most_bytes=96)[0].entries.keys() == {"kernel", "count"}
 
 
 def llama(**options: Any) -> Any:
@@ -480,6 +533,6 @@ PLAIN: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", PLAIN)
 def test_what_does_nothing_to_a_checkpoint_of_the_same_model_stays_on_the_direct_path(kind: str) -> None:
     module = PLAIN[kind]()
-    hooks = LoadHooks.of({"": module})
+    hooks = LoadHooks.of({"": module}, module.state_dict())
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    assert hooks.before == hooks.after == () and not hooks.prefixes_seen(shapes, shapes, ())
+    assert hooks.before == hooks.after == () and not hooks.of_all and not hooks.prefixes_seen(shapes, shapes, ())
