@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import load, load_from_checkpoint, save
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
@@ -30,7 +31,7 @@ from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.hooked_entries import allocate_entries
 from lightning_shardckpt.sources.torch_save import open_torch_files
 from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of
-from lightning_shardckpt.state.module_io import LoadHooks, Prefixes
+from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks, Prefixes
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
@@ -320,6 +321,25 @@ def test_hooks_of_layers_and_of_the_whole_see_whole_tensors(tmp_path: Path) -> N
             assert noted == [[]], topology
             assert same(one, {name: expected[name] for name in one}) == [], topology
         assert same({**both[0][0], **both[1][0]}, expected) == [], topology
+
+
+class Plain(tiny.TinyLM):
+    """A model without load hooks, which tells what it looks like to a load once it is sharded."""
+
+    def on_validation_start(self) -> None:
+        state_dicts = (self.state_dict(), live_state_dict(self))
+        self.hooks = [LoadHooks.of({"": self}, state_dict) for state_dict in state_dicts]
+
+
+def hooks_by_topology(strategy: dict[str, Any]) -> list[Any]:
+    module = Plain()
+    tiny.trainer(strategy).validate(module, tiny.loader(shuffle=False))
+    return module.hooks
+
+
+def test_sharding_a_model_without_hooks_leaves_it_to_be_filled_in_place() -> None:
+    ranks = run_each({name: (2, hooks_by_topology, way) for name, way in TOPOLOGIES.items()})
+    assert [found for every in ranks.values() for found in every] == [[NO_HOOKS, NO_HOOKS]] * 8
 
 
 class Dropping(Linear):
