@@ -8,7 +8,8 @@ at once, so they can be swapped. An entry ``old: new`` is
   have: ``"^gpt_neox": "model"``. It may match anywhere in a name. Expressions are applied in one pass from left to
   right; of several matches at the same place the first counts. They do not apply to names with an entry of their own.
 
-``new`` None leaves the tensor out, and a list gives it several names.
+``new`` None leaves the tensor out, and a list gives it several names. An expression with None leaves out every name in
+which it is found, also if another expression matches there.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class KeyMapping:
 
         Args:
             given: a dict or a function; or one or several strings: paths of JSON or YAML files with a dict,
-                ``OLD=NEW``, or the import path of a function (``package.module:function``).
+                ``OLD=NEW`` (``OLD=null`` leaves out), or the import path of a function (``package.module:function``).
             option: the name of the option in errors.
 
         Raises:
@@ -86,7 +87,7 @@ class KeyMapping:
                 entries |= _entries_in(text, option)
             elif "=" in text:
                 old, _, new = text.rpartition("=")
-                entries.setdefault(old, new)
+                entries.setdefault(old, None if new == "null" else new)
             elif len(texts) == 1:
                 return cls(function=_import_function(text, option), option=option)
             else:
@@ -127,6 +128,8 @@ class KeyMapping:
         return self.names[name] if name in self.names else self._apply_rules(name)
 
     def _apply_rules(self, name: str) -> tuple[str, ...]:
+        if any(not new and pattern.search(name) for pattern, new in self.rules):
+            return ()
         done: tuple[str, ...] = ("",)
         at = 0
         while at <= len(name):

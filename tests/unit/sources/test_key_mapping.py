@@ -36,6 +36,7 @@ def shout(name: str) -> str | None:
         pytest.param({"^": "net."}, {"net.a.w": "a.w", "net.b.w": "b.w", "net.x": "x"}, id="a prefix"),
         pytest.param({"()": "-"}, {"-a-.-w": "a.w", "-b-.-w": "b.w", "-x": "x"}, id="matches without a length"),
         pytest.param({"x": None, "^b": None}, {"a.w": "a.w"}, id="left out"),
+        pytest.param({r"^.\.": "c.", r"\.w$": None, "b.w": "b"}, {"b": "b.w", "x": "x"}, id="left out first"),
         pytest.param({"x": ["x", "y"]}, {"a.w": "a.w", "b.w": "b.w", "x": "x", "y": "x"}, id="several new names"),
         pytest.param(
             {r"\.": [".0.", ".1."], "w$": "v", "^x$": []},
@@ -47,6 +48,8 @@ def shout(name: str) -> str | None:
         pytest.param(f"{__name__}.shout", {"m.a.w": "a.w", "m.b.w": "b.w"}, id="import path with dots"),
         pytest.param("x=y", {"a.w": "a.w", "b.w": "b.w", "y": "x"}, id="text"),
         pytest.param(["^a=b", "^b=a", "x=y"], {"b.w": "a.w", "a.w": "b.w", "y": "x"}, id="texts"),
+        pytest.param(["^b=null", "x=null"], {"a.w": "a.w"}, id="texts that leave out"),
+        pytest.param([r"^a\.=", "x=nulls"], {"w": "a.w", "b.w": "b.w", "nulls": "x"}, id="texts that strip a prefix"),
     ],
 )
 def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
