@@ -55,14 +55,9 @@ def consolidate(
     size_per_shard: float | None = None,
     optimizer: bool | None = None,
     dtype: str | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
     key_mapping: KeyMappingLike | None = None,
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    tuning: Tuning = TUNING,
 ) -> Path:
     """Export a checkpoint for other programs.
 
@@ -84,23 +79,19 @@ def consolidate(
         optimizer: include the optimizers; by default only for "torch". With safetensors, their state that is not
             tensors is written to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
-        include: patterns (``*``, ``?``, ``[…]``); only tensors whose names match one of them are exported.
-        exclude: patterns; tensors whose names match one of them are left out.
-        key_mapping: maps stored names to new ones: a dict of whole names or regular expressions to new names (None
+        key_mapping: selects and renames tensors: a dict of whole names or regular expressions to new names (None
             leaves a tensor out), or a function; or texts, each ``OLD=NEW``, the path of a JSON or YAML file with a
-            dict, or the import path of a function. See "Rename tensors" in the documentation.
-        strip_prefix: a prefix to remove from names; for "huggingface", it selects one of several models.
-        add_prefix: a prefix to add to all names.
+            dict, or the import path of a function. A model of transformers keeps its names: there it only leaves
+            tensors out, and selects one of several models. See "Rename tensors" in the documentation.
         overwrite: replace the output of an earlier call, atomically.
         storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
-        tuning: buffer sizes and the number of threads.
 
     Returns:
         The path of the file or directory.
 
     Raises:
-        ValueError: if options contradict each other, names collide, a pattern matches nothing, or the output is inside
-            a checkpoint, or at a URL.
+        ValueError: if options contradict each other, names collide, an entry of ``key_mapping`` matches nothing, or the
+            output is inside a checkpoint, or at a URL.
         CheckpointNotFoundError: if the folder is not a checkpoint; the message describes its content.
         FileExistsError: if the output exists.
         CorruptionError: naming file, tensor and rank of corrupted data.
@@ -111,16 +102,12 @@ def consolidate(
         size_per_shard=size_per_shard,
         optimizer=optimizer,
         dtype=dtype,
-        include=include,
-        exclude=exclude,
         key_mapping=key_mapping,
-        strip_prefix=strip_prefix,
-        add_prefix=add_prefix,
         overwrite=overwrite,
     )
     drain_all()
     try:
-        return _write(checkpoint_folder, output_file, options, storage_options, tuning)
+        return write_export(checkpoint_folder, output_file, options, storage_options=storage_options)
     except FileExistsError as error:
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -144,13 +131,23 @@ def format_of(output_file: str | os.PathLike[str] | None, format: Format | None)
     return format
 
 
-def _write(
+def write_export(
     checkpoint_folder: str | os.PathLike[str],
     output_file: str | os.PathLike[str] | None,
     options: Options,
-    storage_options: Mapping[str, Any] | None,
-    tuning: Tuning,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    tuning: Tuning = TUNING,
 ) -> Path:
+    """Export a checkpoint as ``consolidate`` does, which describes arguments, result and errors.
+
+    Args:
+        checkpoint_folder: the checkpoint.
+        output_file: the path of the output, or None for the default.
+        options: its format and content.
+        storage_options: for URLs.
+        tuning: buffer sizes and the number of threads.
+    """
     where = file_path(checkpoint_folder)
     folder = Path.cwd() / (where.rstrip("/").rpartition("/")[2] if is_url(where) else where)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
@@ -311,12 +308,8 @@ def command_parser() -> ArgumentParser:
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     add("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")
     add("--dtype", type=str, help="float64, float32, float16 or bfloat16, for all floating tensors of the model")
-    add("--include", action="append", type=str, metavar="PATTERN", help="write only names that match; repeatable")
-    add("--exclude", action="append", type=str, metavar="PATTERN", help="leave out names that match; repeatable")
-    mapping = "OLD=NEW, a stored name or regular expression and its new name, or a JSON or YAML file; repeatable"
-    add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=mapping)
-    add("--strip_prefix", type=str, help="remove this prefix of names; for huggingface, select one of several models")
-    add("--add_prefix", type=str, help="put this before every name")
+    mapping = "OLD=NEW, a stored name or regular expression and its new name, null to leave out; or a JSON or YAML file"
+    add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=f"{mapping}; repeatable")
     add_storage_options(parser)
     return parser
 

@@ -1,11 +1,10 @@
-"""Options of ``consolidate``: defaults, valid combinations, and the selection and renaming of tensors."""
+"""Options of ``consolidate``: defaults, valid combinations, and the names of tensors in the output."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
@@ -17,74 +16,39 @@ SIZE_PER_SHARD = 5000.0
 """Default size of chunks in MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """Rules that select and rename tensors: filters on the old names, then remove a prefix, map, add a prefix.
+def new_name(mapping: KeyMapping, name: str) -> str | None:
+    """Return the name of a tensor in the output; None if it is left out.
 
-    Attributes:
-        include: patterns (``*``, ``?``, ``[…]``), of which a name must match at least one; none selects all.
-        exclude: patterns that a name must not match.
-        strip_prefix: a prefix to remove from the names that have it.
-        mapping: maps old names to new ones; a name that it drops is not selected.
-        add_prefix: a prefix to add to every name.
+    >>> new_name(KeyMapping.of({"^net": "model"}), "net.head.bias")
+    'model.head.bias'
+
+    Raises:
+        ValueError: if the mapping gives several names.
     """
+    names = mapping(name)
+    if len(names) > 1:
+        raise ValueError(f"key_mapping gives {name!r} the names {list(names)}; in the output, a tensor has one name")
+    return names[0] if names else None
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    strip_prefix: str = ""
-    mapping: KeyMapping = field(default_factory=KeyMapping)
-    add_prefix: str = ""
 
-    @property
-    def changes_something(self) -> bool:
-        """True if any rule is set."""
-        return self != Naming()
+def new_names(mapping: KeyMapping, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in the output by stored name, of all tensors that are not left out.
 
-    def selects(self, name: str) -> bool:
-        """Return True if an old name passes the filters, and the mapping does not drop it.
+    Raises:
+        ValueError: if the mapping gives several names, or listing its entries that match no stored name.
+    """
+    known = list(names)
+    if unused := mapping.unused(known):
+        near = difflib.get_close_matches(unused[0], known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        advice = "".join(f"\n  key_mapping: {line}" for line in mapping.suggest(known))
+        raise ValueError(f"no tensor has a name for {', '.join(map(repr, unused))}{hint}{advice}")
+    return {name: new for name in known if (new := new_name(mapping, name)) is not None}
 
-        >>> Naming(include=("model.*",), exclude=("*.bias",)).selects("model.head.bias")
-        False
-        """
-        return self._passes_filters(name) and bool(self.mapping(name.removeprefix(self.strip_prefix)))
 
-    def _passes_filters(self, name: str) -> bool:
-        if self.include and not any(fnmatchcase(name, pattern) for pattern in self.include):
-            return False
-        return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
-
-    def rename(self, name: str) -> str:
-        """Return the new name of a selected name.
-
-        >>> swap = Naming(strip_prefix="net.", mapping=KeyMapping.of({"^a": "b", "^b": "a"}))
-        >>> swap.rename("net.a.w"), swap.rename("b.w")
-        ('b.w', 'a.w')
-
-        Raises:
-            ValueError: if the mapping gives several names.
-        """
-        new = self.mapping(name.removeprefix(self.strip_prefix))
-        if len(new) != 1:
-            raise ValueError(f"key_mapping gives {name!r} the names {list(new)}; in the output, a tensor has one name")
-        return self.add_prefix + new[0]
-
-    def check(self, names: Iterable[str]) -> None:
-        """Check that every rule matches at least one of the names.
-
-        Raises:
-            ValueError: listing the patterns, mapping entries and prefixes that match none.
-        """
-        names = list(names)
-        stripped = [name.removeprefix(self.strip_prefix) for name in names if self._passes_filters(name)]
-        unused = [repr(p) for p in (*self.include, *self.exclude) if not any(fnmatchcase(n, p) for n in names)]
-        if self.strip_prefix and not any(name.startswith(self.strip_prefix) for name in names):
-            unused.append(f"the prefix {self.strip_prefix!r}")
-        unused += map(repr, self.mapping.unused(stripped))
-        if unused:
-            near = difflib.get_close_matches(unused[0].strip("'"), [*names, *stripped], n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            advice = "".join(f"\n  key_mapping: {line}" for line in self.mapping.suggest(stripped))
-            raise ValueError(f"no tensor has a name for {', '.join(unused)}{hint}{advice}")
+def rename_params(mapping: KeyMapping, params: Iterable[str]) -> list[str]:
+    """Return the names in the output of an optimizer's parameters, without those that are left out."""
+    return [new for param in params if (new := new_name(mapping, param)) is not None]
 
 
 def check_unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
@@ -110,14 +74,10 @@ class Options:
     size_per_shard: float | None = None
     optimizer: bool | None = None
     dtype: str | None = None
-    include: str | Sequence[str] = ()
-    exclude: str | Sequence[str] = ()
     key_mapping: KeyMappingLike | None = None
-    strip_prefix: str | None = None
-    add_prefix: str | None = None
     overwrite: bool = False
-    naming: Naming = field(init=False)
-    """The rules for names, from the options above."""
+    mapping: KeyMapping = field(init=False)
+    """The parsed ``key_mapping``."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -127,14 +87,7 @@ class Options:
         ):
             if value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(str(c) for c in choices if c)}, got {value!r}")
-        naming = Naming(
-            (self.include,) if isinstance(self.include, str) else tuple(self.include),
-            (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude),
-            self.strip_prefix or "",
-            KeyMapping.of(self.key_mapping),
-            self.add_prefix or "",
-        )
-        object.__setattr__(self, "naming", naming)
+        object.__setattr__(self, "mapping", KeyMapping.of(self.key_mapping))
         self._check()
 
     def _check(self) -> None:
@@ -153,10 +106,10 @@ class Options:
             raise ValueError("size_per_shard is for split 'chunks'")
         if size is not None and not size > 0:
             raise ValueError(f"size_per_shard is a size in MB and must be positive, got {size}")
-        if format == "peft" and (self.dtype is not None or self.naming != Naming() or self.overwrite):
+        if format == "peft" and (self.dtype is not None or not self.mapping.is_empty or self.overwrite):
             raise ValueError(
-                "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype, patterns "
-                "or new names; and it replaces nothing, so choose a path where nothing is"
+                "PEFT reads adapters as they were trained, under their names: format 'peft' takes no dtype and no "
+                "key_mapping; and it replaces nothing, so choose a path where nothing is"
             )
 
     @property

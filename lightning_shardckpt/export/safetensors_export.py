@@ -10,13 +10,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Naming, Options, check_unique
+from lightning_shardckpt.export.options import Options, check_unique, new_name, new_names, rename_params
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
@@ -73,33 +73,35 @@ def _model_tensors(stored: StoredState, options: Options, export: Export) -> tup
     component = stored.components().get("model")
     if component is None:
         raise ValueError("the checkpoint has no model")
-    naming = options.naming
-    names = {**{key: key for key in component.tensors}, **component.aliases}
-    selected = {name: key for name, key in names.items() if naming.selects(name)}
+    keys = {**{key: key for key in component.tensors}, **component.aliases}
+    names = new_names(options.mapping, keys)
     other_state = sorted(stored.document("model") or ())
     if other_state:
         listed = list_some([*map(repr, other_state)], 5)
         export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
     if options.format == "huggingface":
-        model = hf_directory.pick_model(stored.document("huggingface"), naming.strip_prefix)
+        model = hf_directory.pick_model(stored.document("huggingface"), names)
         if model is not None:
-            replace(naming, mapping=KeyMapping()).check(names)
-            return _hugging_face_tensors(selected, component, model, options, export), {}
+            for name, new in names.items():
+                if name != new:
+                    raise ValueError(
+                        f"from_pretrained takes the weights of {model.recorded['class']} by their names: for format "
+                        f"'huggingface', key_mapping can leave {name!r} out, but not rename it to {new!r}"
+                    )
+            return _hugging_face_tensors({name: keys[name] for name in names}, component, model, options, export), {}
         export.notes.append(
             "the checkpoint has no record of a model of transformers, so there is no config.json, and tensors have "
             "their names in the checkpoint"
         )
-    naming.check(names)
-    by_key: dict[str, list[str]] = {}
-    for name, key in selected.items():
-        by_key.setdefault(key, []).append(name)
-    check_unique((name, naming.rename(name), key) for name, key in selected.items())
+    new_by_key: dict[str, list[str]] = {}
+    for name, new in names.items():
+        new_by_key.setdefault(keys[name], []).append(new)
+    check_unique((name, new, keys[name]) for name, new in names.items())
     tensors, ties = list[OutputTensor](), dict[str, str]()
-    for key, (first, *others) in by_key.items():
+    for key, (first, *others) in new_by_key.items():
         spec = component.tensors[key]
-        tensor = OutputTensor(naming.rename(first), options.output_dtype(spec.dtype), spec.shape, ("model", key))
-        tensors.append(tensor)
-        ties |= {naming.rename(other): tensor.name for other in others if naming.rename(other) != tensor.name}
+        tensors.append(OutputTensor(first, options.output_dtype(spec.dtype), spec.shape, ("model", key)))
+        ties |= {other: first for other in others if other != first}
     return _check_not_empty(tensors), ties
 
 
@@ -107,7 +109,6 @@ def _hugging_face_tensors(
     selected: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
     """Return the tensors that ``from_pretrained`` expects, and add the configs to ``export.files``."""
-    naming = replace(options.naming, include=(), exclude=(), strip_prefix="")
     names_by_key: dict[str, list[str]] = {}
     for name, key in selected.items():
         if (model_name := model.own(name)) is not None:
@@ -117,17 +118,15 @@ def _hugging_face_tensors(
         listed = list_some([*map(repr, outside)], 5)
         export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {listed}")
     model.check_adapter([name for names in names_by_key.values() for name in names])
-    tensors, renamed = [], list[tuple[str, str, object]]()
+    tensors, written = [], list[tuple[str, str, object]]()
     for key, names in names_by_key.items():
         spec = component.tensors[key]
         for name in model.output_names(names):
             whole = OutputTensor(name, options.output_dtype(spec.dtype), spec.shape, ("model", key))
             for part in model.parts(whole):
-                tensor = OutputTensor(naming.rename(part.name), part.dtype, part.shape, part.source, part.box)
-                renamed.append((part.name, tensor.name, (key, part.box, name)))
-                tensors.append(tensor)
-    naming.check([name for name, _, _ in renamed])
-    check_unique(renamed)
+                written.append((name, part.name, (key, part.box, name)))
+                tensors.append(part)
+    check_unique(written)
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.files |= model.files(next(floating, None), options.dtype is not None)
     return _check_not_empty(tensors)
@@ -144,27 +143,24 @@ def _optimizer_tensors(stored: StoredState, options: Options) -> tuple[list[Outp
     component, document = stored.components().get("optimizer"), stored.document("optimizer")
     if document is None:
         raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
-    naming = options.naming
-    if naming.changes_something and any(optimizer["numbered"] for optimizer in document.values()):
+    if not options.mapping.is_empty and any(optimizer["numbered"] for optimizer in document.values()):
         raise ValueError("the optimizers have numbers for their parameters, so names cannot be chosen or changed")
     tensors, names = [], list[tuple[str, str, object]]()
     for key, spec in component.tensors.items() if component is not None else ():
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
-        if naming.selects(param):
-            tensors.append(
-                OutputTensor(f"{number}/{naming.rename(param)}/{state}", spec.dtype, spec.shape, ("optimizer", key))
-            )
+        if (new := new_name(options.mapping, param)) is not None:
+            tensors.append(OutputTensor(f"{number}/{new}/{state}", spec.dtype, spec.shape, ("optimizer", key)))
             names.append((key, tensors[-1].name, key))
     check_unique(names)
-    return tensors, {number: _rename_document(optimizer, naming) for number, optimizer in document.items()}
+    return tensors, {number: _rename_document(optimizer, options.mapping) for number, optimizer in document.items()}
 
 
-def _rename_document(optimizer: Mapping[str, Any], naming: Naming) -> dict[str, Any]:
+def _rename_document(optimizer: Mapping[str, Any], mapping: KeyMapping) -> dict[str, Any]:
     """Return an optimizer's document with the selected parameters under their new names."""
 
     def rename(item: Mapping[str, Any]) -> dict[str, Any]:
-        return {**item, "params": [naming.rename(param) for param in item["params"] if naming.selects(param)]}
+        return {**item, "params": rename_params(mapping, item["params"])}
 
     groups = {number: rename(group) for number, group in optimizer["groups"].items()}
     values = {name: [rename(item) for item in shared] for name, shared in optimizer["values"].items()}

@@ -1,4 +1,4 @@
-"""Export to a file for ``torch.load``, with filters, renaming and dtypes.
+"""Export to a file for ``torch.load``, with selection, renaming and dtypes.
 
 The file of a Trainer's checkpoint has Lightning's keys. The file of a nested dict of objects has the keys of the dict,
 like a file of plain Fabric.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.options import Naming, Options, check_unique
+from lightning_shardckpt.export.options import Options, check_unique, new_name, new_names, rename_params
 from lightning_shardckpt.export.safetensors_export import plan_conversion
 from lightning_shardckpt.export.torch_archive import (
     ZIP64_BYTES,
@@ -23,6 +23,7 @@ from lightning_shardckpt.export.torch_archive import (
 )
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import StoredState, assemble
+from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import decode, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
@@ -71,7 +72,7 @@ def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_B
 
     simplifier = Simplifier()
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    _rename(checkpoint, options.naming)
+    _rename(checkpoint, options.mapping)
     for name, value in checkpoint.get("state_dict", {}).items():
         if isinstance(value, ArchivedTensor):
             check_unpacked(value.dtype, repr(name))
@@ -79,7 +80,7 @@ def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_B
         for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
-    checkpoint = simplifier.simplify(_restore_keys(checkpoint, options.naming))
+    checkpoint = simplifier.simplify(_restore_keys(checkpoint, options.mapping))
     archive = TorchFileLayout(checkpoint, zip64_bytes)
     regions = [_convert_region(source, options, region) for region in archive.regions]
     return TorchFile(archive, regions, simplifier.changed)
@@ -111,11 +112,11 @@ def _convert_region(source: StoredState, options: Options, region: Region) -> Re
     return region if written == stored else replace(region, conversion=plan_conversion(stored, written))
 
 
-def _restore_keys(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
+def _restore_keys(checkpoint: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:
     """Return the state under the keys of the save, if the names still determine the module of each tensor."""
     if not has_places(checkpoint):
         return {key: value for key, value in checkpoint.items() if key != KEYS}
-    if naming.changes_something:  # modules without a selected tensor are left out
+    if not mapping.is_empty:  # modules without a selected tensor are left out
         names, keys = tuple(checkpoint.get("state_dict", ())), checkpoint[KEYS]
         modules = {key: prefix for key, prefix in keys["modules"].items() if any(n.startswith(prefix) for n in names)}
         checkpoint[KEYS] = {**keys, "modules": modules}
@@ -123,34 +124,29 @@ def _restore_keys(checkpoint: dict[str, Any], naming: Naming) -> dict[str, Any]:
     return states_of_checkpoint(checkpoint) | frozen
 
 
-def _rename(checkpoint: dict[str, Any], naming: Naming) -> None:
-    """Remove the tensors that are not selected, and rename the others, in place."""
+def _rename(checkpoint: dict[str, Any], mapping: KeyMapping) -> None:
+    """Remove the tensors that are left out, and rename the others, in place."""
     state: Mapping[str, Any] = checkpoint.get("state_dict", {})
-    if not naming.changes_something:
+    if mapping.is_empty:
         return
-    naming.check(state)
-    names = check_unique(
-        (name, naming.rename(name), id(value)) for name, value in state.items() if naming.selects(name)
-    )
+    names = check_unique((name, new, id(state[name])) for name, new in new_names(mapping, state).items())
     versions = rename_versions(getattr(state, METADATA, None), names)
     checkpoint["state_dict"] = add_versions({new: state[old] for new, old in names.items()}, versions)
     if "optimizer_states" in checkpoint:
         states = checkpoint["optimizer_states"]
-        checkpoint["optimizer_states"] = [_rename_optimizer(state, naming) for state in states]
+        checkpoint["optimizer_states"] = [_rename_optimizer(state, mapping) for state in states]
 
 
-def _rename_optimizer(optimizer: dict[str, Any], naming: Naming) -> dict[str, Any]:
+def _rename_optimizer(optimizer: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:
     if not optimizer:  # of a Trainer without an optimizer
         return optimizer
     if any(isinstance(param, int) for group in optimizer["param_groups"] for param in group["params"]):
         raise ValueError(
             "an optimizer has numbers for its parameters, so that names cannot be chosen or changed; leave it out"
         )
-    groups = [
-        {**group, "params": [naming.rename(param) for param in group["params"] if naming.selects(param)]}
-        for group in optimizer["param_groups"]
-    ]
-    state = {naming.rename(param): values for param, values in optimizer["state"].items() if naming.selects(param)}
+    groups = [{**group, "params": rename_params(mapping, group["params"])} for group in optimizer["param_groups"]]
+    named = [(new_name(mapping, param), values) for param, values in optimizer["state"].items()]
+    state = {new: values for new, values in named if new is not None}
     return {"state": state, "param_groups": groups}
 
 

@@ -58,7 +58,7 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     complex128 = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
     if complex128 is not None:
-        raise FormatError(f"{complex128!r} is complex128, which safetensors lacks; exclude it, or write for torch")
+        raise FormatError(f"{complex128!r} is complex128, which safetensors lacks; leave it out, or write for torch")
     named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
     nbytes = len(header) - LENGTH_BYTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -109,8 +109,8 @@ class Model:
         if adapters := list(filter(self._is_of_adapter, names)):
             raise ValueError(
                 f"the model has an adapter of PEFT, such as {adapters[0]!r}, which is not merged into its weights: "
-                f"merge it before saving (merge_and_unload), or pass --exclude '*.{self.recorded['adapter']}*' for the "
-                "base model alone"
+                "merge it before saving (merge_and_unload), or leave it out for the base model alone: --key_mapping "
+                rf"'\.{self.recorded['adapter']}=null'"
             )
 
     def output_names(self, names: Sequence[str]) -> list[str]:
@@ -178,18 +178,20 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             _set_dtype(inner, dtype)
 
 
-def pick_model(document: Mapping[str, Any] | None, prefix: str) -> Model | None:
-    """Return the document's model with a prefix, or its only model if ``prefix`` is empty; None if it has no models.
+def pick_model(document: Mapping[str, Any] | None, names: Iterable[str]) -> Model | None:
+    """Return the document's only model that has a tensor among the names; None if the document has no models.
 
     Raises:
-        ValueError: listing the models, if not exactly one fits.
+        ValueError: listing the models, if not exactly one has.
     """
-    models = document["models"] if document is not None else []
-    chosen = [model for model in models if not prefix or model["prefix"] == prefix]
-    if document is None or not models:
+    models = [Model(model) for model in document["models"]] if document is not None else []
+    known = list(names)
+    chosen = [model for model in models if any(name.startswith(model.prefix) for name in known)]
+    if not models:
         return None
     if len(chosen) != 1:
-        listed = ", ".join(f"{model['class']} under {model['prefix']!r}" for model in models)
-        problem = f"none of them is under {prefix!r}" if prefix else "say which one, by --strip_prefix"
-        raise ValueError(f"the checkpoint has the models {listed}; {problem}")
-    return Model(chosen[0])
+        listed = ", ".join(f"{model.recorded['class']} under {model.prefix!r}" for model in models)
+        example = {f"^{re.escape(models[0].prefix)}": None}
+        problem = f"leave out all but one by the key_mapping of consolidate, such as {example}"
+        raise ValueError(f"the checkpoint has the models {listed}; {problem if chosen else 'all are left out'}")
+    return chosen[0]

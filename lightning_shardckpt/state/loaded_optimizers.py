@@ -19,30 +19,35 @@ from lightning_shardckpt.state.optimizer import optimizer_state
 
 
 class LoadedOptimizers:
-    """Optimizers whose state hooks see, as they are after the load.
+    """Optimizers whose state hooks see.
 
     Args:
         optimizers: all of the run.
         names: FQN by ``id`` of their parameters.
-        settings: the hyper-parameters that were loaded: optimizer, param group and key.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], settings: set[tuple[int, int, str]]
-    ) -> None:
-        self._optimizers, self._names, self._settings = optimizers, names, settings
-        self._with_state = [[p for p in optimizer.state if id(p) in names] for optimizer in optimizers]
-        self._loaded = self.states()
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        self._optimizers, self._names = optimizers, names
+        self._loaded: list[dict[str, Any]] = []
+        self._settings: set[tuple[int, int, str]] = set()
+        self._with_state: list[list[Any]] = []  # the parameters of each optimizer that have state
 
-    def states(self) -> list[dict[str, Any]]:
-        """Return the state for hooks, in the form of ``on_save_checkpoint``; only tensors are live."""
+    def show(self, settings: set[tuple[int, int, str]]) -> list[dict[str, Any]]:
+        """Return the loaded state for hooks, in the form of ``on_save_checkpoint``; only tensors are live.
+
+        Args:
+            settings: the hyper-parameters that were loaded: optimizer, param group and key.
+        """
+        self._settings = settings
+        self._loaded = [self._state_of(optimizer) for optimizer in self._optimizers]
+        self._with_state = [[p for p in optimizer.state if id(p) in self._names] for optimizer in self._optimizers]
         return [self._state_of(optimizer) for optimizer in self._optimizers]
 
     def take(self, left: Sequence[Mapping[str, Any]]) -> None:
         """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
 
         Raises:
-            StateError: if hooks have changed the result of ``states``, except tensors in place, or replaced parameters.
+            StateError: if hooks have changed the result of ``show``, except tensors in place, or replaced parameters.
         """
         for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
             present = {id(p) for group in optimizer.param_groups for p in group["params"]}

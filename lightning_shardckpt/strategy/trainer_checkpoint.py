@@ -119,6 +119,7 @@ def load_checkpoint(
     fitting = trainer.state.fn == TrainerFn.FITTING
     optimizers = trainer.strategy.optimizers if fitting else None
     targets = module_targets(module, state_dict, optimizers, io.names, io.key_mapping)
+    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
     targets = replace(targets, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
         path,
@@ -130,8 +131,7 @@ def load_checkpoint(
     )
     checkpoint = loaded.trainer
     checkpoint["state_dict"] = loaded_state_dict({"": module}, state_dict, loaded.extra_state, loaded.hooked)
-    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names, loaded.settings)
-    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.states()
+    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show(loaded.settings)
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting)
     _compare_hyper_parameters(module, checkpoint, str(path), fitting=fitting)

@@ -169,7 +169,8 @@ class _Reading:
 
 def _hugging_face_parts(stored: StoredState, component: Component) -> list[OutputTensor]:
     """Return the tensors that an export makes of the model's tensors."""
-    model = hf_directory.pick_model(stored.document("huggingface"), "")
+    names = [*component.tensors, *component.aliases]
+    model = hf_directory.pick_model(stored.document("huggingface"), names)
     if model is None:
         raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
     return list(model.tensors(component))

@@ -98,6 +98,10 @@ def test_the_counterparts_of_booster_and_olmo_core_run(tmp_path: Path, monkeypat
     assert differing(dict(torch.load("step-3.pt")["model"]), expected) == []
     assert "optim" in torch.load("step-3.pt")
     tensors = {name: value for name, value in expected.items() if isinstance(value, Tensor)}
+    assert load_file("pruned.safetensors").keys() == {"embed.weight"}
+    prefixed = {name.removeprefix("teacher."): tensor for name, tensor in load_file("teacher.safetensors").items()}
+    assert prefixed.keys() == load_file("one.safetensors").keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in prefixed.items())
     for written in ("one.safetensors", "each", "some"):
         files = [written] if written.startswith("one") else sorted(map(str, Path(written).glob("*.safetensors")))
         merged = {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.system.tuning import TUNING
 from tests.ranks.export.test_consolidate import in_small_windows
 from tests.support import tiny
 from tests.support.hub import Causal, model_of
@@ -152,8 +154,8 @@ def test_experts_are_cut_apart_alike_in_windows_of_any_size(
 ) -> None:
     path = saved(Wrapped(built("mixtral")), tmp_path / "a.ckpt")
     found = []
-    for name, tuning in (("a", {}), *((str(n), {"tuning": in_small_windows(monkeypatch, n)}) for n in (200, 72))):
-        folder = consolidate(path, tmp_path / name, format="huggingface", **options, **tuning)
+    for name, tuning in (("a", TUNING), *((str(n), in_small_windows(monkeypatch, n)) for n in (200, 72))):
+        folder = write_export(path, tmp_path / name, Options(format="huggingface", **options), tuning=tuning)
         found.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert any(b"experts.2." in content for content in found[0].values())
     assert found[0] == found[1] == found[2] and (len(found[0]) > 5) == ("size_per_shard" in options)
@@ -200,16 +202,19 @@ def test_an_export_with_files_of_the_user_is_not_replaced(tmp_path: Path) -> Non
         consolidate(path, format="huggingface", overwrite=True)
 
 
-def test_of_several_models_one_is_chosen_by_its_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module = Wrapped(llama(), teacher=llama())
+def test_of_several_models_one_is_left_by_the_mapping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Wrapped(llama(), teacher=llama(), scale=nn.Linear(2, 2))
     path = saved(module, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM under 'model\.', LlamaForCausalLM under 'teacher\.'; say"):
+    with pytest.raises(ValueError, match=r"under 'model\.', LlamaForCausalLM under 'teacher\.'; leave out all but"):
         consolidate(path, format="huggingface")
-    with pytest.raises(ValueError, match=r"none of them is under 'student\.'"):
-        consolidate(path, format="huggingface", strip_prefix="student.")
-    folder = consolidate(path, format="huggingface", strip_prefix="teacher.")
+    with pytest.raises(ValueError, match="all are left out"):
+        consolidate(path, format="huggingface", key_mapping={r"^(model|teacher)\.": None})
+    with pytest.raises(ValueError, match=r"can leave 'teacher\.model\.norm\.weight' out, but not rename it to 'norm'"):
+        mapping = {r"^model\.": None, "teacher.model.norm.weight": "norm"}
+        consolidate(path, format="huggingface", key_mapping=mapping)
+    folder = consolidate(path, format="huggingface", key_mapping={r"^model\.": None})
     assert tiny.differences(from_pretrained(folder).state_dict(), module.teacher.state_dict()) == []
-    assert "not of the LlamaForCausalLM, and not in the output: 'model.model.embed_tokens.weight'" in caplog.text
+    assert "not of the LlamaForCausalLM, and not in the output: 'scale.weight', 'scale.bias'" in caplog.text
 
 
 def test_a_tie_that_transformers_does_not_know_is_written_under_each_name(tmp_path: Path) -> None:
@@ -227,9 +232,9 @@ def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
         expected = {k: t.clone() for k, t in base.state_dict().items()}
         adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
     path = saved(Wrapped(adapted), tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"has an adapter of PEFT, .*lora_A.*--exclude '\*\.lora_\*'"):
+    with pytest.raises(ValueError, match=r"has an adapter of PEFT, .*lora_A.*--key_mapping '\\.lora_=null'"):
         consolidate(path, format="huggingface")
-    folder = consolidate(path, format="huggingface", exclude="*.lora_*")
+    folder = consolidate(path, format="huggingface", key_mapping=r"\.lora_=null")
     assert tiny.differences(from_pretrained(folder).state_dict(), expected) == []
 
 

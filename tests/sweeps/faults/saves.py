@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
 from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.save_job import RunInfo
-from lightning_shardckpt.consolidate import consolidate
+from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.system.tuning import TUNING
@@ -236,7 +237,7 @@ def _consolidate(root: str, ranks: Ranks) -> None:
 def _consolidate_by_threads(root: str, ranks: Ranks) -> None:
     """In windows so small that several threads take part; which one makes a call is not determined."""
     tuning = replace(TUNING, fill_window_bytes=SMALL_WINDOW_BYTES)
-    consolidate(_one(root), os.path.join(root, "whole.ckpt"), tuning=tuning)
+    write_export(_one(root), os.path.join(root, "whole.ckpt"), Options(), tuning=tuning)
 
 
 def _consolidate_again(root: str) -> None:
