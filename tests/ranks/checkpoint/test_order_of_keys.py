@@ -42,7 +42,7 @@ def made(first: int) -> dict[str, Any]:
     optimizers = {
         f"of {name}": torch.optim.SGD(net.parameters(), lr=first + n) for n, (name, net) in enumerate(nets.items())
     }
-    inside = {"x": Meeting(first), "y": Meeting(first + 1), "t": torch.full((3,), first)}
+    inside = {"x": first, "y": [first + 1], "t": torch.full((3,), first)}
     state = {**nets, **optimizers, "m": Meeting(first + 2), "inside": inside, "n": Meeting(first + 3), "k": first}
     if dist.get_rank():
         state["inside"] = dict(reversed(inside.items()))
@@ -59,8 +59,8 @@ def seen(state: dict[str, Any]) -> list[Any]:
         rates,
         state["m"].number,
         state["n"].number,
-        inside["x"].number,
-        inside["y"].number,
+        inside["x"],
+        inside["y"],
         inside["t"],
         state["k"],
     ]
