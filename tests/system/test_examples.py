@@ -150,7 +150,7 @@ def test_the_output_has_both_curves_the_verdicts_and_the_seconds(job: Job) -> No
     assert any(line.startswith("first   leg") and line.endswith("equal bit for bit") for line in lines)
     curves = [line.split() for line in lines if line.startswith(("uninterrupted  █", "resumed        █"))]
     assert len(curves) == 2 and curves[0][1] == curves[1][1]
-    head = next(number for number, line in enumerate(lines) if line.split()[:1] == ["step"])
+    head = next(number for number, line in enumerate(lines) if line.split()[:2] == ["step", "uninterrupted"])
     table = [line.split() for line in lines[head + 1 : lines.index("", head)]]
     assert [int(row[0]) for row in table] == list(range(1, STEPS + 1))
     assert [float(row[1]) for row in table] == pytest.approx(list(job.losses("uninterrupted").values()), abs=1e-6)

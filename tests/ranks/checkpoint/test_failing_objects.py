@@ -89,7 +89,7 @@ FAILURES = {
     "optimizer": "reading checkpoint",
     "module": "",
     "tuple": "",
-    "mapping": "preparing to load",
+    "mapping": "opening checkpoint",
 }
 
 
