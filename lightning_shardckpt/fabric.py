@@ -386,12 +386,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         drain_all()
         states = state if isinstance(state, dict) else {"state": state}
 
-        def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
-            return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
+        with ExitStack() as loaded:
 
-        nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
-        is_first = self.meshes.data_parallel_rank == 0
-        with nullcontext() if is_first else reset_loaded_metrics(collect_objects(states).root):
+            def name(objects: NestedObjects) -> tuple[WholeNames, nn.Module]:
+                if self.meshes.data_parallel_rank:
+                    loaded.enter_context(reset_loaded_metrics(objects.root))
+                return self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
+
+            nested = NestedLoad(states, key_mapping=io.key_mapping, name=name, keep_parameters=True)
             remainder, result = nested.run(
                 file_path(path),
                 self._ranks,
