@@ -167,6 +167,21 @@ def test_a_load_reads_hardly_more_than_it_needs(storage: StorageRouter, proxy: P
     assert proxy.sent_bytes <= 1.1 * 2_000_000 + 40_000  # indexes and headers
 
 
+def test_a_store_that_always_throttles_is_an_error_that_names_the_path(
+    storage: StorageRouter, proxy: Proxy, s3: Bucket
+) -> None:
+    url = s3.url("a.ckpt")
+    save(storage, url, FIRST)
+    for call in (lambda: load(storage, url), lambda: save(storage, url, SECOND)):
+        proxy.forget()
+        proxy.harm = lambda asked: 503
+        with pytest.raises(OSError, match=r"a\.ckpt"):
+            call()
+        assert len(proxy.asked) < 60
+    proxy.harm = lambda asked: None
+    assert load(storage, url) == FIRST
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_what_is_not_permitted_is_said_at_once(method: str, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
