@@ -187,8 +187,8 @@ def load(
     """Load live tensors and optimizers from ``path``: a checkpoint, or a file of another program.
 
     Collective: every rank of ``ranks`` must call it. Each rank reads its shard of each tensor into the tensor's own
-    memory, and verifies it on the way. All differences are collected before any live object changes. If an object store
-    no longer has the files, since another save replaced the checkpoint, all ranks start again on the new one, once.
+    memory, and verifies it on the way. All differences are collected before any live object changes. If files are gone,
+    since another save has replaced the checkpoint, all ranks start again on the new one, once.
 
     Args:
         path: the checkpoint or file, or a URL.
