@@ -108,8 +108,8 @@ class SaveSeries:
         if self.background.waited and not self._noted_waiting:
             self._noted_waiting = True
             notes.append(
-                "a save waited until the one before was written: saves come faster than they can be written. This "
-                "warning is shown once."
+                "a save waited until the one before was written: saves come faster than they can be written, or two "
+                "callbacks save in one step. This warning is shown once."
             )
         return ["\n".join(notes)] if notes else []
 
