@@ -28,7 +28,6 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import BlockChecksums
 
 _CHUNK_BYTES = 4 << 20
-_TENSORS = ".safetensors"
 _THREADS = 4  # one reads while another computes checksums
 
 

@@ -127,12 +127,13 @@ def _join_stages(own: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any
         described = {name: value.to("meta") if is_tensor[name] else value for name, value in new.items()}
         for name, value in broadcast_object(described, source, group).items():
             if isinstance(value, torch.Tensor):
-                whole = new[name].cpu() if is_source else torch.empty_like(value, device="cpu")
-                flat = whole.contiguous().view(-1).view(torch.uint8)
-                if flat.numel():
-                    work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+                whole = torch.empty(value.shape, dtype=value.dtype)
+                if is_source:
+                    whole.copy_(new[name])
+                if whole.numel():
+                    work = dist.broadcast(byte_view(whole), group=group, group_src=source, async_op=True)
                     wait_for(work, f"a copy of {name}", [dist.get_global_rank(group, source)])
-                value = new[name] if is_source else flat.view(value.dtype).view(value.shape)
+                value = new[name] if is_source else whole
             entries[name] = value
     return entries
 

@@ -1,4 +1,4 @@
-"""What is gathered in the dtype of autocast. Oracle: one process under plain Lightning, and the exact engine."""
+"""What is gathered in the dtype of autocast. Oracle: one process under plain Lightning."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from tests.support.pool import run_ranks
 def whole_before_and_after(strategy: dict[str, int]) -> list[str]:
     torch.manual_seed(1)
     module = tiny.TinyLM()
+    module.blocks[0].register_buffer("one", torch.arange(3.0)[::3])  # contiguous, with a stride of 3
     before: dict[str, Tensor] = {name: value.clone() for name, value in module.state_dict().items()}
     trainer = tiny.trainer(strategy, limit_val_batches=1)
     trainer.validate(module, tiny.loader(shuffle=False), verbose=False)
