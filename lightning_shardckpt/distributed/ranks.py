@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -40,6 +39,7 @@ _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
 _CHECK_PER_RANK_S = 2e-4  # at most 5,000 checks of processes by all ranks per second
 _ROLL_CALL_PAUSE_S = 0.1
 _LISTED = 32  # ranks in a message
+_WAITS_AT_EXIT = 16  # more instances than take a step at one time
 
 
 class Ranks:
@@ -93,9 +93,7 @@ class Ranks:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls.alone()
         rank, world = dist.get_rank(), dist.get_world_size()
-        ranks = cls(current_world().store, rank, world, timeout_s, tuning=tuning, members=range(world))
-        _wait_at_exit(ranks)
-        return ranks
+        return cls(current_world().store, rank, world, timeout_s, tuning=tuning, members=range(world))
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, timeout_s: float = 1800.0) -> Ranks:
@@ -104,9 +102,7 @@ class Ranks:
             return cls.alone()
         name = f"{group.group_name}-{next(_group_instances.setdefault(group.group_name, itertools.count()))}"
         members = dist.get_process_group_ranks(group)
-        ranks = cls(current_world().store, group.rank(), group.size(), timeout_s, name=name, members=members)
-        _wait_at_exit(ranks)
-        return ranks
+        return cls(current_world().store, group.rank(), group.size(), timeout_s, name=name, members=members)
 
     def _gone(self) -> dict[int, str]:
         """Return the ranks that have ended, with a sentence for each."""
@@ -299,6 +295,8 @@ class Ranks:
                     put_bytes(store, f"{number}/answer", text)
                     raise
             put_bytes(store, f"{number}/answer", text)
+            if self._members is not None and dist.is_initialized():
+                _wait_at_exit(self.wait_until_read)
         else:
             text = self._call_store(lambda: self._get_answer(store, phase, timeout_s), phase, timeout_s)
         answer: dict[str, Any] = json.loads(text)
@@ -432,19 +430,25 @@ def refuse_unusable_world(ranks: Ranks) -> None:
         )
 
 
-_unread: WeakSet[Ranks] = WeakSet()
+def _wait_at_exit(wait: Callable[[], None]) -> None:
+    """Call ``wait`` when this process exits, unless the process group has ended before.
 
-
-def _wait_at_exit(ranks: Ranks) -> None:
-    if not _unread:
+    Only the waits of the last instances are kept, which they keep alive: their callers may have dropped them.
+    """
+    waits = current_world().waits_at_exit
+    if not waits:
         atexit.unregister(_wait_for_readers)
         atexit.register(_wait_for_readers)
-    _unread.add(ranks)
+    elif wait in waits:
+        waits.remove(wait)
+    waits.append(wait)
+    del waits[:-_WAITS_AT_EXIT]
 
 
 def _wait_for_readers() -> None:
-    for ranks in [*_unread]:
-        ranks.wait_until_read()
+    if dist.is_initialized():
+        for wait in current_world().waits_at_exit:
+            wait()
 
 
 def _look_unless_lost(look: Callable[[], T | None]) -> T | None:

@@ -6,6 +6,7 @@ Requests of several threads take turns, and none of them waits for another rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,12 +22,14 @@ class World:
         store: that of the process group, through another connection.
         host_ranks: the processes of this host.
         is_usable: False once this rank has left a collective that may never end.
+        waits_at_exit: of the process, for the last steps of the ranks.
     """
 
     def __init__(self) -> None:
         self._server = default_store()  # keeps a server in this process alive while other ranks may use it
         self.store, self.is_usable = clone_store(self._server, "shardckpt"), True
         self.host_ranks = HostRanks(self.store, dist.get_rank())
+        self.waits_at_exit: list[Callable[[], None]] = []
 
 
 _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
