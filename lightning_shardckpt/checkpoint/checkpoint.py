@@ -240,10 +240,9 @@ def _load(
     with gc_paused(), opening as source:
         live.join(ranks)
         job = LoadJob(source, live, options.strict, pick_rank)
-        decision = ranks.step(f"comparing {name} with the model", job.match, job.decide)
+        groups = ranks.step(f"joining param groups of {name}", job.groups, job.join_groups) if job.in_stages else None
+        decision = ranks.step(f"comparing {name} with the model", partial(job.match, groups), job.decide)
         job.take(decision)
-        if decision["joined"]:  # pipeline stages, and optimizer state by number
-            ranks.step(f"planning to load {name}", partial(job.take_numbers, decision), _nothing)
         with filling(decision["is_full"]):
             try:
                 ranks.step(f"reading {name}", job.fill, _nothing)

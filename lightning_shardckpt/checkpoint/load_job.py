@@ -20,7 +20,7 @@ from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
 from lightning_shardckpt.state.module_io import HookedState
-from lightning_shardckpt.state.optimizer_load import OptimizerLoad
+from lightning_shardckpt.state.optimizer_load import Groups, OptimizerLoad, join_groups
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
 from lightning_shardckpt.system.text import count_text, list_some
@@ -36,8 +36,6 @@ class RankComparison(TypedDict):
     """The stored param groups that each live group ``<optimizer>/<group>`` continues; None without parameters here."""
     kept: list[str]
     """Keys of adapters that the checkpoint does not have."""
-    groups: dict[str, list[list[str]]]
-    """The names in each live param group, by optimizer; only of optimizers that are joined over pipeline stages."""
     casts: list[str]
     is_full: bool
     """Whether every live tensor gets a value, as far as there are no differences."""
@@ -50,8 +48,6 @@ class LoadDecision(TypedDict):
     is_full: bool
     """Whether every live tensor of all ranks gets a value."""
     sources: dict[str, list[int] | None]
-    joined: dict[str, list[list[str]]]
-    """The names in each param group of the whole model, by joined optimizer."""
 
 
 class LoadJob:
@@ -67,6 +63,7 @@ class LoadJob:
     def __init__(self, source: Source, live: LoadState, strict: bool, pick_rank: Callable[[Any], int]) -> None:
         self.source, self._state, self._strict, self._pick_rank = source, live, strict, pick_rank
         self._live: LoadTargets
+        self._is_open, self._unfitted = False, list[str]()
         self._components: Mapping[str, Component] = {}
         self._elsewhere = frozenset[str]()
         self._targets: list[ReadTarget] = []
@@ -79,24 +76,57 @@ class LoadJob:
         self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
 
-    def match(self) -> RankComparison:
+    @property
+    def in_stages(self) -> bool:
+        """True if optimizer state is stored by number, and pipeline stages must join their param groups to name it."""
+        stored = self.source.document("optimizer") or {}
+        return self._state.in_stages and any(optimizer["numbered"] for optimizer in stored.values())
+
+    def groups(self) -> Groups:
+        """Return the names in this rank's param groups, by optimizer. Runs on every rank."""
+        self._open()
+        names, optimizers = self._live.names, self._live.optimizers or ()
+        return [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
+
+    def join_groups(self, reports: list[Groups]) -> Groups:
+        """Return the param groups of the whole model. Runs on rank 0."""
+        return join_groups(reports, self._live.whole.parameters)
+
+    def _open(self) -> None:
+        """Fit the live objects and the source to each other, before they are compared."""
+        if self._is_open:
+            return
+        live = self._live = self._state.targets()
+        self._elsewhere = live.whole.elsewhere({*live.model.tensors, *live.model.aliases, *live.extra_state})
+        if live.fit_source is not None:
+            self.source, self._unfitted = live.fit_source(self.source)
+        if live.optimizers is not None and self.source.document("optimizer") is None:
+            raise MismatchError(
+                f"cannot resume training from {self.source.path!r}: it holds weights only, no optimizer state. "
+                "validate, test and predict can use it, and training can begin with it: "
+                "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
+            )
+        if live.optimizers is not None and live.regroup is not None:
+            live.regroup(self.source.trainer(lambda key: torch.empty(0)))
+        self._is_open = True
+
+    def match(self, groups: Groups | None = None) -> RankComparison:
         """Match the stored tensors with the live ones, and plan the reads. Changes no live object. Runs on every rank.
+
+        Args:
+            groups: the param groups of the whole model, for optimizer state by number; by default this rank's.
 
         Returns:
             All differences of model and optimizers, and the stored param groups that each live group continues.
         """
-        live = self._live = self._state.targets()
-        self._elsewhere = live.whole.elsewhere({*live.model.tensors, *live.model.aliases, *live.extra_state})
-        report = self._compare()
-        if not report["groups"] and not (self._strict and report["differences"]):
+        self._open()
+        report = self._compare(self.groups() if groups is None else groups)
+        if not (self._strict and report["differences"]):
             self._targets = self._plan()
         return report
 
-    def _compare(self) -> RankComparison:
-        differences = list[str]()
-        if self._live.fit_source is not None:
-            self.source, problems = self._live.fit_source(self.source)
-            differences += problems
+    def _compare(self, groups: Groups) -> RankComparison:
+        differences = [*self._unfitted]
         self._components = self.source.components()
         model = self._model = ModelMatch(self.source, self._live, self._elsewhere, strict=self._strict)
         differences += model.problems if model.is_loaded else []
@@ -104,14 +134,12 @@ class LoadJob:
             reshaped = model.reshaped()
             for name in sorted(name for name in reshaped if not model.is_loaded):
                 differences.append(f"{name}  has another shape in the checkpoint, and so has its state in optimizers")
-            self._compare_optimizers(self._live.optimizers, model, reshaped, differences)
+            self._compare_optimizers(self._live.optimizers, groups, reshaped, differences)
         sources = {group: numbers for load in self._optimizers for group, numbers in load.sources().items()}
-        groups = {str(load.number): load.groups() for load in self._optimizers if load.is_joined}
         return {
             "differences": differences,
             "sources": sources,
             "kept": model.kept,
-            "groups": groups,
             "casts": model.casts() if model.is_loaded else [],
             "is_full": model.is_full,
         }
@@ -122,10 +150,7 @@ class LoadJob:
         Raises:
             MismatchError: listing each difference once, if ``strict``.
         """
-        differences = list[str]()
-        joined = self._join_groups(reports, differences)
-        lines = [line for report in reports for line in report["differences"]]
-        problems = list(dict.fromkeys(lines + differences))
+        problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
         count = len(problems)
         listed, path = list_some(problems, _LISTED, "\n  "), repr(self.source.path)
         count_and_noun = count_text(count, "difference")
@@ -146,37 +171,11 @@ class LoadJob:
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         is_full = not count and all(report["is_full"] for report in reports)
-        return {"notes": notes, "is_full": is_full, "sources": sources, "joined": joined}
-
-    def _join_groups(self, reports: list[RankComparison], differences: list[str]) -> dict[str, list[list[str]]]:
-        """Return the param groups of the whole model by optimizer, from those of the pipeline stages."""
-        return {
-            str(load.number): load.join_groups(
-                [report["groups"][str(load.number)] for report in reports], self._live.whole.parameters, differences
-            )
-            for load in self._optimizers
-            if load.is_joined
-        }
+        return {"notes": notes, "is_full": is_full, "sources": sources}
 
     def take(self, decision: LoadDecision) -> None:
         """Take rank 0's decision."""
         self.notes, self.sources = decision["notes"], decision["sources"]
-
-    def take_numbers(self, decision: LoadDecision) -> None:
-        """Map stored parameter numbers to parameters on pipeline stages, and plan the reads. Runs on every rank.
-
-        Raises:
-            MismatchError: for state of other shapes, if ``strict``.
-        """
-        differences, joined = list[str](), decision["joined"]
-        for optimizer in self._optimizers:
-            if optimizer.is_joined:
-                optimizer.take_numbers(joined[str(optimizer.number)], differences)
-        if differences and self._strict:
-            listed = "\n  ".join(differences[:_LISTED])
-            raise MismatchError(f"cannot load {self.source.path!r} into this model:\n  {listed}")
-        self.notes += differences
-        self._targets = self._plan()
 
     def _plan(self) -> list[ReadTarget]:
         """Allocate missing tensors and read non-tensor state; return the tensors to fill.
@@ -229,34 +228,31 @@ class LoadJob:
             yield from optimizer.live_tensors()
 
     def _compare_optimizers(
-        self, live: Sequence[Optimizer], model: ModelMatch, reshaped: frozenset[str], differences: list[str]
+        self, live: Sequence[Optimizer], groups: Groups, reshaped: frozenset[str], differences: list[str]
     ) -> None:
-        document = self.source.document("optimizer")
-        if document is None:
-            raise MismatchError(
-                f"cannot resume training from {self.source.path!r}: it holds weights only, no optimizer state. "
-                "validate, test and predict can use it, and training can begin with it: "
-                "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
-            )
-        if self._live.regroup is not None:
-            self._live.regroup(self.source.trainer(lambda key: torch.empty(0)))
-        component, same = self._components.get("optimizer"), model.same_tensor()
+        document, component = self.source.document("optimizer"), self._components.get("optimizer")
+        same, alike = self._model.same_tensor(), partial(are_equal, self.source, "optimizer")
         if len(document) != len(live):
             differences.append(f"optimizers  {len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             stored = StoredOptimizer(number, document[str(number)], component, decode_equal)
-            load = OptimizerLoad(
-                number,
-                optimizer,
-                stored,
-                self._live.names,
-                same,
-                self._live.whole.parameters,
-                dtypes=model.dtype,
-                reshaped=reshaped,
-            )
-            load.compare(differences, self._elsewhere, partial(are_equal, self.source, "optimizer"))
+            problem = self._name_parameters(stored, groups[number]) if stored.numbered else None
+            if problem is not None:
+                differences.append(f"optimizer {number}  {problem}")
+                continue
+            dtypes, names = self._model.dtype, self._live.names
+            load = OptimizerLoad(number, optimizer, stored, names, same, dtypes=dtypes, reshaped=reshaped)
+            load.compare(differences, self._elsewhere, alike)
             self._optimizers.append(load)
+
+    def _name_parameters(self, stored: StoredOptimizer, groups: list[list[str]]) -> str | None:
+        """Name state that was saved by number; return the reason if that is impossible."""
+        if self._elsewhere and not self._live.whole.parameters:
+            return (
+                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell its "
+                "own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
+            )
+        return stored.name(groups)
 
     def _read_trainer(self) -> dict[str, torch.Tensor]:
         """Read the trainer's state; return its tensors by key, which are filled later."""

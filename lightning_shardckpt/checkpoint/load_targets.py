@@ -20,6 +20,10 @@ from lightning_shardckpt.state.snapshot import Leaves
 class LoadState(LiveState, Protocol):
     """Live state that becomes targets when the ranks have agreed on it."""
 
+    @property
+    def in_stages(self) -> bool:
+        """True if ranks may be pipeline stages, whose optimizers have other parameters; the same on all ranks."""
+
     def join(self, ranks: Ranks) -> None:
         """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
 
@@ -61,6 +65,11 @@ class LoadTargets:
     regroup: Callable[[Mapping[str, Any]], None] | None = None
     has_model: bool = True
     hooks: LoadHooks = NO_HOOKS
+
+    @property
+    def in_stages(self) -> bool:
+        """True if the names of the whole model are given."""
+        return bool(self.whole.parameters)
 
     def look(self) -> None:
         """Return nothing: every rank knows what it fills."""

@@ -86,6 +86,11 @@ class NestedLoad:
 
     # --- agreement, in the order of the calls ---
 
+    @property
+    def in_stages(self) -> bool:
+        """True if a strategy names the parameters, which knows those of all stages."""
+        return self._name is not None
+
     def look(self) -> tuple[str, list[str]]:
         """Return a digest of the names in this rank's state, and the keys of its objects.
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError, StateError
@@ -380,6 +381,27 @@ class StoredOptimizer:
             if key.startswith(prefix):
                 param, _, name = key[len(prefix) :].rpartition("/")
                 self.tensors.setdefault(param, {})[name] = key
+
+    def name(self, groups: Sequence[Sequence[str]]) -> str | None:
+        """Name the parameters of state that was saved by number; the keys of tensors stay.
+
+        Args:
+            groups: the names in each param group of the whole model.
+
+        Returns:
+            The reason if the groups cannot be those that were saved; None if the parameters have names now.
+        """
+        sizes, live = ([*map(len, of)] for of in (self.groups, groups))
+        if sizes != live:
+            return (
+                f"numbers its parameters in the checkpoint, in param groups of {sizes} parameters; the model has "
+                f"{live} in the order of its parameters"
+            )
+        names = dict(zip(chain(*self.groups), chain(*groups), strict=True))
+        self.groups, self.numbered = [[*group] for group in groups], False
+        self.values = {names.get(param, param): values for param, values in self.values.items()}
+        self.tensors = {names.get(param, param): keys for param, keys in self.tensors.items()}
+        return None
 
     def entries(self, param: str) -> list[str]:
         """Return the names of all state of a parameter."""

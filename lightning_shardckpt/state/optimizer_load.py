@@ -1,7 +1,7 @@
 """Loading the state of one optimizer: compare first, then fill its tensors, then apply.
 
-Parameters are matched by name, or if names were not stored, by number as in torch. Live state of the right shape is
-filled in place. Hyper-parameters follow the parameters into their current param groups.
+Parameters are matched by name; state that is stored by number is named first, see ``join_groups``. Live state of the
+right shape is filled in place. Hyper-parameters follow the parameters into their current param groups.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,8 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 Keyed: TypeAlias = tuple[str, torch.Tensor]
 """A tensor with the key under which it is stored."""
+Groups: TypeAlias = list[list[list[str]]]
+"""The names of the parameters in each param group of each optimizer."""
 
 
 _OF_SCHEDULERS = "initial_lr"
@@ -40,16 +42,38 @@ class _Row:
     Attributes:
         param: the parameter.
         name: its FQN.
-        stored: its name in the checkpoint; None if not known yet.
+        stored: its name in the checkpoint.
         tied: further stored names of parameters that are tied to it in the model.
         filled: the tensors of state to fill, by name.
     """
 
     param: torch.Tensor
     name: str
-    stored: str | None
+    stored: str
     tied: Sequence[str] = ()
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def join_groups(parts: Sequence[Groups], order: Sequence[str]) -> Groups:
+    """Return the param groups of the whole model from those of all ranks, of which pipeline stages have a part.
+
+    Numbers in torch's state dicts count the parameters in them. A group that stages have in another order than the
+    model's is empty in the result.
+
+    Args:
+        parts: the groups of each rank.
+        order: the names of all parameters of the model in order; needed if ranks have different ones.
+    """
+    if all(part == parts[0] for part in parts):
+        return parts[0]
+    places = {name: place for place, name in enumerate(order)}
+
+    def join(groups: Sequence[list[str]]) -> list[str]:
+        in_order = all(sorted(group, key=places.__getitem__) == group for group in groups)
+        return sorted({*chain(*groups)}, key=places.__getitem__) if in_order else []
+
+    by_optimizer = (zip_longest(*optimizers, fillvalue=[]) for optimizers in zip_longest(*parts, fillvalue=[]))
+    return [[join(groups) for groups in optimizer] for optimizer in by_optimizer]
 
 
 class OptimizerLoad:
@@ -61,8 +85,6 @@ class OptimizerLoad:
         stored: the optimizer in the checkpoint.
         names: FQN by ``id`` of the live parameters.
         same: returns all names, live and stored, of the tensor with a live FQN.
-        whole: on a pipeline stage, the FQNs of all parameters of the model in order; stored numbers are then mapped
-            together with the other stages, see ``join_groups``.
         dtypes: returns the stored dtype of a parameter by live FQN.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
 
@@ -77,33 +99,23 @@ class OptimizerLoad:
         stored: StoredOptimizer,
         names: Mapping[int, str],
         same: Callable[[str], Sequence[str]],
-        whole: Sequence[str] = (),
         *,
         dtypes: Callable[[str], str | None] = lambda name: None,
         reshaped: Container[str] = (),
     ) -> None:
         self._dtype_of_parameter, self._reshaped = dtypes, reshaped
         self.number, self._optimizer, self._stored = number, optimizer, stored
-        self.is_joined = stored.numbered and bool(whole)
         self._is_other = bool(stored.hyper) and all(self._settings())
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
-        live = [group["params"] for group in optimizer.param_groups]
-        self._mapped = not stored.numbered or self.is_joined or [*map(len, live)] == [*map(len, stored.groups)]
-        self._rows: list[list[_Row]] = []
-        for group_number, params in enumerate(live):
-            # torch numbers parameters in order, and the document has nothing else to match by
-            by_order = stored.groups[group_number] if stored.numbered and self._mapped and not self.is_joined else ()
-            rows = []
-            for place, param in enumerate(params):
-                name = names[id(param)]
-                keys: Sequence[str] = [by_order[place]] if by_order else []
-                if not stored.numbered:
-                    keys = [one for one in same(name) if one in self._group_of]
-                    pruned = (f"{one}_orig" for one in same(name)) if not keys else ()
-                    keys = keys or [one for one in pruned if one in self._group_of] or [name]
-                rows.append(_Row(param, name, keys[0] if keys else None, keys[1:]))
-            self._rows.append(rows)
+        groups = [group["params"] for group in optimizer.param_groups]
+        self._rows = [[self._row(param, names[id(param)], same) for param in params] for params in groups]
         self.settings: set[tuple[int, int, str]] = set()
+
+    def _row(self, param: torch.Tensor, name: str, same: Callable[[str], Sequence[str]]) -> _Row:
+        stored = [one for one in same(name) if one in self._group_of]
+        pruned = (f"{one}_orig" for one in same(name)) if not stored else ()
+        stored = stored or [one for one in pruned if one in self._group_of] or [name]
+        return _Row(param, name, stored[0], stored[1:])
 
     def compare(
         self, differences: list[str], elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
@@ -118,10 +130,6 @@ class OptimizerLoad:
         where = f"optimizer {self.number}"
         if self._is_other:
             differences.append(f"{where}  {self._other_class()}")
-        if self._is_other or self.is_joined:
-            return
-        if not self._mapped:
-            differences.append(f"{where}  {self._unmapped(in_part=bool(elsewhere))}")
             return
         rows = {row.stored: row for row in chain.from_iterable(self._rows)}
         tied = {name: row for row in rows.values() for name in row.tied}
@@ -152,7 +160,6 @@ class OptimizerLoad:
 
     def _is_same_state(self, name: str, row: _Row, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
         """Return whether a stored parameter has the same state as another that it is tied to in the model."""
-        assert row.stored is not None
         values, tensors = self._stored.values, self._stored.tensors
         own, other = values.get(name, {}), values.get(row.stored, {})
         own_tensors, other_tensors = tensors.get(name, {}), tensors.get(row.stored, {})
@@ -164,63 +171,20 @@ class OptimizerLoad:
 
     def _compare_state(self, row: _Row, differences: list[str]) -> None:
         shape = shape_of(row.param)
-        for key in self._stored.tensors.get(row.stored or "", {}).values():
+        for key in self._stored.tensors.get(row.stored, {}).values():
             spec = self._stored.specs[key]
             if spec.shape != shape and not acts_as_whole(row.param):
                 problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
                 differences.append(f"optimizer {self.number}: {key}  {problem}")
 
-    def groups(self) -> list[list[str]]:
-        """Return the FQNs of this stage's param groups."""
-        return [[row.name for row in rows] for rows in self._rows]
-
-    def join_groups(
-        self, parts: Sequence[list[list[str]]], whole: Sequence[str], differences: list[str]
-    ) -> list[list[str]]:
-        """Return the param groups of the whole model, in its order, from the results of ``groups`` of all stages."""
-        order = {name: i for i, name in enumerate(whole)}
-        where, expected = f"optimizer {self.number}", [len(group) for group in self._stored.groups]
-        if any(sorted(group, key=order.__getitem__) != group for part in parts for group in part):
-            problem = "is in another order than the model's parameters, so numbers can't be told apart"
-            differences.append(f"{where}  {problem}")
-            return []
-        count = max(map(len, parts))
-        names = [{name for part in parts if g < len(part) for name in part[g]} for g in range(count)]
-        joined = [sorted(group, key=order.__getitem__) for group in names]
-        if [len(group) for group in joined] != expected:
-            sizes = [len(group) for group in joined]
-            differences.append(f"{where}  param groups of {expected} parameters in checkpoint, {sizes} in model")
-            return []
-        return joined
-
-    def take_numbers(self, joined: Sequence[list[str]], differences: list[str]) -> None:
-        """Match parameters by number in the joined groups; add state whose shape does not fit to ``differences``."""
-        pairs = zip(joined, self._stored.groups, strict=True) if joined else ()
-        number_of = {name: number for a, b in pairs for name, number in zip(a, b, strict=True)}
-        for row in chain.from_iterable(self._rows):
-            if row.name in number_of:
-                row.stored = number_of[row.name]
-                self._compare_state(row, differences)
-
-    def _unmapped(self, *, in_part: bool) -> str:
-        if in_part:
-            return (
-                "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell its "
-                "own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
-            )
-        sizes = [len(g["params"]) for g in self._optimizer.param_groups]
-        return f"param groups of {[len(g) for g in self._stored.groups]} parameters in checkpoint, {sizes} in model"
-
     def sources(self) -> dict[str, list[int] | None]:
         """Return the stored groups of the parameters of each live group, by ``<optimizer>/<group>``; None if empty."""
         return {
-            f"{self.number}/{number}": self._groups_of(number, rows) if rows else None
+            f"{self.number}/{number}": self._groups_of(rows) if rows else None
             for number, rows in enumerate(self._rows)
         }
 
-    def _groups_of(self, number: int, rows: list[_Row]) -> list[int]:
-        if self.is_joined:
-            return [number] if number < len(self._stored.groups) else []
+    def _groups_of(self, rows: list[_Row]) -> list[int]:
         return list(dict.fromkeys(self._group_of[row.stored] for row in rows if row.stored in self._group_of))
 
     def live_tensors(self) -> Iterator[torch.Tensor]:
@@ -238,10 +202,10 @@ class OptimizerLoad:
         """
         live, new = list[Keyed](), list[Keyed]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
-            for row, stored in self._loaded_rows():
+            for row in self._loaded_rows():
                 param, shape = row.param, shape_of(row.param)
                 state = self._optimizer.state.get(param, {})
-                for name, key in self._stored.tensors.get(stored, {}).items():
+                for name, key in self._stored.tensors.get(row.stored, {}).items():
                     spec, current = self._stored.specs[key], state.get(name)
                     if spec.shape != shape and not acts_as_whole(param):
                         continue
@@ -279,10 +243,10 @@ class OptimizerLoad:
             for param in group["params"]
         }
         used = set[str]()
-        for row, stored in self._loaded_rows():
-            values = self._stored.values.get(stored, {})
-            values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
-            used.add(stored)
+        for row in self._loaded_rows():
+            values = self._stored.values.get(row.stored, {})
+            values = copy.deepcopy(values) if row.stored in used else values  # tied in the checkpoint only
+            used.add(row.stored)
             state = {k: _move(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
             self._optimizer.state.pop(row.param, None)
             if state:
@@ -292,11 +256,11 @@ class OptimizerLoad:
         load_extra_entries(self._optimizer, self._stored.own if not self._is_other else {})
         return notes
 
-    def _loaded_rows(self) -> Iterator[tuple[_Row, str]]:
-        """Yield the parameters whose state is loaded, with their stored names."""
+    def _loaded_rows(self) -> Iterator[_Row]:
+        """Yield the parameters whose state is loaded."""
         for row in chain.from_iterable(self._rows if not self._is_other else ()):
-            if row.name not in self._reshaped and row.stored is not None and row.stored in self._group_of:
-                yield row, row.stored
+            if row.name not in self._reshaped and row.stored in self._group_of:
+                yield row
 
     def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
         """Load a group's hyper-parameters from the stored groups of its parameters; return notes for the user.

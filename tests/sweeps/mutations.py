@@ -359,8 +359,8 @@ MUTATIONS = (
         "an optimizer gets the moments of another parameter",
         STATE,
         "state/optimizer_load.py",
-        "keys = [one for one in same(name) if one in self._group_of]\n",
-        "keys = sorted(self._group_of)[: len(self._group_of) // 2 + 1][-1:]\n",
+        "stored = [one for one in same(name) if one in self._group_of]\n",
+        "stored = sorted(self._group_of)[: len(self._group_of) // 2 + 1][-1:]\n",
         ("ranks/state/test_optimizers.py",),
     ),
     Mutation(

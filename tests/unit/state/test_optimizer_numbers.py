@@ -10,11 +10,11 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.optimizer_load import OptimizerLoad
+from lightning_shardckpt.state.optimizer_load import OptimizerLoad, join_groups
 from lightning_shardckpt.state.snapshot import specs_of
 
 WHOLE = ("a", "b", "c", "d", "e")
-GROUPS = (("a", "c", "d"), ("b", "e"))
+GROUPS = [["a", "c", "d"], ["b", "e"]]
 
 
 def trained(groups: Sequence[Sequence[str]]) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -26,40 +26,32 @@ def trained(groups: Sequence[Sequence[str]]) -> tuple[torch.optim.Optimizer, dic
     return optimizer, {id(parameter): name for name, parameter in named.items()}
 
 
-def stages(*parts: Sequence[Sequence[str]]) -> list[OptimizerLoad]:
-    """The load of a stored optimizer of GROUPS on each stage, which has these param groups."""
+def saved() -> StoredOptimizer:
     leaves, document = optimizer_leaves([trained(GROUPS)[0].state_dict()])
-    component = Component(specs_of("optimizer", leaves, ((0, 1),)))
-    loads = []
-    for part in parts:
-        optimizer, names = trained(part)
-        stored = StoredOptimizer(0, document["0"], component, decode_equal)
-        loads.append(OptimizerLoad(0, optimizer, stored, names, lambda name: [name], WHOLE))
-    return loads
+    return StoredOptimizer(0, document["0"], Component(specs_of("optimizer", leaves, ((0, 1),))), decode_equal)
 
 
 def test_stages_find_their_numbers_together() -> None:
-    loads = stages((("a", "c"), ("b",)), (("d",), ("e",)))
-    found = list[str]()
-    joined = loads[0].join_groups([load.groups() for load in loads], WHOLE, found)
-    assert joined == [list(group) for group in GROUPS] and found == []
+    stages = [["a", "c"], ["b"]], [["d"], ["e"]]
+    joined = join_groups([[part] for part in stages], WHOLE)
+    assert joined == [GROUPS]
     numbers = [name for group in GROUPS for name in group]
-    for load, mine in zip(loads, (("a", "c", "b"), ("d", "e")), strict=True):
-        load.take_numbers(joined, found)
+    for part in stages:
+        stored, (optimizer, names) = saved(), trained(part)
+        assert stored.name(joined[0]) is None
+        load, differences = OptimizerLoad(0, optimizer, stored, names, lambda name: [name]), list[str]()
+        load.compare(differences, frozenset(WHOLE) - {*names.values()}, lambda keys, like: False)
         live, new = load.tensors(())
-        assert {key for key, _ in live + new} == {f"0/#{numbers.index(name)}/momentum_buffer" for name in mine}
-        assert load.sources() == {"0/0": [0], "0/1": [1]}
-    assert found == []
+        assert {key for key, _ in live + new} == {f"0/#{numbers.index(n)}/momentum_buffer" for n in names.values()}
+        assert load.sources() == {"0/0": [0], "0/1": [1]} and differences == []
 
 
 def test_groups_that_cannot_be_those_that_were_saved_are_told() -> None:
-    for parts, message in (
-        (((("a",), ("b",)), (("d",), ("e",))), "param groups of [3, 2] parameters in checkpoint, [2, 2] in model"),
-        (((("c", "a"), ("b",)), (("d",), ("e",))), "in another order than the model's parameters"),
+    for parts, sizes in (
+        (([["a"], ["b"]], [["d"], ["e"]]), "[2, 2]"),
+        (([["c", "a"], ["b"]], [["d"], ["e"]]), "[0, 2] in the order of its parameters"),
     ):
-        loads = stages(*parts)
-        found = list[str]()
-        joined = loads[0].join_groups([load.groups() for load in loads], WHOLE, found)
-        assert joined == [] and message in found[0]
-        loads[0].take_numbers(joined, found)
-        assert loads[0].tensors(()) == ([], [])
+        stored = saved()
+        problem = stored.name(join_groups([[part] for part in parts], WHOLE)[0])
+        assert problem is not None and f"param groups of [3, 2] parameters; the model has {sizes}" in problem
+        assert stored.numbered
