@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.lightning_cli import ShardedCLI
+    from lightning_shardckpt.parallel.pipeline.build import Pipeline
+    from lightning_shardckpt.parallel.sharding.fsdp import FSDP
     from lightning_shardckpt.parallel.tensors.values import full_state_dict
     from lightning_shardckpt.pytorch import ShardedStrategy
 
 __all__ = [
     "ShardedStrategy",
+    "FSDP",
+    "Pipeline",
     "ShardCkptIO",
     "ShardedCLI",
     "CheckpointMonitor",
@@ -41,6 +45,8 @@ __all__ = [
 
 _HOMES = {
     "ShardedStrategy": "pytorch",
+    "FSDP": "parallel.sharding.fsdp",
+    "Pipeline": "parallel.pipeline.build",
     "ShardCkptIO": "checkpoint_io",
     "ShardedCLI": "lightning_cli",
     "CheckpointMonitor": "callbacks",

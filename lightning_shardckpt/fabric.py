@@ -163,7 +163,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """
         with ExitStack() as stack:
             stack.enter_context(share_rng())
-            if empty_init and self._defer_init:
+            if empty_init:
                 self._deferred = self._deferred or DeferredInit(self.tuning, guards=True)
                 stack.enter_context(self._deferred)
             stack.enter_context(self.precision.module_init_context())
@@ -186,7 +186,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._sharded.rebind(optimizer)
-        if not self._recipe.cpu_offload:
+        if not self._recipe.fsdp.cpu_offload:
             optimizer_to_device(optimizer, self.root_device)
         return optimizer
 

@@ -202,8 +202,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Return the context of ``configure_model``, on every stage; only the first one may build."""
-        deferred = self.tuning if self._defer_init else None
-        with self._build.configure(self._module, self.topology, self.root_device, deferred=deferred):
+        with self._build.configure(self._module, self.topology, self.root_device, self.tuning):
             yield
 
     @override
@@ -233,7 +232,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
             self._agreement = BatchAgreement()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting and not self._recipe.cpu_offload:
+        if fitting and not self._recipe.fsdp.cpu_offload:
             for optimizer in self.optimizers:
                 optimizer_to_device(optimizer, self.root_device)
         self.barrier()

@@ -3,7 +3,7 @@
     python examples/benchmarks/pipeline.py
 
 Every schedule trains the same transformer (random weights, random bytes, AdamW) on the same batches as one process of
-plain Lightning, with pipeline_loss="microbatch". All take turns, round after round, each time in fresh processes with
+plain Lightning, with Pipeline(loss="microbatch"). All take turns, round after round, each time in fresh processes with
 one thread per process; the first step of a run is not counted. Without a GPU for each, the processes of a pipeline talk
 over gloo on the loopback device, so the table says nothing about GPUs or networks. With them, work and idle are those
 of the threads on the CPU, and peak is the memory of the GPU; that has been run on no real one. Medians over rounds:
@@ -47,7 +47,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import Pipeline, ShardedStrategy
 from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
 
 ALONE = "one process"
@@ -147,10 +147,12 @@ def train(rank: int, name: str, size: Namespace, folder: str) -> None:
     if name != ALONE:
         strategy = ShardedStrategy(
             pipeline_parallel_size=size.ranks,
-            pipeline_schedule=name,
-            pipeline_stages_per_rank=STAGES_PER_RANK[name],
-            pipeline_microbatches=size.microbatches,
-            pipeline_loss="microbatch",
+            pipeline=Pipeline(
+                schedule=name,
+                stages_per_rank=STAGES_PER_RANK[name],
+                microbatches=size.microbatches,
+                loss="microbatch",
+            ),
         )
         # What torchrun would set: Lightning then starts no processes of its own.
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size.ranks, "LOCAL_WORLD_SIZE": size.ranks}

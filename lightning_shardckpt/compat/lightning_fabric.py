@@ -67,9 +67,11 @@ def _setup_shown_dataloader(
 
 
 def init_process_group(
-    environment: ClusterEnvironment, device: torch.device, *, backend: str | None, timeout_s: float
-) -> str:
-    """Create the default process group, unless it exists, and return its backend. Collective over the world.
+    environment: ClusterEnvironment, device: torch.device, *, timeout_s: float
+) -> None:
+    """Create the default process group, unless it exists. Collective over the world.
+
+    Its backend is torch's default for the device, with gloo for CPU tensors beside nccl.
 
     A single process needs no store that others reach: it listens on no port, and sets no environment variable, which
     the ranks of a program that it starts would use.
@@ -80,11 +82,10 @@ def init_process_group(
     Args:
         environment: has address, rank and world size.
         device: of this process.
-        backend: of torch.distributed; by default Lightning's for the device, and gloo for CPU tensors.
         timeout_s: of collectives.
     """
-    chosen: str = backend or dist.get_default_backend_for_device(device)
-    if backend is None and chosen == "nccl":
+    chosen: str = dist.get_default_backend_for_device(device)
+    if chosen == "nccl":
         chosen = f"cpu:gloo,{device.type}:nccl"
     bound, timeout = device if device.type != "cpu" else None, timedelta(seconds=timeout_s)
     is_new = not dist.is_initialized()
@@ -96,7 +97,6 @@ def init_process_group(
         _init_dist_connection(environment, chosen, timeout=timeout, device_id=bound)
     if is_new and chosen.endswith(":nccl"):
         atexit.register(_destroy_dist_connection)  # as Lightning does for "nccl"
-    return chosen
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:

@@ -26,8 +26,8 @@ from lightning_shardckpt.parallel.deferred_init.first_values import (
     meta_slots,
     retie,
 )
-from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe, refuse_stages, split_into_stages
-from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.pipeline.build import Pipeline, refuse_stages, split_into_stages
+from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.sharding.fqn import (
     module_names,
     named_modules,
@@ -37,6 +37,7 @@ from lightning_shardckpt.parallel.sharding.fqn import (
     tied_state,
 )
 from lightning_shardckpt.parallel.sharding.fsdp import (
+    FSDP,
     choose_units,
     fsdp_modules,
     reshard,
@@ -70,14 +71,9 @@ class Recipe:
     """
 
     tensor_parallel_plan: Plan = "auto"
-    fsdp_units: Sequence[str] | None = None
-    reshard_after_forward: bool | None = None
-    activation_checkpointing: bool | Sequence[str] = False
-    cpu_offload: bool = False
-    fsdp_ignored: Sequence[str] = ()
-    reduce_dtype: torch.dtype | None = None
+    fsdp: FSDP = field(default_factory=FSDP)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     autocast_dtype: torch.dtype | None = None
-    pipeline: PipelineRecipe = field(default_factory=PipelineRecipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ class ShardedModule:
     meshes: Meshes
     root: nn.Module
     gradients: GradientSync
-    pipeline: Pipeline | None
+    pipeline: PipelineRunner | None
     ties: list[list[str]]
     canonical_names: dict[str, str]
     state_names: frozenset[str]
@@ -189,11 +185,11 @@ def shard(
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise UnsupportedCodeError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
-            "Give a tensor_parallel_plan and fsdp_units instead."
+            "Give a tensor_parallel_plan and FSDP(units=…) instead."
         )
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
     plan, engine = TensorPlan(), None
-    home = torch.device("cpu") if recipe.cpu_offload else device
+    home = torch.device("cpu") if recipe.fsdp.cpu_offload else device
     skip = _slots_of(root, loaded)
     if not is_parallel(root):
         plan = _shard_by_plan(root, meshes, recipe, ties)
@@ -279,8 +275,8 @@ def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[l
 def _choose(root: nn.Module, recipe: Recipe) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the FSDP units and the modules whose activations are recomputed, of the whole module."""
     modules = named_modules(root)
-    units = choose_units(root, recipe.fsdp_units)
-    checkpointed = recipe.activation_checkpointing
+    units = choose_units(root, recipe.fsdp.units)
+    checkpointed = recipe.fsdp.activation_checkpointing
     names = _checkpointed(root, units, checkpointed) if checkpointed else []
     return [modules[name] for name in units], [modules[name] for name in names]
 
@@ -292,11 +288,11 @@ def _ignored(root: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
         TopologyError: if a pattern matches no module, or a module that the tensor-parallel plan shards.
     """
     modules, ignored = named_modules(root), set[nn.Parameter]()
-    for name in select_modules(root, recipe.fsdp_ignored, "fsdp_ignored"):
+    for name in select_modules(root, recipe.fsdp.ignored, "FSDP(ignored=…)"):
         parameters = set(modules[name].parameters())
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise TopologyError(
-                f"fsdp_ignored: tensor_parallel_plan shards {name or 'the module'}. Leave it out of one of them."
+                f"FSDP(ignored=…): tensor_parallel_plan shards {name or 'the module'}. Leave it out of one of them."
             )
         ignored |= parameters
     return ignored
@@ -343,8 +339,8 @@ def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch
         meshes.fsdp,
         device,
         peers,
-        offload=recipe.cpu_offload,
-        reduce_dtype=recipe.reduce_dtype,
+        offload=recipe.fsdp.cpu_offload,
+        reduce_dtype=getattr(torch, recipe.fsdp.reduce_dtype) if recipe.fsdp.reduce_dtype else None,
         autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
         plan=partial(list_units, root),
     )
@@ -370,7 +366,7 @@ def _make_units(
         others = units_around(root, list(chosen), is_called=is_called)
         chosen |= dict.fromkeys(others.values(), "keep")
     chosen |= {module: chosen.get(module, "inner") for module in recomputed if module in names}
-    reshards = recipe.reshard_after_forward is not False and meshes.topology.pipeline == 1
+    reshards = recipe.fsdp.reshard_after_forward is not False and meshes.topology.pipeline == 1
     for module, kind in chosen.items():
         unit = Unit(
             names[module],
@@ -386,11 +382,11 @@ def _make_units(
 
 def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str]) -> list[str]:
     if not isinstance(wanted, bool):
-        return select_modules(root, wanted, "activation_checkpointing")
+        return select_modules(root, wanted, "FSDP(activation_checkpointing=…)")
     if not units:
         raise TopologyError(
-            f"activation_checkpointing=True: {type(root).__name__} has no FSDP units to checkpoint. Name the modules "
-            "by pattern or class."
+            f"FSDP(activation_checkpointing=True): {type(root).__name__} has no FSDP units to checkpoint. Name the "
+            "modules by pattern or class."
         )
     return units
 

@@ -12,13 +12,16 @@ _ALWAYS = "leave it out: "
 
 COUNTERPARTS = {
     # FSDPStrategy
-    "auto_wrap_policy": 'use fsdp_units=["Block"], names or patterns of the modules that are gathered one by one',
+    "auto_wrap_policy": 'use fsdp=FSDP(units=["Block"]), names or patterns of the modules that are gathered one by one',
     "sharding_strategy": (
-        "use reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, data_parallel_replicate_size=2 for "
-        "HYBRID_SHARD, data_parallel_shard_size=1 for NO_SHARD"
+        "use fsdp=FSDP(reshard_after_forward=True) for FULL_SHARD, False for SHARD_GRAD_OP, "
+        "data_parallel_replicate_size=2 for HYBRID_SHARD, data_parallel_shard_size=1 for NO_SHARD"
     ),
-    "activation_checkpointing_policy": 'use activation_checkpointing=["Block"], names or patterns of modules',
-    "mixed_precision": _PLACED + 'precision="bf16-mixed"; reduce_dtype="float32" sums gradients in float32',
+    "activation_checkpointing_policy": 'use fsdp=FSDP(activation_checkpointing=["Block"]), names or patterns',
+    "mixed_precision": _PLACED + 'precision="bf16-mixed"; FSDP(reduce_dtype="float32") sums gradients in float32',
+    "activation_checkpointing": 'use fsdp=FSDP(activation_checkpointing=["Block"]), names or patterns of modules',
+    "cpu_offload": "use fsdp=FSDP(cpu_offload=True)",
+    "ignored_modules": 'use fsdp=FSDP(ignored=["head"]), names or patterns of modules that stay whole',
     "precision_plugin": _PLACED + 'precision="bf16-mixed", or plugins=[…]',
     "checkpoint_io": _PLACED + "plugins=[ShardCkptIO(…)]",
     "cluster_environment": _PLACED + "plugins=[…]",
@@ -30,12 +33,16 @@ COUNTERPARTS = {
     "sync_module_states": _ALWAYS + "initial weights are the same on all ranks",
     "device_mesh": "use data_parallel_shard_size=4 and data_parallel_replicate_size=2, the sizes of its axes",
     "timeout": "use timeout_s=1800, in seconds",
+    "process_group_backend": _ALWAYS + "it is gloo on the CPU and nccl on GPUs, unless the script has made a group",
     # ModelParallelStrategy
     "data_parallel_size": "use data_parallel_shard_size=4, or data_parallel_replicate_size=4 for whole replicas",
     # DeepSpeedStrategy
-    "stage": "use reshard_after_forward=True for stage 3, False for stage 2, data_parallel_shard_size=1 for stage 0",
-    "offload_optimizer": "use cpu_offload=True, for parameters, gradients and optimizer state together",
-    "offload_parameters": "use cpu_offload=True, for parameters, gradients and optimizer state together",
+    "stage": (
+        "use fsdp=FSDP(reshard_after_forward=True) for stage 3, False for stage 2, data_parallel_shard_size=1 for "
+        "stage 0"
+    ),
+    "offload_optimizer": "use fsdp=FSDP(cpu_offload=True), for parameters, gradients and optimizer state together",
+    "offload_parameters": "use fsdp=FSDP(cpu_offload=True), for parameters, gradients and optimizer state together",
     # DDPStrategy
     "find_unused_parameters": _ALWAYS + "parameters that a step does not use are found in every step",
     "static_graph": _ALWAYS + "steps may use different parameters",

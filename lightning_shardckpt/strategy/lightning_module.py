@@ -67,7 +67,7 @@ class ModuleBuild:
 
     @contextmanager
     def configure(
-        self, module: pl.LightningModule, topology: Topology, device: torch.device, *, deferred: Tuning | None
+        self, module: pl.LightningModule, topology: Topology, device: torch.device, tuning: Tuning
     ) -> Iterator[None]:
         """Run ``configure_model``; Lightning calls it for fit, validate, …, but only the first call may build.
 
@@ -77,7 +77,7 @@ class ModuleBuild:
             module: the module.
             topology: of the strategy.
             device: of the collectives.
-            deferred: sizes of deferred init; None allocates the weights.
+            tuning: sizes of deferred init.
 
         Raises:
             TopologyError: if the module was sharded for another topology.
@@ -89,10 +89,7 @@ class ModuleBuild:
             return
         broadcast_weights(module, device)
         with share_rng():
-            if deferred is None:
-                yield
-                return
-            self._deferred = DeferredInit(deferred)
+            self._deferred = DeferredInit(tuning)
             with self._deferred:
                 yield
 

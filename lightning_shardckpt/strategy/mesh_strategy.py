@@ -31,9 +31,10 @@ from lightning_shardckpt.distributed.liveness import wait_for_launcher
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.pipeline.build import PipelineRecipe
+from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.all_gather import all_gather_tensors
+from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.random_streams import share_rng
 from lightning_shardckpt.parallel.sharding.references import refuse_shared_memory
@@ -110,27 +111,13 @@ class MeshStrategy(NamesCounterparts):
         data_parallel_replicate_size: int = 1,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
-        pipeline_layers: list[str] | None = None,
-        pipeline_split: str | list[str] = "even",
-        pipeline_modules: dict[str, Literal["first", "last", "every"]] | None = None,
-        pipeline_schedule: str | type = "gpipe",
-        pipeline_microbatches: int | None = None,
-        pipeline_loss: Literal["batch", "microbatch"] = "batch",
-        pipeline_stages_per_rank: int = 1,
         tensor_parallel_plan: str | dict[str, Any] | Callable[..., Any] = "auto",
-        fsdp_units: list[str] | None = None,
-        reshard_after_forward: bool | None = None,
-        activation_checkpointing: bool | list[str] = False,
-        cpu_offload: bool = False,
-        fsdp_ignored: list[str] | None = None,
-        reduce_dtype: Literal["float32", "bfloat16"] | None = None,
+        fsdp: FSDP | None = None,
+        pipeline: Pipeline | None = None,
         pretrained: str | None = None,
         pretrained_key_mapping: dict[str, str | list[str] | None] | str | Callable[..., Any] | None = None,
         pretrained_strict: bool = False,
-        defer_init: bool = True,
         timeout_s: float = 1800.0,
-        checkpoint_timeout_s: float = 1800.0,
-        process_group_backend: str | None = None,
     ) -> None:
         """Set the options; no process is started.
 
@@ -140,40 +127,13 @@ class MeshStrategy(NamesCounterparts):
             tensor_parallel_size: Processes that compute one layer together.
             pipeline_parallel_size: Processes over which the layers are distributed, each with some of them. See
                 "Pipelines" in the documentation for the requirements on a module; in Fabric, steps run by ``run_step``.
-            pipeline_layers: Patterns that name the layers in the order in which they run; by default the layers of the
-                largest list of layers whose classes repeat, or of the largest Sequential.
-            pipeline_split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, including other
-                modules; or the names of the first layers of all stages but the first.
-            pipeline_modules: Pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers.
-                By default modules registered before the layers are on the first stage, modules after them on the last.
-            pipeline_schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble
-                schedules ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are
-                accepted, too. Or a schedule of your own for torch.distributed.pipelining: the path of a CSV file
-                (``.csv``) in the format of its ``_PipelineScheduleRuntime``, or a subclass of PipelineScheduleMulti.
-            pipeline_microbatches: The number of microbatches of a batch; by default twice the number of processes, and
-                never more than it has samples.
-            pipeline_loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for
-                any loss. ``"microbatch"`` averages the losses of microbatches by their number of samples, which is
-                equal for losses that are means over samples; schedules that mix forward and backward passes need it.
-            pipeline_stages_per_rank: The number of stages of each process.
             tensor_parallel_plan: ``"auto"`` (the Hugging Face model's own), a dict of module pattern to style, a
                 function of (module, tensor mesh) that shards the module, or the import path of one. In a pattern
                 ``*`` is any part of one component of a module name, ``**`` any number of components; the last match
                 decides. A style is a torch ParallelStyle or a name: colwise, rowwise, colwise_gather_output,
                 rowwise_split_input, embedding_rowwise, embedding_colwise, replicate, replicated_with_grad_allreduce.
-            fsdp_units: Patterns or class names of the modules that are gathered one by one; by default the layers of
-                the largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
-            reshard_after_forward: Free gathered parameters between forward and backward. By default True, but False
-                in pipelines, which gather them once for all microbatches.
-            activation_checkpointing: Recompute activations of the FSDP units (True) or of modules by pattern or
-                class.
-            cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
-            fsdp_ignored: Patterns or class names of modules that are not sharded: every process has them whole, and
-                their gradients are averaged, as ``ignored_params`` of ``fully_shard`` has it. For code that
-                ``fully_shard`` cannot differentiate, such as ``torch.autograd.grad`` for parameters.
-            reduce_dtype: The dtype in which torch's engine reduces gradients, by default the dtype of the parameters:
-                ``"float32"`` sums gradients of ``precision="bf16-true"`` without intermediate rounding. Under
-                ``"bf16-mixed"`` gradients of linear layers and convolutions are always reduced in float32.
+            fsdp: How parameters are sharded and gathered, as ``FSDP(…)``.
+            pipeline: How layers are distributed over stages and run, as ``Pipeline(…)``.
             pretrained: Path of initial weights: a Hugging Face directory, a file of safetensors or of ``torch.save``,
                 or a checkpoint. Each rank reads its slices when the module is sharded, unless the Trainer is given a
                 ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights" in the
@@ -182,11 +142,7 @@ class MeshStrategy(NamesCounterparts):
                 regular expressions to new names (None leaves a tensor out), all applied at once; or a function, its
                 import path, or a file. See "Rename tensors" in the documentation.
             pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
-            defer_init: Run ``configure_model``, or Fabric's ``init_module(empty_init=True)``, without allocating
-                weights; every rank then builds only its slices.
-            timeout_s: Of the collectives of training.
-            checkpoint_timeout_s: Of a rank that waits for the others while saving or loading.
-            process_group_backend: By default gloo on CPU, and nccl on CUDA, with gloo for CPU tensors.
+            timeout_s: Of the collectives of training, and of a rank that waits for the others while saving or loading.
 
         Raises:
             TopologyError: for wrong sizes or names.
@@ -201,47 +157,17 @@ class MeshStrategy(NamesCounterparts):
         self.axis_sizes = AxisSizes(
             data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
         )
-        _check_patterns(
-            pipeline_layers=pipeline_layers,
-            fsdp_units=fsdp_units,
-            fsdp_ignored=fsdp_ignored,
-            activation_checkpointing=activation_checkpointing,
-        )
-        if reshard_after_forward not in (None, True, False):
-            raise TopologyError(f"reshard_after_forward is True, False or None, found {reshard_after_forward!r}")
-        if reshard_after_forward and pipeline_parallel_size > 1:
+        self._recipe = Recipe(tensor_parallel_plan, fsdp or FSDP(), pipeline or Pipeline())
+        self._recipe.pipeline.check(pipeline_parallel_size)
+        if self._recipe.fsdp.reshard_after_forward and pipeline_parallel_size > 1:
             raise TopologyError(
-                "reshard_after_forward=True would gather the parameters of a pipeline again for each microbatch. Use "
-                "reshard_after_forward=False, which gathers them once for all"
+                "FSDP(reshard_after_forward=True) would gather the parameters of a pipeline again for each microbatch. "
+                "Use reshard_after_forward=False, which gathers them once for all"
             )
-        if reduce_dtype not in (None, "float32", "bfloat16"):
-            raise TopologyError(f'reduce_dtype is "float32", "bfloat16" or None, found {reduce_dtype!r}')
-        pipeline = PipelineRecipe(
-            layers=pipeline_layers,
-            split=pipeline_split,
-            modules=pipeline_modules or {},
-            schedule=pipeline_schedule,
-            microbatches=pipeline_microbatches,
-            loss=pipeline_loss,
-            stages_per_rank=pipeline_stages_per_rank,
-        )
-        pipeline.check(pipeline_parallel_size)
-        self._recipe = Recipe(
-            tensor_parallel_plan=tensor_parallel_plan,
-            fsdp_units=fsdp_units,
-            reshard_after_forward=reshard_after_forward,
-            activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
-            fsdp_ignored=fsdp_ignored or (),
-            reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype is not None else None,
-            pipeline=pipeline,
-        )
         mapping = KeyMapping.of(pretrained_key_mapping, "pretrained_key_mapping")
         path = None if pretrained is None else file_path(pretrained)
         self._pretrained = Pretrained(path, mapping, pretrained_strict) if path is not None else None
-        self._defer_init = defer_init
-        self._timeout_s, self.checkpoint_timeout_s = timeout_s, checkpoint_timeout_s
-        self._process_group_backend = process_group_backend
+        self._timeout_s = timeout_s
         self._meshes: Meshes | None = None
         self._group: ref[dist.ProcessGroup] | None = None
         self._ranks = Ranks.alone()
@@ -283,10 +209,6 @@ class MeshStrategy(NamesCounterparts):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.topology.data_parallel, "rank": self.meshes.data_parallel_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
 
     @property
     def checkpoint_io(self) -> ShardCkptIO:
@@ -345,9 +267,7 @@ class MeshStrategy(NamesCounterparts):
         if not dist.is_initialized() and type(self.cluster_environment) is LightningEnvironment and self.global_rank:
             environment = self.cluster_environment
             wait_for_launcher(environment.main_address, environment.main_port, self.global_rank, self._timeout_s)
-        self._process_group_backend = init_process_group(
-            self.cluster_environment, self.root_device, backend=self._process_group_backend, timeout_s=self._timeout_s
-        )
+        init_process_group(self.cluster_environment, self.root_device, timeout_s=self._timeout_s)
         assert dist.group.WORLD is not None
         self._group = ref(dist.group.WORLD)
         watch_world(self.tuning)
@@ -357,7 +277,7 @@ class MeshStrategy(NamesCounterparts):
 
     def _new_ranks(self) -> Ranks:
         """Return new ranks for saves and loads."""
-        return Ranks.of_default_group(self.checkpoint_timeout_s, tuning=self.tuning)
+        return Ranks.of_default_group(self._timeout_s, tuning=self.tuning)
 
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""
@@ -452,14 +372,3 @@ def _check_sizes(**options: Any) -> None:
             raise TopologyError(
                 f"{option} is a number of processes, at least 1{auto}, found {size!r}: write {option}={number}"
             )
-
-
-def _check_patterns(**options: Any) -> None:
-    """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool."""
-    for option, patterns in options.items():
-        if isinstance(patterns, str):  # its characters would be patterns
-            raise TopologyError(f"{option} is a list of patterns, found one pattern: write {option}=[{patterns!r}]")
-        for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
-            if not isinstance(pattern, str):
-                name = pattern.__name__ if isinstance(pattern, type) else "layers.*"
-                raise TopologyError(f"{option} is a list of names or patterns, found {pattern!r}: write {name!r}")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
 from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -48,7 +48,7 @@ class PipelinedSteps:
     def __init__(
         self,
         module: nn.Module,
-        pipeline: Pipeline,
+        pipeline: PipelineRunner,
         device: torch.device,
         scale: Callable[[], float],
         make_step: Callable[..., LightningStep | FunctionStep] | None = None,
@@ -108,8 +108,9 @@ class PipelinedSteps:
         rtol, scale = 1e-2 if scale.dtype.itemsize < 4 else 1e-5, copy.read()
         if not torch.allclose(scale.double(), self._assumed_scale.double(), rtol=rtol):
             raise UnsupportedCodeError(
-                f"the gradient of the loss is {scale.item():g}, but this pipeline_schedule has run its backward passes "
-                f'with {self._assumed_scale.item():g}: something scales the loss. Use pipeline_schedule="gpipe".'
+                f"the gradient of the loss is {scale.item():g}, but this Pipeline(schedule=…) has run its backward "
+                f'passes with {self._assumed_scale.item():g}: something scales the loss. Use '
+                'Pipeline(schedule="gpipe").'
             )
         self._pipeline.add(self._gradients)
         self._gradients.clear()

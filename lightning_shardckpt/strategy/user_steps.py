@@ -23,7 +23,7 @@ from torchmetrics import Metric
 from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
-from lightning_shardckpt.parallel.pipeline.runner import Pipeline
+from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
 from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error
 
@@ -67,7 +67,7 @@ class _SideEffects:
         drew: True if an undone run drew from a random generator in an attribute.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineRunner) -> None:
         self._pipeline, self._modules = pipeline, pipeline.common
         self.start, self.drew = ModuleSnapshot(self._modules), False
         self._latest: ModuleSnapshot | None = self.start  # None if modules may have changed since
@@ -109,7 +109,7 @@ class FunctionStep:
 
     name = "the step function"
 
-    def __init__(self, step: Callable[[Any], Any], pipeline: Pipeline, batch: Any, *, train: bool) -> None:
+    def __init__(self, step: Callable[[Any], Any], pipeline: PipelineRunner, batch: Any, *, train: bool) -> None:
         self.batch, self.train = batch, train
         self._step, self._effects = step, _SideEffects(pipeline)
 
@@ -142,7 +142,7 @@ class LightningStep:
     def __init__(
         self,
         module: pl.LightningModule,
-        pipeline: Pipeline,
+        pipeline: PipelineRunner,
         name: str,
         context: Callable[[], AbstractContextManager[Any]],
         args: tuple[Any, ...],
@@ -233,7 +233,7 @@ class LightningStep:
                     raise UnsupportedCodeError(
                         f"{self.name} logs the metric object {metric!r} for each step, but with the losses of "
                         "microbatches it has no value for a batch. Log it with on_step=False, on_epoch=True, or use "
-                        'pipeline_loss="batch".'
+                        'Pipeline(loss="batch").'
                     )
                 value = None
             kwargs.pop("metric_attribute", None)
@@ -296,7 +296,7 @@ def _merge_values(name: str, key: Any, outputs: list[tuple[Any, float]]) -> Any:
         return values[0]
     raise UnsupportedCodeError(
         f"{name} returns {key!r} for each microbatch, and {values} cannot be made one value for the batch. "
-        'Return tensors with a dim of samples or single floats, or use pipeline_loss="batch".'
+        'Return tensors with a dim of samples or single floats, or use Pipeline(loss="batch").'
     )
 
 
@@ -315,7 +315,7 @@ def _merge_log_calls(calls: list[_LogCall]) -> Any:
     else:
         raise UnsupportedCodeError(
             f"{calls[0].name!r} is logged with reduce_fx={name}, which cannot join the values of microbatches: use "
-            'mean, sum, max or min, or pipeline_loss="batch"'
+            'mean, sum, max or min, or Pipeline(loss="batch")'
         )
     if not isinstance(calls[0].value, Tensor):
         return result.item()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from lightning_shardckpt import FSDP
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.test_pipelines import by
@@ -137,7 +138,7 @@ RUNS: dict[int, dict[str, Callable[[], list[Step]]]] = {
         "replicas": partial(_ours, REPLICAS),
         "tensor parallel": partial(_ours, TENSOR_PARALLEL),
         "penalized": partial(_ours, {}, _Penalized),
-        "penalized, whole": partial(_ours, {"fsdp_ignored": ["blocks"]}, _Penalized),
+        "penalized, whole": partial(_ours, {"fsdp": FSDP(ignored=["blocks"])}, _Penalized),
         "gpipe": partial(_ours, by("gpipe"), **CLIPPED),
         "1f1b": partial(_ours, by("1f1b"), **CLIPPED),
         "Lightning's": _theirs,

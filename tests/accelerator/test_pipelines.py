@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt import Pipeline
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_ranks
@@ -33,10 +34,12 @@ def by(schedule: str, ranks: int = 2, stages_per_rank: int = 1, **options: Any) 
     """Arguments of a strategy."""
     return {
         "pipeline_parallel_size": ranks,
-        "pipeline_schedule": schedule,
-        "pipeline_stages_per_rank": stages_per_rank,
-        "pipeline_microbatches": 4,
-        "pipeline_loss": "batch" if schedule in ("gpipe", "looped_bfs") else "microbatch",
+        "pipeline": Pipeline(
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            microbatches=4,
+            loss="batch" if schedule in ("gpipe", "looped_bfs") else "microbatch",
+        ),
         **options,
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
+from lightning_shardckpt import FSDP
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from tests.accelerator.ranks import run_on_gpus
 from tests.support.pool import run_each, selected
@@ -30,18 +31,18 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "one process": (1, {}, {}, ROUNDING),
     "FSDP": (2, {}, {}, ROUNDING),
     "HSDP": (4, HSDP, {}, ROUNDING),
-    "a module that is not sharded": (4, {**HSDP, "fsdp_ignored": ["blocks.0"]}, {}, ROUNDING),
+    "a module that is not sharded": (4, {**HSDP, "fsdp": FSDP(ignored=["blocks.0"])}, {}, ROUNDING),
     "replicas": (2, REPLICAS, {}, ROUNDING),
     "tensor parallel": (2, TENSOR_PARALLEL, {}, ROUNDING),
     "bf16-mixed": (2, {}, {"precision": "bf16-mixed"}, LOW_PRECISION),
     "bf16-true": (2, {}, {"precision": "bf16-true"}, LOW_PRECISION),
     "16-mixed": (2, {}, {"precision": "16-mixed"}, LOW_PRECISION),
-    "checkpointed activations": (2, {"activation_checkpointing": True}, {}, ROUNDING),
+    "checkpointed activations": (2, {"fsdp": FSDP(activation_checkpointing=True)}, {}, ROUNDING),
     "clipped by norm": (2, TENSOR_PARALLEL, {"gradient_clip_val": 0.1}, ROUNDING),
     "accumulated": (2, {}, {"accumulate_grad_batches": 2}, ROUNDING),
     "fused optimizer": (2, {}, {"model": {"optimizer": "fused"}}, ROUNDING),
-    "offloaded, clipped": (2, {"cpu_offload": True}, {"gradient_clip_val": 0.1}, ROUNDING),
-    "offloaded replicas": (2, {**REPLICAS, "cpu_offload": True}, {"accumulate_grad_batches": 2}, ROUNDING),
+    "offloaded, clipped": (2, {"fsdp": FSDP(cpu_offload=True)}, {"gradient_clip_val": 0.1}, ROUNDING),
+    "offloaded replicas": (2, {**REPLICAS, "fsdp": FSDP(cpu_offload=True)}, {"accumulate_grad_batches": 2}, ROUNDING),
     "a communicator for each pair": (4, HSDP, {}, ROUNDING),
     "a group of NCCL alone": (2, TENSOR_PARALLEL, {}, ROUNDING),
 }

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from lightning_shardckpt import Pipeline, ShardCkptIO, ShardedStrategy
 from tests.support import tiny
 
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -126,7 +126,7 @@ STRATEGIES: dict[str, Callable[[], Strategy | str]] = {
     "fsdp": lambda: CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={Block}),
     "ours": lambda: ShardedStrategy(),
     "ours, tp": lambda: ShardedStrategy(tensor_parallel_size=2, tensor_parallel_plan=TP_PLAN),
-    "ours, pp": lambda: ShardedStrategy(pipeline_parallel_size=2, pipeline_microbatches=1),
+    "ours, pp": lambda: ShardedStrategy(pipeline_parallel_size=2, pipeline=Pipeline(microbatches=1)),
     "ddp": lambda: "ddp",
     "auto": lambda: "auto",
 }

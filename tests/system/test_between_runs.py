@@ -23,6 +23,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_shardckpt
+from lightning_shardckpt import Pipeline
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
@@ -31,7 +32,7 @@ from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run, run_new
 
 TUNING = Tuning(heartbeat_s=0.2, exception_meeting_s=0.5)
-PIPELINE = {"pipeline_parallel_size": 2, "pipeline_layers": ["blocks.*"]}
+PIPELINE = {"pipeline_parallel_size": 2, "pipeline": Pipeline(layers=["blocks.*"])}
 
 
 def end(how: str) -> None:

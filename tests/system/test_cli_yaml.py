@@ -18,32 +18,33 @@ import yaml
 
 from tests.support.pool import run_each, run_ranks
 
-EVERY_ARGUMENT = {
+EVERY_ARGUMENT: dict[str, Any] = {
     "data_parallel_shard_size": 3,
     "data_parallel_replicate_size": 2,
     "tensor_parallel_size": 4,
     "pipeline_parallel_size": 1,
-    "pipeline_layers": ["net.blocks.*"],
-    "pipeline_split": ["net.blocks.1"],
-    "pipeline_modules": {"net.head": "last"},
-    "pipeline_schedule": "looped_bfs",
-    "pipeline_microbatches": 3,
-    "pipeline_loss": "microbatch",
-    "pipeline_stages_per_rank": 2,
     "tensor_parallel_plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise"},
-    "fsdp_units": ["blocks.*"],
-    "reshard_after_forward": False,
-    "activation_checkpointing": ["Block"],
-    "cpu_offload": True,
-    "fsdp_ignored": ["head"],
-    "reduce_dtype": "float32",
+    "fsdp": {
+        "units": ["blocks.*"],
+        "reshard_after_forward": False,
+        "activation_checkpointing": ["Block"],
+        "cpu_offload": True,
+        "ignored": ["head"],
+        "reduce_dtype": "float32",
+    },
+    "pipeline": {
+        "layers": ["net.blocks.*"],
+        "split": ["net.blocks.1"],
+        "modules": {"net.head": "last"},
+        "schedule": "looped_bfs",
+        "microbatches": 3,
+        "loss": "microbatch",
+        "stages_per_rank": 2,
+    },
     "pretrained": "weights/llama",
     "pretrained_key_mapping": {"^gpt_neox": "model", "masked_bias$": None},
     "pretrained_strict": True,
-    "defer_init": False,
     "timeout_s": 12.5,
-    "checkpoint_timeout_s": 13.5,
-    "process_group_backend": "gloo",
 }
 SINGLE = {
     "accelerator": "cpu",
@@ -114,10 +115,12 @@ def plain(strategy: Any) -> dict[str, Any]:
 
 def parse_beside_code(*arguments: str) -> tuple[Parsed, dict[str, Any], dict[str, Any], set[str]]:
     """Return also the attributes of the same strategy built in Python, those of a default one, and all arguments."""
-    from lightning_shardckpt import ShardedStrategy
+    from lightning_shardckpt import FSDP, Pipeline, ShardedStrategy
 
     names = set(inspect.signature(ShardedStrategy).parameters)
-    return parse(*arguments), plain(ShardedStrategy(**EVERY_ARGUMENT)), plain(ShardedStrategy()), names
+    in_code = {**EVERY_ARGUMENT, "fsdp": FSDP(**EVERY_ARGUMENT["fsdp"])}
+    in_code["pipeline"] = Pipeline(**EVERY_ARGUMENT["pipeline"])
+    return parse(*arguments), plain(ShardedStrategy(**in_code)), plain(ShardedStrategy()), names
 
 
 def write(path: Path, trainer: dict[str, Any]) -> str:
@@ -131,13 +134,17 @@ def alone(fn: Any, *arguments: str, bare: bool = False) -> Any:
 
 
 def test_every_argument_of_the_strategy_can_be_given_in_yaml(tmp_path: Path) -> None:
+    from lightning_shardckpt import FSDP, Pipeline
+
     strategy = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": EVERY_ARGUMENT}
     config = write(tmp_path / "c.yaml", {"strategy": strategy})
     got, in_code, default, names = alone(parse_beside_code, config)
     assert names == EVERY_ARGUMENT.keys()  # a new argument belongs here, too
+    for name, value in {"fsdp": FSDP, "pipeline": Pipeline}.items():
+        assert {field.name for field in dataclasses.fields(value)} == EVERY_ARGUMENT[name].keys()
     assert got.strategy == "ShardedStrategy"
     differing = {name for name in default if default[name] != in_code[name]}
-    assert len(differing) >= 6  # so that the comparison below says something
+    assert len(differing) >= 4  # so that the comparison below says something
     assert {name: got.attributes[name] for name in differing} == {name: in_code[name] for name in differing}
 
 
@@ -146,9 +153,10 @@ def test_an_argument_of_several_types_takes_each_of_them(tmp_path: Path) -> None
         {"data_parallel_shard_size": "auto"},
         {"tensor_parallel_plan": "auto"},
         {"tensor_parallel_plan": "torch.nn.functional.relu"},
-        {"fsdp_units": None},
-        {"activation_checkpointing": True},
-        {"process_group_backend": None},
+        {"fsdp": None, "pipeline": None},
+        {"fsdp": {"units": None, "activation_checkpointing": True}},
+        {"fsdp": {"class_path": "lightning_shardckpt.FSDP", "init_args": {"ignored": ["head"]}}},
+        {"pipeline": {"class_path": "lightning_shardckpt.Pipeline", "init_args": {"split": "cost"}}},
     ]
     calls = {}
     for number, init_args in enumerate(arguments):

@@ -163,7 +163,7 @@ def parse_torchrun(arguments: list[str]) -> tuple[str, str, str]:
 
 
 def test_the_table_of_schedules_has_all_of_them_with_their_bubbles() -> None:
-    rows = [row for row in table(DOCS / "guide" / "pipelines.md", "| `pipeline_schedule` |") if "%" in row[3]]
+    rows = [row for row in table(DOCS / "guide" / "pipelines.md", "| `schedule` |") if "%" in row[3]]
     shown = {
         name: (int(re.findall(r"\d|any$", stages)[0].replace("any", "1")), loss.strip("`"), int(bubble.split()[0]))
         for names, stages, loss, bubble, _ in rows

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_shardckpt import FSDP
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
@@ -91,8 +92,8 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case(), "before", {}),
-    (HARD, "after", {"activation_checkpointing": True}),
-    (Case(clip=0.05), "after", {"cpu_offload": True}),
+    (HARD, "after", {"fsdp": FSDP(activation_checkpointing=True)}),
+    (Case(clip=0.05), "after", {"fsdp": FSDP(cpu_offload=True)}),
     (HARD, "before", TENSOR),
     (Case(), "before", {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}),
 ]

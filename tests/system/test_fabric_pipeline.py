@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import load, metadata
+from lightning_shardckpt import Pipeline, load, metadata
 from lightning_shardckpt.errors import MismatchError, UnsupportedCodeError
 from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import nets
@@ -20,7 +20,7 @@ from tests.support.pool import run_ranks
 from tests.system.test_fabric import assert_close, fabric_of, trained, twins
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
-EARLY = {**PIPELINE, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}
+EARLY = {**PIPELINE, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 Ways = list[tuple[Case, dict[str, Any]]]
 WAYS: Ways = [(Case(), PIPELINE), (HARD, PIPELINE), (HARD, EARLY)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_shardckpt import FSDP, Pipeline
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support.nets import PLAN, full_state
 from tests.support.pipes import BUILDERS, MODULES, RAGGED, Case, Pipe, Trained, Twin
@@ -33,10 +34,11 @@ def options(**strategy: Any) -> tuple[tuple[str, Any], ...]:
 
 
 PIPELINE = {"pipeline_parallel_size": 2}
-LOOPED = {"pipeline_parallel_size": 2, "pipeline_stages_per_rank": 2}
-BY_MICROBATCH = options(pipeline_loss="microbatch")
-ONE_F_ONE_B = options(pipeline_schedule="1f1b", pipeline_loss="microbatch")
-INTERLEAVED = options(pipeline_schedule="interleaved_1f1b", pipeline_loss="microbatch")
+BY_MICROBATCH = options(pipeline=Pipeline(loss="microbatch"))
+ONE_F_ONE_B = options(pipeline=Pipeline(schedule="1f1b", loss="microbatch"))
+INTERLEAVED = options(
+    pipeline=Pipeline(schedule="interleaved_1f1b", loss="microbatch", stages_per_rank=2)
+)
 OF_A_USER = Path(__file__).parents[1] / "support" / "order.csv"
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step")
 DEEP = replace(HARD, net="tied deep net")
@@ -84,10 +86,14 @@ GROUPS = {
         2,
         PIPELINE,
         {
-            "conditioned, split by name": Case("conditioned", strategy=options(pipeline_split=["net.layers.third"])),
-            "head first": Case("head first", strategy=options(pipeline_modules={"net.head": "last"})),
+            "conditioned, split by name": Case(
+                "conditioned", strategy=options(pipeline=Pipeline(split=["net.layers.third"]))
+            ),
+            "head first": Case("head first", strategy=options(pipeline=Pipeline(modules={"net.head": "last"}))),
             "shared by stages": Case(
-                "adapted", clip=0.05, strategy=options(pipeline_modules={"net.head": "last", "net.adapter": "every"})
+                "adapted",
+                clip=0.05,
+                strategy=options(pipeline=Pipeline(modules={"net.head": "last", "net.adapter": "every"})),
             ),
             "tied llama": Case("tied llama", clip=0.05),
             "bert": Case("bert", task="labels", sizes=RAGGED),
@@ -98,19 +104,22 @@ GROUPS = {
         PIPELINE,
         {
             "gpipe by microbatch": replace(HARD, sizes=RAGGED, strategy=BY_MICROBATCH),
-            "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("activation_checkpointing", True))),
+            "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("fsdp", FSDP(activation_checkpointing=True)))),
             "a user's file": replace(
-                HARD, sizes=RAGGED, strategy=options(pipeline_schedule=str(OF_A_USER), pipeline_loss="microbatch")
+                HARD, sizes=RAGGED, strategy=options(pipeline=Pipeline(schedule=str(OF_A_USER), loss="microbatch"))
             ),
         },
     ),
     "two stages per rank": Group(
         2,
-        LOOPED,
+        PIPELINE,
         {
             "interleaved_1f1b, sizes change": replace(DEEP, sizes=RAGGED, strategy=INTERLEAVED),
             **{
-                name: replace(DEEP, strategy=options(pipeline_schedule=name, pipeline_loss="microbatch"))
+                name: replace(
+                    DEEP,
+                    strategy=options(pipeline=Pipeline(schedule=name, loss="microbatch", stages_per_rank=2)),
+                )
                 for name in LOOPED_SCHEDULES
             },
         },
@@ -124,7 +133,10 @@ GROUPS = {
     "with tensor": Group(
         4,
         PIPELINE | {"tensor_parallel_size": 2},
-        {"gpipe": replace(HARD, strategy=options(pipeline_microbatches=2)), "metrics": Case(module="Measured")},
+        {
+            "gpipe": replace(HARD, strategy=options(pipeline=Pipeline(microbatches=2))),
+            "metrics": Case(module="Measured"),
+        },
     ),
     "with replicas": Group(
         4, PIPELINE | {"data_parallel_replicate_size": 2}, {"1f1b": replace(HARD, strategy=ONE_F_ONE_B)}
@@ -414,7 +426,7 @@ def test_a_head_registered_before_the_layers_is_an_error_that_says_what_to_set()
     for outcome in run_ranks(2, train_head_first, expect_errors=True):
         assert outcome.error is not None
         assert "net.head" in outcome.error.message
-        assert "pipeline_modules" in outcome.error.message
+        assert "Pipeline(modules=" in outcome.error.message
 
 
 class Heavy(Pipe):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import Pipeline, ShardedStrategy
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support import nets, tiny
@@ -28,8 +28,8 @@ TP = {"tensor_parallel_plan": tiny.TP_PLAN}
 PP2 = {"pipeline_parallel_size": 2}
 PP3 = {"pipeline_parallel_size": 3}
 PP4 = {"pipeline_parallel_size": 4}
-LOOPED = {**PP2, "pipeline_stages_per_rank": 2}
-IN_V = {**LOOPED, "pipeline_schedule": "zbv_zero_bubble", "pipeline_loss": "microbatch"}
+LOOPED = {**PP2, "pipeline": Pipeline(stages_per_rank=2)}
+IN_V = {**LOOPED, "pipeline": Pipeline(stages_per_rank=2, schedule="zbv_zero_bubble", loss="microbatch")}
 TP2 = {"tensor_parallel_size": 2, **TP}
 
 

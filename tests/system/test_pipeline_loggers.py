@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import Pipeline, ShardedStrategy
 from tests.support.pool import run_ranks
 from tests.sweeps.twins.base import Natural
 
@@ -71,7 +71,7 @@ def written(strategy: dict[str, Any] | None) -> list[tuple[str, float, int]]:
 
 def test_each_line_is_written_once_on_rank_zero() -> None:
     (expected,) = run_ranks(1, written, None, init_process_group=False)
-    strategy = {"pipeline_parallel_size": 2, "pipeline_microbatches": 2}
+    strategy = {"pipeline_parallel_size": 2, "pipeline": Pipeline(microbatches=2)}
     found, nothing = run_ranks(2, written, strategy)
     assert nothing == [] and len(expected) == 12
     assert [(name, step) for name, _, step in found] == [(name, step) for name, _, step in expected]

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
+from lightning_shardckpt import Pipeline
 from tests.support.pool import run_each, run_ranks, selected
 from tests.support.tiny import full_state, trainer
 
@@ -626,13 +627,13 @@ class Lazy(Good):
 
 # ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "pipeline_layers")
+ORDER = ("calls each layer once, in the order layers.0 … layers.3", "pipeline_parallel_size=1", "Pipeline(layers=")
 COLLECTIVE = ("inside a pipelined step", "self.all_gather", "sync_dist=True")
-UNKNOWN = ("doesn't have", "pipeline_modules")
+UNKNOWN = ("doesn't have", "Pipeline(modules=")
 NO_VALUE = ("needs the value of embed.weight", "doesn't have", "move it into a layer")
 DIFFERENT = ("different batches for training_step", "distributed_sampler_kwargs")
-OF_SAMPLES = ("of the batch's 8 samples", "pipeline_microbatches=1")
-MEANS = 'pipeline_loss="microbatch"'
+OF_SAMPLES = ("of the batch's 8 samples", "Pipeline(microbatches=1)")
+MEANS = 'Pipeline(loss="microbatch")'
 REENTRANT = ("torch.utils.checkpoint with use_reentrant=True", "use_reentrant=False")
 REMEMBER = ("keeps embed.weight", "after the layers")
 ON_NODE = ("is registered on a node of autograd's graph", "register_hook")
@@ -655,9 +656,9 @@ class Case:
 
 
 OWN = ("KeyError", "RankError")
-ONE_MICROBATCH = {"pipeline_microbatches": 1}
-BY_MICROBATCH = {"pipeline_loss": "microbatch"}
-ONE_F_ONE_B = {"pipeline_loss": "microbatch", "pipeline_schedule": "1f1b"}
+ONE_MICROBATCH = {"pipeline": Pipeline(microbatches=1)}
+BY_MICROBATCH = {"pipeline": Pipeline(loss="microbatch")}
+ONE_F_ONE_B = {"pipeline": Pipeline(loss="microbatch", schedule="1f1b")}
 CASES = {
     "two passes": Case(TwoPasses, ("layers.0 was called a second time", *ORDER)),
     "skips a layer": Case(Skips, ("layers.3 was called before layers.2", *ORDER)),
@@ -667,14 +668,14 @@ CASES = {
     "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
     "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
-    "head first": Case(HeadFirst, ("calls head after the layers", "pipeline_modules={'head': 'last'}")),
+    "head first": Case(HeadFirst, ("calls head after the layers", "Pipeline(modules={'head': 'last'})")),
     "norm of the input last": Case(
-        InputNormLast, ("calls norm before the layers", "pipeline_modules={'norm': 'first'}")
+        InputNormLast, ("calls norm before the layers", "Pipeline(modules={'norm': 'first'})")
     ),
     "bias on the first stage": Case(
         BiasLast,
         ("argument 1 of layer layers.2 depends on bias.weight", *UNKNOWN),
-        {"pipeline_modules": {"bias": "first"}},
+        {"pipeline": Pipeline(modules={"bias": "first"})},
     ),
     "object between the layers": Case(PassesObjects, ("in tuples, lists, dicts", "not in objects of other classes")),
     "sum of auxiliary losses": Case(SumOfAuxiliary, ("the result of the step depends on", "doesn't have")),
@@ -689,18 +690,22 @@ CASES = {
         Metered, ("logs the metric object 'mean' for each step", "on_step=False"), ONE_F_ONE_B
     ),
     "metric of a step": Case(MeteredLate, ("training_step registers a metric, MeanMetric", "Make it in __init__")),
-    "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "pipeline_microbatches=1")),
+    "batch norm": Case(BatchNorm, ("layers.0.0 is a batch norm", "Pipeline(microbatches=1)")),
     "scalar through the layers": Case(AddedUp, ("layers.3 cannot be joined from microbatches", MEANS)),
     "other data": Case(RankData, DIFFERENT),
     "other strings": Case(RankStrings, DIFFERENT),
     "other length": Case(RankLength, DIFFERENT),
-    "no layers": Case(NoLayers, ("NoLayers has no list of layers", "pipeline_layers=["), kinds=("TopologyError",)),
-    "wrong split": Case(Good, ("pipeline_split", "'half'"), {"pipeline_split": "half"}, kinds=("TopologyError",)),
+    "no layers": Case(NoLayers, ("NoLayers has no list of layers", "Pipeline(layers=["), kinds=("TopologyError",)),
+    "wrong split": Case(
+        Good, ("Pipeline(split=", "'half'"), {"pipeline": Pipeline(split="half")}, kinds=("TopologyError",)
+    ),
     "layers compiled late": Case(CompilesLayersLate, ("layers.0 was compiled after", "configure_model")),
     "compiled": Case(
-        Compiled, ("net is compiled as a whole", "Compile the layers"), {"pipeline_layers": ["net.layers.*"]}
+        Compiled,
+        ("net is compiled as a whole", "Compile the layers"),
+        {"pipeline": Pipeline(layers=["net.layers.*"])},
     ),
-    "shards itself": Case(ShardsItself, ("ShardsItself shards itself in configure_model", "fsdp_units")),
+    "shards itself": Case(ShardsItself, ("ShardsItself shards itself in configure_model", "FSDP(units=")),
     "router logits": Case(Routers, ("output_router_logits", "Switch that off")),
     "outside of a step": Case(Outside, ("is on another pipeline stage", "outside of a training")),
     "last layer breaks": Case(LastLayerBreaks, ("in a layer",), kinds=OWN),
@@ -710,7 +715,7 @@ CASES = {
     "backward after the layers breaks": Case(BackwardAfterBreaks, ("after the layers",), kinds=OWN),
     "predict breaks": Case(PredictBreaks, ("while predicting",), kinds=OWN, run="predict"),
     "returns what cannot be pickled": Case(ReturnsLambda, ("cannot be pickled", "lambda"), run="validate"),
-    "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'pipeline_schedule="gpipe"'), ONE_F_ONE_B),
+    "scales the loss": Case(ScalesLoss, ("gradient of the loss is 2", 'Pipeline(schedule="gpipe")'), ONE_F_ONE_B),
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
@@ -851,7 +856,7 @@ def losses(kind: type[Good], strategy: dict[str, Any]) -> list[float]:
 @pytest.mark.slow
 def test_what_microbatches_are_refused_for_trains_with_one_or_with_losses_of_their_own() -> None:
     """The loss on noise is how far what came through the layers is from the noise that the loss saw."""
-    one: dict[str, Any] = {"pipeline_microbatches": 1}
+    one: dict[str, Any] = {"pipeline": Pipeline(microbatches=1)}
     whole = [OpaqueBatch, OpaqueInList, Uneven, Good]
     calls = {(kind, ""): (2, losses, kind, one) for kind in (*whole, Noise)}
     found = run_each({**calls, (Noise, "of its own"): (2, losses, Noise, BY_MICROBATCH)})

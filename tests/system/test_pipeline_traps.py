@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MaxMetric, MeanMetric, MetricTracker
 
-from lightning_shardckpt import load
+from lightning_shardckpt import Pipeline, load
 from tests.support.nets import full_state
 from tests.support.pool import run_ranks, selected
 from tests.support.tiny import trainer
@@ -173,7 +173,7 @@ class KeywordsOnly(Plain):
 class SharedBias(Plain):
     """What all layers get has no dim of samples, and gradients from all: a bias, computed, and a parameter."""
 
-    strategy = (("pipeline_modules", {"bias": "first"}),)
+    strategy = (("pipeline", Pipeline(modules={"bias": "first"})),)
 
     class Layer(Layer):
         def forward(self, x: Tensor, bias: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
@@ -250,7 +250,7 @@ class ThawsAtStart(Plain):
     """A step thaws a layer of each stage before it runs them; each microbatch goes back at once."""
 
     trained = "head"
-    strategy = (("pipeline_loss", "microbatch"), ("pipeline_schedule", "1f1b"))
+    strategy = (("pipeline", Pipeline(loss="microbatch", schedule="1f1b")),)
 
     def training_step(self, batch: Any, index: int) -> Any:
         if index == 1:
@@ -313,7 +313,7 @@ class SetsClipping(Plain):
 
 
 class OwnGenerator(Plain):
-    strategy = (("pipeline_microbatches", 1),)  # others are refused: they would draw other numbers
+    strategy = (("pipeline", Pipeline(microbatches=1)),)  # others are refused: they would draw other numbers
 
     def build(self) -> None:
         self.generator = torch.Generator().manual_seed(7)
@@ -328,7 +328,7 @@ class OwnGenerator(Plain):
 class TwoDropouts(Plain):
     """Keeps how many of three masks differ."""
 
-    strategy = (("pipeline_microbatches", 1),)
+    strategy = (("pipeline", Pipeline(microbatches=1)),)
 
     def build(self) -> None:
         self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)

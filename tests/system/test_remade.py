@@ -32,7 +32,7 @@ def test_what_comes_back_has_the_same_arguments(way: Callable[[Any], Any]) -> No
     io = way(ShardCkptIO(5.5, use_async=True, replicas="first"))
     assert (io.save_options.size_per_shard, io.saves.is_async, io.save_options.replicas) == (5.5, True, "first")
     with pytest.raises(TopologyError):
-        ShardedStrategy(pipeline_layers="blocks")  # type: ignore[arg-type]  # refused as before
+        ShardedStrategy(tensor_parallel_size="2")  # type: ignore[arg-type]  # refused as before
 
 
 def used_again(way: int) -> bool:

@@ -17,13 +17,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_shardckpt import Pipeline
 from lightning_shardckpt.system.random_generators import preserve_rng
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks, selected
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-PP2_1F1B: dict[str, Any] = {**PP2, "pipeline_schedule": "1f1b", "pipeline_loss": "microbatch"}  # of 2 microbatches
+PP2_1F1B: dict[str, Any] = {**PP2, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}  # of 2 microbatches
 
 
 def all_straight_and_resumed(

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
+from lightning_shardckpt import FSDP
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.units import is_unit
 from lightning_shardckpt.pytorch import ShardedStrategy
@@ -81,10 +82,9 @@ def plain_training(net: nn.Module) -> State:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"activation_checkpointing": ["Attention", "net.blocks.1"]},
-    {"cpu_offload": True},
-    {"fsdp_units": ["net.blocks.*.attention", "Block", "net.embed"]},
-    {"defer_init": False},
+    {"fsdp": FSDP(activation_checkpointing=["Attention", "net.blocks.1"])},
+    {"fsdp": FSDP(cpu_offload=True)},
+    {"fsdp": FSDP(units=["net.blocks.*.attention", "Block", "net.embed"])},
 ]
 
 

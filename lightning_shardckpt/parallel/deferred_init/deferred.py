@@ -172,8 +172,7 @@ class DeferredInit:
         if unknown:
             raise StateError(
                 f"cannot replay the first values of {len(unknown)} parameters:\n" + "\n".join(unknown) + "\n"
-                "Build and initialise them inside the deferred context and without device='meta', or pass "
-                "defer_init=False."
+                "Build and initialise them inside the deferred context and without device='meta', or in __init__."
             )
         return self._values(slots, dtypes)
 

@@ -185,7 +185,7 @@ def initialize_meta(
         listed = "\n  ".join([text for _, text in problems[:_LISTED]] + ["…"] * (len(problems) > _LISTED))
         raise UnsupportedCodeError(
             f"{len(problems)} of the tensors that were built on the meta device have no first values:\n  {listed}\n"
-            "Build them in configure_model, which takes no memory for them (defer_init=True), without "
+            "Build them in configure_model, which takes no memory for them, without "
             "torch.device('meta') or trainer.init_module(empty_init=True); in Fabric, in init_module(empty_init=True). "
             "Or load them: pretrained=…, or a ckpt_path."
         )

@@ -32,7 +32,7 @@ _COPY_BYTES = 1 << 20  # a foreign input up to this size is copied into the log,
 aten = torch.ops.aten
 UNINITIALISED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _UNINITIALISED_TYPES = (UninitializedBuffer, UninitializedParameter)
-ALTERNATIVE = "build this part outside the deferred context, or pass defer_init=False"
+ALTERNATIVE = "build this part outside of configure_model, in __init__; in Fabric, without empty_init"
 
 
 @dataclass(eq=False, slots=True)

@@ -29,10 +29,10 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
-from lightning_shardckpt.parallel.pipeline.runner import LossOf, Pipeline
+from lightning_shardckpt.parallel.pipeline.runner import LossOf, PipelineRunner
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
-from lightning_shardckpt.parallel.pipeline.stages import Split, StagePlan, Where, plan_stages
-from lightning_shardckpt.parallel.sharding.fqn import is_inside, named_modules
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan, Where, plan_stages
+from lightning_shardckpt.parallel.sharding.fqn import check_patterns, is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
@@ -40,41 +40,68 @@ from lightning_shardckpt.parallel.tensors.values import PIPELINES
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineRecipe:
-    """The arguments of ``ShardedStrategy`` that start with ``pipeline_``."""
+class Pipeline:
+    """How layers are distributed over stages and run: the options of ``ShardedStrategy(pipeline=Pipeline(…))``.
 
-    layers: Sequence[str] | None = None
-    split: Split = "even"
-    modules: Mapping[str, Where] = field(default_factory=dict)
+    Attributes:
+        layers: patterns that name the layers in the order in which they run; by default the layers of the largest
+            list of layers whose classes repeat, or of the largest Sequential.
+        split: ``"even"`` gives every stage as many layers, ``"cost"`` as many parameters, including other modules; or
+            the names of the first layers of all stages but the first.
+        modules: pattern → ``"first"``, ``"last"`` or ``"every"`` stage, for modules other than layers. By default
+            modules registered before the layers are on the first stage, modules after them on the last.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble schedules
+            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are accepted, too. Or
+            a schedule of your own for torch.distributed.pipelining: the path of a CSV file (``.csv``) in the format of
+            its ``_PipelineScheduleRuntime``, or a subclass of PipelineScheduleMulti.
+        microbatches: the number of microbatches of a batch; by default twice the number of processes, and never more
+            than it has samples.
+        loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for any loss.
+            ``"microbatch"`` averages the losses of microbatches by their number of samples, which is equal for losses
+            that are means over samples; schedules that mix forward and backward passes need it.
+        stages_per_rank: the number of stages of each process.
+
+    Raises:
+        TopologyError: for a wrong value.
+    """
+
+    layers: list[str] | None = None
+    split: str | list[str] = "even"
+    modules: dict[str, Where] = field(default_factory=dict)
     schedule: str | type = "gpipe"
     microbatches: int | None = None
     loss: LossOf = "batch"
     stages_per_rank: int = 1
 
+    def __post_init__(self) -> None:
+        """Check the values that depend neither on the module nor on the number of processes."""
+        check_patterns(Pipeline_layers=self.layers)
+        for name in ("microbatches", "stages_per_rank"):
+            if (size := getattr(self, name)) is not None and (not isinstance(size, int) or size < 1):
+                raise TopologyError(f"Pipeline({name}=…) must be at least 1, found {size!r}")
+        if self.loss not in get_args(LossOf):
+            raise TopologyError(f"Pipeline(loss=…) must be one of {get_args(LossOf)}, found {self.loss!r}")
+
     def check(self, ranks: int) -> None:
-        """Check the arguments that do not depend on the module.
+        """Check the values for a number of processes.
 
         Raises:
-            TopologyError: for a wrong size or name.
+            TopologyError: for a schedule that does not fit it or the other values.
         """
-        if self.microbatches is not None and self.microbatches < 1:
-            raise TopologyError(f"pipeline_microbatches must be at least 1, found {self.microbatches}")
-        if self.loss not in get_args(LossOf):
-            raise TopologyError(f"pipeline_loss must be one of {get_args(LossOf)}, found {self.loss!r}")
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
         limit = schedule.max_microbatches
         if limit is not None and (self.microbatches or limit) > limit:
             raise TopologyError(
-                f"pipeline_schedule={self.schedule!r} is an order for {limit} microbatches, so pipeline_microbatches "
-                f"can be {limit} at most, found {self.microbatches}"
+                f"Pipeline(schedule={self.schedule!r}) is an order for {limit} microbatches, so there can be "
+                f"{limit} microbatches at most, found {self.microbatches}"
             )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
-                f"pipeline_schedule={self.schedule!r} runs backward passes before the last forward pass, so it needs "
-                'the losses of microbatches: set pipeline_loss="microbatch" (exact if the loss is a mean over samples),'
-                ' or use pipeline_schedule="gpipe".'
+                f"Pipeline(schedule={self.schedule!r}) runs backward passes before the last forward pass, so it needs "
+                'the losses of microbatches: set Pipeline(loss="microbatch") (exact if the loss is a mean over '
+                'samples), or use Pipeline(schedule="gpipe").'
             )
 
 
@@ -86,7 +113,7 @@ class StagedModule:
         plan: the assignment of modules to stages.
         schedule: the order of passes.
         meshes: the process groups.
-        recipe: the user's arguments.
+        recipe: the user's options.
         modules: the layers and other modules with parameters, by clean FQN.
         copies: copies of these modules without weights, made while the module was whole.
         placeholders: by id of the whole module's parameters and buffers.
@@ -96,7 +123,7 @@ class StagedModule:
     plan: StagePlan
     schedule: Schedule
     meshes: Meshes
-    recipe: PipelineRecipe
+    recipe: Pipeline
     modules: dict[str, nn.Module]
     copies: dict[str, nn.Module]
     placeholders: dict[int, Placeholder]
@@ -160,7 +187,7 @@ class StagedModule:
         gradients: GradientSync,
         absent: AbsentParameters,
         device: torch.device,
-    ) -> Pipeline:
+    ) -> PipelineRunner:
         """Add gates to all modules, and return the pipeline that runs their steps."""
         gates = Gates(self.plan.layers)
         places: dict[str, int | Where] = {name: index for index, name in enumerate(self.plan.layers)}
@@ -171,7 +198,7 @@ class StagedModule:
             add_gate(module, Gate(gates, name, places[name], Stub(self.copies[name], name), owned=owned))
         staged = [m for name, m in root.named_modules() if is_inside(clean_fqn(name), places)]
         topology = self.meshes.topology
-        return Pipeline(
+        return PipelineRunner(
             root,
             gates,
             self.plan,
@@ -202,7 +229,7 @@ def refuse_stages(root: nn.Module) -> None:
 
 
 def split_into_stages(
-    root: nn.Module, meshes: Meshes, recipe: PipelineRecipe, device: torch.device
+    root: nn.Module, meshes: Meshes, recipe: Pipeline, device: torch.device
 ) -> StagedModule | None:
     """Plan the stages of ``root``, which is not changed; None for a pipeline of one rank.
 
@@ -241,7 +268,7 @@ def _holders(root: nn.Module, plan: StagePlan, units: Mapping[str, nn.Module]) -
     return {name: holders[parameter] for name, parameter in root.named_parameters()}
 
 
-def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: PipelineRecipe) -> None:
+def _refuse_unsupported(root: nn.Module, plan: StagePlan, recipe: Pipeline) -> None:
     for name, module in root.named_modules():
         clean = clean_fqn(name)
         if isinstance(module, torch.jit.ScriptModule):

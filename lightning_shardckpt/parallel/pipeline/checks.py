@@ -73,7 +73,7 @@ class StepChecks:
         if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
                 f"{self._norms[0][0]} is a batch norm, which would compute statistics of microbatches. Use another "
-                "norm, or pipeline_microbatches=1."
+                "norm, or Pipeline(microbatches=1)."
             )
 
     def refuses_draws(self, state: StepState) -> bool:
@@ -91,7 +91,7 @@ class StepChecks:
         raise UnsupportedCodeError(
             f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
             "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
-            'or inside a module, or use pipeline_loss="microbatch" (for training) or pipeline_microbatches=1.'
+            'or inside a module, or use Pipeline(loss="microbatch") (for training) or Pipeline(microbatches=1).'
         )
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
@@ -109,7 +109,7 @@ class StepChecks:
         if changed and state.step.train and len(state.batches) > 1:
             raise UnsupportedCodeError(
                 f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
-                "microbatches, not batches. Use pipeline_microbatches=1, or keep such state out of these modules."
+                "microbatches, not batches. Use Pipeline(microbatches=1), or keep such state out of these modules."
             )
 
 
@@ -128,7 +128,7 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
             raise UnsupportedCodeError(
                 f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
                 "the pipeline the graph of gradients. Use use_reentrant=False, or "
-                "ShardedStrategy(activation_checkpointing=True)."
+                "FSDP(activation_checkpointing=True)."
             )
         first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         if isinstance(first, FunctionCtx):

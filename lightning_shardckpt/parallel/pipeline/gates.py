@@ -283,7 +283,7 @@ class Gate:
             f"layer {self._fqn} was called {call}. A pipelined step calls each layer once, in the order {layers[0]} … "
             f"{layers[-1]}: two passes over the layers (as generate() makes for each token), skipped layers or another "
             "order can't be pipelined. Use pipeline_parallel_size=1, or name the layers in their order with "
-            "pipeline_layers."
+            "Pipeline(layers=…)."
         )
 
     def _receive(self, run: StageRun, leaves: list[Any]) -> None:
@@ -363,7 +363,7 @@ def _misplaced_error(names: Sequence[str], place: Where, called: str, needed: Wh
     return UnsupportedCodeError(
         f"the step calls {', '.join(names)} {called} the layers of the pipeline, and uses the result, but the {place} "
         "stage has it. Modules registered before the layers are placed on the first stage, modules after them on the "
-        f"last. If they are called in another order, set pipeline_modules={dict.fromkeys(names, needed)}"
+        f"last. If they are called in another order, set Pipeline(modules={dict.fromkeys(names, needed)})"
     )
 
 

@@ -36,7 +36,7 @@ def count_samples(batch: Any) -> int:
     if len(set(sizes.values())) > 1:
         raise UnsupportedCodeError(
             f"cannot split this batch into microbatches: the first dims of its tensors differ: {sizes}. Put the "
-            "samples first in every tensor, or use pipeline_microbatches=1."
+            "samples first in every tensor, or use Pipeline(microbatches=1)."
         )
     return next(iter(sizes.values()), 1)
 
@@ -96,7 +96,7 @@ def _slice(batch: T, start: int, stop: int, samples: int) -> T:
             raise UnsupportedCodeError(
                 f"cannot split this batch into microbatches: {where} is a {type(value).__name__}. Batches may hold "
                 "tensors, numbers, strings, dicts, lists, tuples and dataclasses; for others use "
-                "pipeline_microbatches=1."
+                "Pipeline(microbatches=1)."
             )
         return _CONTAINER
 
@@ -142,7 +142,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
     except TypeError as error:
         raise UnsupportedCodeError(
             f"cannot split this batch into microbatches: {type(original).__name__} cannot be made from a dict "
-            f"({error}). Collate into a dict, or use pipeline_microbatches=1."
+            f"({error}). Collate into a dict, or use Pipeline(microbatches=1)."
         ) from error
 
 
@@ -186,7 +186,7 @@ def join(parts: Sequence[Tensor], shape: Sequence[int], name: str) -> JoinedTens
             f"{name} cannot be joined from microbatches: shapes {[tuple(p.shape) for p in parts]} do not make "
             f"{tuple(shape)}. Each tensor of a batch is split along its first dim, so a list of samples has to be "
             "stacked (by the collate_fn of the loader). The samples must keep a dim of their own through the layers, "
-            'and other dims must not depend on values; use pipeline_loss="microbatch" or pipeline_microbatches=1.'
+            'and other dims must not depend on values; use Pipeline(loss="microbatch") or Pipeline(microbatches=1).'
         )
     return JoinedTensor(tuple(parts), torch.cat([part.detach() for part in parts], dim), dim)
 

@@ -126,7 +126,7 @@ class MicrobatchCheck:
             "order before the layers (views of a sample next to each other, as in torch.stack([a, b], 1).flatten(0, 1),"
             " not torch.cat([a, b])); and layers must not compute with other samples of the batch, such as means over "
             "it, in a forward or in the backward of an autograd.Function, or with state of earlier calls. Change that, "
-            "or use pipeline_microbatches=1."
+            "or use Pipeline(microbatches=1)."
         )
 
     @contextmanager

@@ -47,7 +47,7 @@ from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng
 LossOf = Literal["batch", "microbatch"]
 
 
-class Pipeline:
+class PipelineRunner:
     """Runs the steps of one module over the stages of this rank's pipeline, with at most ``microbatches`` per batch.
 
     ``staged`` are the modules that some stages have: those of layers, and others with a place.

@@ -133,7 +133,7 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
     if isinstance(wanted, type):
         if not has_order(wanted):
             raise TopologyError(
-                f"pipeline_schedule={wanted.__qualname__} is not a subclass of "
+                f"Pipeline(schedule={wanted.__qualname__}) is not a subclass of "
                 "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
             )
         schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
@@ -307,7 +307,7 @@ def _read_csv(path: str) -> Table:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return tuple(tuple(row) for row in csv.reader(file) if any(row))
     except (OSError, ValueError) as error:
-        raise TopologyError(f"pipeline_schedule={path!r} cannot be read as a CSV file: {error}") from error
+        raise TopologyError(f"Pipeline(schedule={path!r}) cannot be read as a CSV file: {error}") from error
 
 
 @lru_cache(maxsize=64)
@@ -337,7 +337,7 @@ def _check(schedule: Schedule) -> None:
     if stage_counts != [schedule.stages_per_rank] * schedule.ranks:
         raise TopologyError(
             f"pipeline schedule {schedule.name} has ranks with {stage_counts} stages; expected {schedule.ranks} ranks "
-            f"with {schedule.stages_per_rank} each (pipeline_parallel_size and pipeline_stages_per_rank)"
+            f"with {schedule.stages_per_rank} each (pipeline_parallel_size and Pipeline(stages_per_rank=…))"
         )
     if not by_kind["forward"] == backwards == expected or by_kind["backward_input"] != by_kind["backward_weight"]:
         raise TopologyError(

@@ -112,7 +112,7 @@ class StageRunner:
             loss = state.step.loss(run.returned)
             if loss is None:
                 raise UnsupportedCodeError(
-                    f'{state.step.name} returned no loss for a microbatch; use pipeline_loss="batch" to skip a batch'
+                    f'{state.step.name} returned no loss for a microbatch; use Pipeline(loss="batch") to skip a batch'
                 )
             state.outputs.append((run.returned, share))
             outputs = [loss]

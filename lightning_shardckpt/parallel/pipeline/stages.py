@@ -101,7 +101,7 @@ def _largest_trunk(root: nn.Module, stages: int) -> list[str]:
         raise TopologyError(
             f"{type(root).__name__} has no list of layers (ModuleList, ModuleDict or Sequential) to split into "
             "pipeline stages. Name the layers in the order in which they run: "
-            "pipeline_layers=['net.layer1', 'net.layer2', …]."
+            "Pipeline(layers=['net.layer1', 'net.layer2', …])."
         )
     return best[1]
 
@@ -121,15 +121,15 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules, names = named_modules(root), module_names(root)
     chosen: list[str] = []
     for pattern in patterns:
-        new = [name for name in match_modules(root, pattern, "pipeline_layers") if name not in chosen]
+        new = [name for name in match_modules(root, pattern, "Pipeline(layers=…)") if name not in chosen]
         if not new:
-            raise TopologyError(f"pipeline_layers: {pattern!r} matches only layers that are named already")
+            raise TopologyError(f"Pipeline(layers=…): {pattern!r} matches only layers that are named already")
         if len(new) == 1 and isinstance(modules[new[0]], nn.ModuleList | nn.ModuleDict):
             new = [names[child] for child in modules[new[0]].children()]
         chosen += new
     nested = [a for a in chosen if any(a.startswith(f"{b}.") for b in chosen)]
     if nested:
-        raise TopologyError(f"pipeline_layers: {nested[0]} is a part of another layer that is named")
+        raise TopologyError(f"Pipeline(layers=…): {nested[0]} is a part of another layer that is named")
     return chosen
 
 
@@ -160,8 +160,8 @@ def _place_others(root: nn.Module, layers: Sequence[str], wanted: Mapping[str, W
     unused = [name for name in requested if name not in places]
     if unused:
         raise TopologyError(
-            f"pipeline_modules: {unused[0]} cannot be placed: it is a layer, a part of one, a part of another module, "
-            f"or has no parameters. Modules that can be: {sorted(places)}"
+            f"Pipeline(modules=…): {unused[0]} cannot be placed: it is a layer, a part of one, a part of another "
+            f"module, or has no parameters. Modules that can be: {sorted(places)}"
         )
     return {name: requested.get(name) or _default_place(name, sides) for name, sides in places.items()}
 
@@ -171,7 +171,7 @@ def _default_place(name: str, sides: set[Where | None]) -> Where:
         return "every" if len(sides) > 1 else cast("Where", next(iter(sides)))
     raise TopologyError(
         f"{name} is registered between layers of the pipeline: set its place by "
-        f"pipeline_modules={{{name!r}: 'first' | 'last' | 'every'}}, or add it to pipeline_layers"
+        f"Pipeline(modules={{{name!r}: 'first' | 'last' | 'every'}}), or add it to Pipeline(layers=…)"
     )
 
 
@@ -179,8 +179,8 @@ def _match_requests(root: nn.Module, wanted: Mapping[str, Where]) -> dict[str, W
     requested: dict[str, Where] = {}
     for pattern, where in wanted.items():
         if where not in get_args(Where):
-            raise TopologyError(f"pipeline_modules: {pattern!r} must be one of {get_args(Where)}, found {where!r}")
-        names = match_modules(root, pattern, "pipeline_modules")
+            raise TopologyError(f"Pipeline(modules=…): {pattern!r} must be one of {get_args(Where)}, found {where!r}")
+        names = match_modules(root, pattern, "Pipeline(modules=…)")
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         requested |= dict.fromkeys(outermost, where)
     return requested
@@ -198,12 +198,12 @@ def _split(
     modules = named_modules(root)
     sizes = [sum(p.numel() for p in modules[name].parameters()) for name in layers]
     if split not in ("even", "cost"):
-        raise TopologyError(f'pipeline_split must be "even", "cost" or a list of layer names, found {split!r}')
+        raise TopologyError(f'Pipeline(split=…) must be "even", "cost" or a list of layer names, found {split!r}')
     weighed = [i for i, size in enumerate(sizes) if size]
     if len(weighed) < stages:
         raise TopologyError(
             f"{len(weighed)} layers with parameters ({layers[0]} … {layers[-1]}) cannot be split into {stages} "
-            "pipeline stages: use fewer stages, or name more layers with pipeline_layers"
+            "pipeline stages: use fewer stages, or name more layers with Pipeline(layers=…)"
         )
     costs = [sizes[i] if split == "cost" else 1 for i in weighed]
     if split == "cost":
@@ -248,10 +248,10 @@ def _balanced(costs: Sequence[int], stages: int) -> list[int]:
 def _split_at(layers: Sequence[str], names: Sequence[str], stages: int) -> list[tuple[int, int]]:
     if len(names) != stages - 1 or not set(names) <= set(layers):
         raise TopologyError(
-            f"pipeline_split must name the first layer of all {stages} stages but the first: expected {stages - 1} of "
-            f"{list(layers)}, found {list(names)}"
+            f"Pipeline(split=…) must name the first layer of all {stages} stages but the first: expected {stages - 1} "
+            f"of {list(layers)}, found {list(names)}"
         )
     starts = [0, *(list(layers).index(name) for name in names), len(layers)]
     if any(a >= b for a, b in pairwise(starts)):
-        raise TopologyError(f"pipeline_split: {list(names)} are not in the order of the layers {list(layers)}")
+        raise TopologyError(f"Pipeline(split=…): {list(names)} are not in the order of the layers {list(layers)}")
     return list(pairwise(starts))

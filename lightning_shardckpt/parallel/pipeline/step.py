@@ -104,6 +104,6 @@ class StepState:
             if len(self.sizes) > 1 and not isinstance(error, PeerFailed | UnsupportedCodeError):
                 error.add_note(
                     f"(on {self.sizes[microbatch]} of the batch's {sum(self.sizes)} samples: a pipeline splits batches "
-                    "into microbatches; pipeline_microbatches=1 leaves them whole)"
+                    "into microbatches; Pipeline(microbatches=1) leaves them whole)"
                 )
             raise

@@ -115,6 +115,24 @@ def match_modules(root: nn.Module, pattern: str, what: str) -> list[str]:
     return names
 
 
+def check_patterns(**options: Sequence[object] | bool | None) -> None:
+    """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool.
+
+    Args:
+        options: by the name of the option and of its value, with an underscore between: ``FSDP_units``.
+    """
+    for option, patterns in options.items():
+        value, _, name = option.partition("_")
+        if isinstance(patterns, str):  # its characters would be patterns
+            raise TopologyError(f"{value} takes a list of patterns, found one: write {value}({name}=[{patterns!r}])")
+        for pattern in () if patterns is None or isinstance(patterns, bool) else patterns:
+            if not isinstance(pattern, str):
+                example = pattern.__name__ if isinstance(pattern, type) else "layers.*"
+                raise TopologyError(
+                    f"{value}({name}=…) is a list of names or patterns, found {pattern!r}: write {example!r}"
+                )
+
+
 def select_modules(root: nn.Module, patterns: Iterable[str], what: str) -> list[str]:
     """Return the FQNs of the modules that any pattern matches, as a glob or a class name, outermost first.
 

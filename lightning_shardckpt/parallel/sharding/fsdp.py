@@ -3,11 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shardckpt.parallel.sharding.fqn import are_layers, module_names, named_modules, select_modules
+from lightning_shardckpt.errors import TopologyError
+from lightning_shardckpt.parallel.sharding.fqn import (
+    are_layers,
+    check_patterns,
+    module_names,
+    named_modules,
+    select_modules,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP:
+    """How parameters are sharded and gathered: the options of ``ShardedStrategy(fsdp=FSDP(…))``.
+
+    Attributes:
+        units: patterns or class names of the modules that are gathered one by one; by default the layers of the
+            largest homogeneous ModuleList or Sequential. The rest is gathered for the whole step.
+        reshard_after_forward: free gathered parameters between forward and backward. By default True, but False in
+            pipelines, which gather them once for all microbatches.
+        activation_checkpointing: recompute activations of the units (True) or of modules by pattern or class name.
+        cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
+        ignored: patterns or class names of modules that are not sharded: every process has them whole, and their
+            gradients are averaged, as ``ignored_params`` of ``fully_shard`` has it. For code that ``fully_shard``
+            cannot differentiate, such as ``torch.autograd.grad`` for parameters.
+        reduce_dtype: the dtype in which torch's engine reduces gradients, by default the dtype of the parameters:
+            ``"float32"`` sums gradients of ``precision="bf16-true"`` without intermediate rounding. Under
+            ``"bf16-mixed"`` gradients of linear layers and convolutions are always reduced in float32.
+
+    Raises:
+        TopologyError: for a wrong value.
+    """
+
+    units: list[str] | None = None
+    reshard_after_forward: bool | None = None
+    activation_checkpointing: bool | list[str] = False
+    cpu_offload: bool = False
+    ignored: list[str] = field(default_factory=list)
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_patterns(
+            FSDP_units=self.units,
+            FSDP_activation_checkpointing=self.activation_checkpointing,
+            FSDP_ignored=self.ignored,
+        )
+        for name in ("reshard_after_forward", "cpu_offload"):
+            if (value := getattr(self, name)) not in (None, True, False):
+                raise TopologyError(f"FSDP({name}=…) is True or False, found {value!r}")
+        if self.reduce_dtype not in (None, "float32", "bfloat16"):
+            raise TopologyError(f'FSDP(reduce_dtype=…) is "float32", "bfloat16" or None, found {self.reduce_dtype!r}')
 
 
 def trunk_layers(root: nn.Module) -> list[str]:
@@ -26,7 +78,7 @@ def trunk_layers(root: nn.Module) -> list[str]:
 
 def choose_units(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the FQNs of units that are freed between forward and backward, parents before children."""
-    names = set(trunk_layers(root) if patterns is None else select_modules(root, patterns, "fsdp_units"))
+    names = set(trunk_layers(root) if patterns is None else select_modules(root, patterns, "FSDP(units=…)"))
     return [name for name, module in named_modules(root).items() if name in names and _has_parameters(module)]
 
 

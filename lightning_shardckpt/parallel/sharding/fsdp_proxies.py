@@ -13,7 +13,7 @@ hooks on the proxy gather, free and prefetch; the unit's modules get tensors ove
    parameters depend, so that this node runs after the nodes of all parameters.
 
 User code that torch's engine would run differently from a single process is refused; it runs in modules that
-``fsdp_ignored`` leaves whole.
+``FSDP(ignored=…)`` leaves whole.
 """
 
 from __future__ import annotations

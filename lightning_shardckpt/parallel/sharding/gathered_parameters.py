@@ -147,7 +147,7 @@ def _refuse_conversion(whole: Tensor, value: Tensor) -> None:
         raise UnsupportedCodeError(
             f"a forward converts {describe(leaf_of(whole))} from {whole.dtype} to {value.dtype}, or changes its shape. "
             "Do so before the module is called, as in on_fit_start, or leave that module whole: "
-            "ShardedStrategy(fsdp_ignored=[…])."
+            "ShardedStrategy(fsdp=FSDP(ignored=[…]))."
         )
 
 

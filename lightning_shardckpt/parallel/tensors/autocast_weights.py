@@ -89,7 +89,7 @@ def cast_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     if torch.is_grad_enabled() and in_functional_transform():
         raise UnsupportedCodeError(
             f"torch.func or torch.vmap calls {func.__name__} in a forward under autocast, and fully_shard has gathered "
-            "its weight in the dtype of autocast. Leave it whole: ShardedStrategy(fsdp_ignored=[…])."
+            "its weight in the dtype of autocast. Leave it whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))."
         )
     return [cast.get(id(v), v) for v in args], {name: cast.get(id(v), v) for name, v in kwargs.items()}
 

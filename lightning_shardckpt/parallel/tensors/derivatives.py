@@ -28,7 +28,7 @@ from lightning_shardckpt.parallel.tensors.values import GATHERED, gather_whole
 GATHERED_BY_FSDP = "_shardckpt_gathered_by_fsdp"
 """Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of the autograd node whose
 outputs are such parameters: their ids."""
-REMEDY = "Leave that module whole: ShardedStrategy(fsdp_ignored=[…])"
+REMEDY = "Leave that module whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))"
 
 
 def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -191,13 +191,13 @@ def no_value_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
     if not _IN_STAGE_RUN.get():
         return UnsupportedCodeError(
             f"{where}Between steps, hooks and callbacks can read only parameters and gradients that every stage has: "
-            "log them from pipeline_modules that every stage runs, or use pipeline_parallel_size=1. Checkpoints, and "
-            "lightning_shardckpt.open, have the values of all stages."
+            "log them from Pipeline(modules=…) that every stage runs, or use pipeline_parallel_size=1. Checkpoints, "
+            "and lightning_shardckpt.open, have the values of all stages."
         )
     return UnsupportedCodeError(
         f"{where}Every stage runs the step; outside its own layers it knows shapes, not values. Let the code outside "
         "the layers depend only on values of the batch, move it into a layer or into a module that one stage runs, or "
-        "assign modules to other stages with pipeline_modules."
+        "assign modules to other stages with Pipeline(modules=…)."
     )
 
 
@@ -207,7 +207,7 @@ def leak_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
         f"{what} depends on {placeholder.origin}, which this pipeline stage doesn't have: between two stages, only the "
         "arguments of the next layer are passed on, in tuples, lists, dicts, dataclasses and outputs of transformers, "
         "not in objects of other classes. Pass the value as an argument of the layers, move the code into a layer, "
-        "or say where a module is used: pipeline_modules={'name': 'first' | 'last' | 'every'}."
+        "or say where a module is used: Pipeline(modules={'name': 'first' | 'last' | 'every'})."
     )
 
 

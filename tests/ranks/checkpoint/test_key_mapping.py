@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_shardckpt import ShardCkptIO, load, save
+from lightning_shardckpt import Pipeline, ShardCkptIO, load, save
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from tests.support import tiny
@@ -27,8 +27,7 @@ TP2_RENAMED: dict[str, Any] = {
 
 PP2: dict[str, Any] = {
     "pipeline_parallel_size": 2,
-    "pipeline_layers": ["layers"],
-    "pipeline_modules": {"head": "last"},
+    "pipeline": Pipeline(layers=["layers"], modules={"head": "last"}),
 }
 
 

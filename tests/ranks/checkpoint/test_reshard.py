@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+import lightning_shardckpt
 from lightning_shardckpt import metadata as open_metadata
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks, selected
@@ -18,7 +19,7 @@ FSDP: dict[str, Any] = {}
 HSDP: dict[str, Any] = {"data_parallel_replicate_size": 2}
 TP = {"tensor_parallel_plan": tiny.TP_PLAN}
 TP2 = {"tensor_parallel_size": 2, **TP}
-OFFLOADED: dict[str, Any] = {"cpu_offload": True}
+OFFLOADED: dict[str, Any] = {"fsdp": lightning_shardckpt.FSDP(cpu_offload=True)}
 TP4 = {"tensor_parallel_size": 4, **TP}
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt import FSDP
 from tests.support import tiny
 from tests.support.pool import run_each
 from tests.sweeps.twins.base import Block, Natural
@@ -17,7 +18,7 @@ CASES: dict[str, tuple[int, dict[str, Any] | str]] = {
     "auto": (1, "auto"),
     "one": (1, {}),
     "fsdp2": (2, {}),
-    "fsdp2, kept": (2, {"reshard_after_forward": False}),
+    "fsdp2, kept": (2, {"fsdp": FSDP(reshard_after_forward=False)}),
     "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
     "tp2": (2, {"data_parallel_shard_size": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt import FSDP
 from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.nets import full_state
@@ -105,7 +106,7 @@ REFUSED = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a lay
 REFUSED["late"] = "net.layers.1.a"
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({}, [*PARTS]),
-    "kept": ({"reshard_after_forward": False}, ["layers"]),
+    "kept": ({"fsdp": FSDP(reshard_after_forward=False)}, ["layers"]),
     "tensor": (TENSOR_PARALLEL, [*REFUSED, "head"]),
 }
 

@@ -1,4 +1,4 @@
-"""``fsdp_ignored``: modules that every data-parallel rank has whole. Oracle: one process under plain Lightning."""
+"""``FSDP(ignored=…)``: modules that every data-parallel rank has whole. Oracle: one process under plain Lightning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt import load_keys
+from lightning_shardckpt import FSDP, load_keys
 from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.nets import full_state
@@ -67,7 +67,7 @@ def train(kind: type[Natural], strategy: dict[str, Any] | str, path: Path | None
 def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Path) -> None:
     (expected,) = run_ranks(1, train, Natural, "auto", init_process_group=False)
     calls = {
-        name: (world, train, Natural, {**strategy, "fsdp_ignored": IGNORED}, tmp_path / f"{name}.ckpt")
+        name: (world, train, Natural, {**strategy, "fsdp": FSDP(ignored=IGNORED)}, tmp_path / f"{name}.ckpt")
         for name, (world, strategy) in TOPOLOGIES.items()
     }
     for name, ranks in run_each(calls).items():
@@ -84,7 +84,7 @@ def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Pa
 def test_code_that_fully_shard_cannot_follow_runs_in_an_ignored_module(kind: type[Natural]) -> None:
     (expected,) = run_ranks(1, train, kind, "auto", init_process_group=False)
     whole = ["net"] if kind is TakesGradients else IGNORED
-    for found in run_ranks(2, train, kind, {"fsdp_ignored": whole}):
+    for found in run_ranks(2, train, kind, {"fsdp": FSDP(ignored=whole)}):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -96,8 +96,8 @@ def resume(path: Path, strategy: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_a_checkpoint_resumes_with_and_without_ignored_modules(tmp_path: Path) -> None:
-    saved = run_ranks(2, train, Natural, {"fsdp_ignored": IGNORED}, tmp_path / "a.ckpt")[0]
-    hsdp = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2, "fsdp_ignored": ["net.embed"]}
+    saved = run_ranks(2, train, Natural, {"fsdp": FSDP(ignored=IGNORED)}, tmp_path / "a.ckpt")[0]
+    hsdp = {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2, "fsdp": FSDP(ignored=["net.embed"])}
     calls = {"all sharded": (2, resume, tmp_path / "a.ckpt", {}), "hsdp": (4, resume, tmp_path / "a.ckpt", hsdp)}
     for ranks in run_each(calls).values():
         for found in ranks:
@@ -112,7 +112,7 @@ def refuse(strategy: dict[str, Any]) -> str:
 
 
 def test_patterns_that_match_nothing_or_a_planned_module_are_refused() -> None:
-    planned = {**TOPOLOGIES["fsdp2 x tp2"][1], "fsdp_ignored": ["net.layers.0"]}
-    found = run_each({"none": (2, refuse, {"fsdp_ignored": ["net.haed"]}), "planned": (4, refuse, planned)})
-    assert all("fsdp_ignored: 1 patterns match no module" in said and "net.head" in said for said in found["none"])
+    planned = {**TOPOLOGIES["fsdp2 x tp2"][1], "fsdp": FSDP(ignored=["net.layers.0"])}
+    found = run_each({"none": (2, refuse, {"fsdp": FSDP(ignored=["net.haed"])}), "planned": (4, refuse, planned)})
+    assert all("FSDP(ignored=…): 1 patterns match no module" in said and "net.head" in said for said in found["none"])
     assert all("tensor_parallel_plan shards net.layers.0" in said for said in found["planned"])

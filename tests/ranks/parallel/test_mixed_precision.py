@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import FSDP, ShardedStrategy
 from tests.support.nets import full_state
 from tests.support.pool import run_each
 
@@ -118,8 +118,8 @@ def _train(how: str, precision: Any, options: dict[str, Any] | None) -> Trained:
 WAYS: list[tuple[str, str, dict[str, Any]]] = [
     *(("bf16-mixed", how, {}) for how in HOWS),
     ("16-mixed", "many times", {}),
-    ("bf16-mixed", "many times", {"activation_checkpointing": True}),
-    ("bf16-mixed", "many times", {"cpu_offload": True, "reshard_after_forward": False}),
+    ("bf16-mixed", "many times", {"fsdp": FSDP(activation_checkpointing=True)}),
+    ("bf16-mixed", "many times", {"fsdp": FSDP(cpu_offload=True, reshard_after_forward=False)}),
 ]
 """Precision, layers, and options of the strategy."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import FSDP, ShardedStrategy
 from tests.support.nets import full_state
 from tests.support.pool import run_each
 
@@ -73,7 +73,7 @@ def train(kind: str, ranks: int, ignored: list[str]) -> dict[str, Tensor]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=ShardedStrategy(fsdp_ignored=ignored) if ranks > 1 else "auto",
+        strategy=ShardedStrategy(fsdp=FSDP(ignored=ignored)) if ranks > 1 else "auto",
         max_steps=STEPS,
         enable_model_summary=False,
         **options,  # type: ignore[arg-type]  # a dict of flags

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_shardckpt import Pipeline
 from tests.support import tiny
 from tests.support.nets import full_state
 from tests.support.pool import run_each, run_ranks
@@ -44,7 +45,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "tp2": {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise_rep"}},
     "replicas": {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
-    "pp2": {"pipeline_parallel_size": 2, "pipeline_layers": ["first", "one"]},
+    "pp2": {"pipeline_parallel_size": 2, "pipeline": Pipeline(layers=["first", "one"])},
 }
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_shardckpt import FSDP
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support import tiny
 from tests.support.nets import full_state
@@ -25,7 +26,7 @@ from tests.sweeps.twins.base import CLASSES, Natural
 
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
-    "fsdp2, recomputed": (2, {"activation_checkpointing": True}),
+    "fsdp2, recomputed": (2, {"fsdp": FSDP(activation_checkpointing=True)}),
     "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
 }
 Pair = namedtuple("Pair", ["x", "w"])
@@ -254,7 +255,7 @@ def use(strategy: dict[str, Any] | str) -> tuple[list[float], dict[str, Tensor],
 
 def test_a_parameter_in_an_object_that_a_forward_returns_is_the_parameter() -> None:
     ((seen, state, _),) = run_ranks(1, use, "auto", init_process_group=False)
-    whole = {"fsdp_ignored": ["*"]}  # its hooks keep views of weights
+    whole = {"fsdp": FSDP(ignored=["*"])}  # its hooks keep views of weights
     calls = {name: (world, use, strategy | whole) for name, (world, strategy) in TOPOLOGIES.items()}
     for topology, ranks in run_each(calls).items():
         for found in ranks:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt import ShardedStrategy
+from lightning_shardckpt import FSDP, Pipeline, ShardedStrategy
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.support import tiny
 from tests.support.nets import full_state
@@ -245,15 +245,15 @@ def test_a_rank_that_strays_after_steps_that_were_alike_is_refused_on_every_rank
         assert "must run the same modules in the same order" in message
 
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {},
-    "zbv_zero_bubble": {"pipeline_stages_per_rank": 2, "pipeline_loss": "microbatch"},
+SCHEDULES = {
+    "gpipe": Pipeline(microbatches=4),
+    "zbv_zero_bubble": Pipeline(schedule="zbv_zero_bubble", microbatches=4, stages_per_rank=2, loss="microbatch"),
 }
 
 
 def _train_in_stages(schedule: str) -> list[str]:
-    options = {"pipeline_parallel_size": 2, "pipeline_microbatches": 4, "pipeline_schedule": schedule}
-    return [kind for kind, _ in _train(False, "32-true", 2, **options, **SCHEDULES[schedule]).events]
+    options = {"pipeline_parallel_size": 2, "pipeline": SCHEDULES[schedule]}
+    return [kind for kind, _ in _train(False, "32-true", 2, **options).events]
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_stage_reduces_each_unit_once_for_all_microbatches(schedule: str) -> N
 
 
 def _train_reduced() -> list[Trained]:
-    return [_train(False, "bf16-true", reduce_dtype=dtype) for dtype in (None, "float32")]
+    return [_train(False, "bf16-true", fsdp=FSDP(reduce_dtype=dtype)) for dtype in (None, "float32")]
 
 
 def test_bfloat16_is_gathered_and_reduced_as_it_is_or_in_float32() -> None:
@@ -343,7 +343,7 @@ def _refuse_each() -> dict[str, tuple[str, bool]]:
 def test_what_fully_shard_cannot_follow_is_refused_by_name_before_anything_is_trained() -> None:
     for refusals in run_ranks(2, _refuse_each):
         for how, (message, is_untouched) in refusals.items():
-            assert "ShardedStrategy(fsdp_ignored=[…])" in message and "net" in message, how
+            assert "FSDP(ignored=[…])" in message and "net" in message, how
             assert is_untouched, how
 
 

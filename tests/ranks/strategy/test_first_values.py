@@ -186,20 +186,15 @@ class Shared(Training):
         return (self.embed(tokens) * self.embed.first_row).sum()
 
 
-def train_shared(*, deferred: bool) -> None:
+def train_shared() -> None:
     with pytest.raises(
         UnsupportedCodeError, match=r"the buffer embed\.first_row is in the memory of the parameter embed\.weight"
     ):
-        tiny.trainer({"defer_init": deferred}, max_steps=1).fit(Shared(), tiny.loader())
-
-
-def train_both_shared() -> None:
-    train_shared(deferred=True)
-    train_shared(deferred=False)
+        tiny.trainer({}, max_steps=1).fit(Shared(), tiny.loader())
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
-    run_ranks(2, train_both_shared)
+    run_ranks(2, train_shared)
 
 
 # ── what nothing fills ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -109,7 +109,7 @@ class Case:
         module: makes the LightningModule.
         options: of the Trainer; ``callbacks`` makes them.
         refused: by topology, what an error must say instead.
-        whole: what ``fully_shard`` must say instead; then the case runs with its modules in ``fsdp_ignored``.
+        whole: what ``fully_shard`` must say instead; then the case runs with its modules in ``FSDP(ignored=…)``.
         tolerance: relative, in float64; rounding differs where sums have another order.
     """
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt import ShardCkptIO, ShardedStrategy
+from lightning_shardckpt import FSDP, ShardCkptIO, ShardedStrategy
 from tests.support.tiny import EXECUTES
 from tests.sweeps.twins import (
     adapters,
@@ -75,7 +75,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_parallel_size": 2, "data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
     ),
-    "fsdp2, nothing ignored": (2, {"fsdp_ignored": []}),
+    "fsdp2, nothing ignored": (2, {"fsdp": FSDP(ignored=[])}),
     "pp2 x tp2": (
         4,
         {
@@ -229,7 +229,7 @@ def prepared(
     devices, arguments = TOPOLOGIES[topology or "one"]
     if topology is not None:
         if case.whole and "tensor_parallel_plan" not in arguments:
-            arguments = {"fsdp_ignored": ["*"], **arguments}
+            arguments = {"fsdp": FSDP(ignored=["*"]), **arguments}
         options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
     trainer = pl.Trainer(
         accelerator="cuda" if _on_gpus() else "cpu",

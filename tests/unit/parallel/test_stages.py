@@ -316,19 +316,19 @@ def between() -> nn.Module:
 
 
 def test_a_module_between_the_layers_must_be_placed() -> None:
-    with pytest.raises(TopologyError, match=r"^middle is registered between layers.*pipeline_modules=\{'middle'"):
+    with pytest.raises(TopologyError, match=r"^middle is registered between layers.*Pipeline\(modules=\{'middle'"):
         plan_stages(between(), 2, layers=["first", "second"])
     plan = plan_stages(between(), 2, layers=["first", "second"], modules={"middle": "every"})
     assert plan.others == {"middle": "every"}
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "no such layer": ({"layers": ["net.layer.*"]}, r"pipeline_layers: 'net\.layer\.\*' matches no module of Root"),
+    "no such layer": ({"layers": ["net.layer.*"]}, r"Pipeline\(layers=…\): 'net\.layer\.\*' matches no module of Root"),
     "with the nearest": ({"layers": ["net.layer.*"]}, r"nearest: .*net\.layers\.\*"),
     "layers in layers": ({"layers": ["net.layers.*", "net"]}, r"net\.layers\.0 is a part of another layer"),
     "no such module": (
         {"modules": {"net.hed": "last"}},
-        r"pipeline_modules: 'net\.hed' matches no.*nearest.*net\.head",
+        r"Pipeline\(modules=…\): 'net\.hed' matches no.*nearest.*net\.head",
     ),
     "no such place": ({"modules": {"net.head": "middle"}}, r"'net\.head' must be one of \('first', 'last', 'every'\)"),
     "a layer": ({"modules": {"net.layers.0": "last"}}, r"net\.layers\.0 cannot be placed.*\['net\.embed', 'net\.head'"),
@@ -354,7 +354,7 @@ def test_what_cannot_be_done_is_an_error_that_says_why(name: str) -> None:
 
 def test_a_module_without_a_list_of_layers_is_an_error_that_shows_how_to_name_them() -> None:
     for root in (Root(a=linear(), b=linear()), Root(net=nn.ModuleList(linears(1))), Root()):
-        with pytest.raises(TopologyError, match=r"Root has no list of layers.*pipeline_layers=\["):
+        with pytest.raises(TopologyError, match=r"Root has no list of layers.*Pipeline\(layers=\["):
             plan_stages(root, 2)
 
 

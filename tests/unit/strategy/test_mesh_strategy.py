@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lightning_shardckpt import fabric, pytorch
+from lightning_shardckpt import FSDP, Pipeline, fabric, pytorch
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.strategy.counterparts import COUNTERPARTS
@@ -23,35 +24,30 @@ BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
 def test_both_strategies_have_one_signature() -> None:
     ours, theirs = (inspect.signature(strategy) for strategy in BOTH)
-    assert ours == theirs and len(ours.parameters) == 25
+    assert ours == theirs and len(ours.parameters) == 11
     assert {parameter.kind for parameter in ours.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
-
-
-BY_MICROBATCH = {"pipeline_parallel_size": 2, "pipeline_loss": "microbatch"}
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_microbatches": 0}, "pipeline_microbatches must be at least 1, found 0"),
-        ({"pipeline_loss": "sample"}, "pipeline_loss must be one of .*found 'sample'"),
-        ({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, 'pipeline_loss="microbatch".*"gpipe"'),
-        ({"pipeline_schedule": "interleaved_1f1b", **BY_MICROBATCH}, "interleaved_1f1b.*at least 2 stages"),
-        ({"reshard_after_forward": "no"}, "reshard_after_forward is True, False or None, found 'no'"),
-        ({"reshard_after_forward": True, "pipeline_parallel_size": 2}, "Use reshard_after_forward=False"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline": Pipeline(schedule="1f1b")},
+            r'Pipeline\(loss="microbatch"\).*"gpipe"',
+        ),
+        (
+            {"pipeline_parallel_size": 2, "pipeline": Pipeline(schedule="interleaved_1f1b", loss="microbatch")},
+            "interleaved_1f1b.*at least 2 stages",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "fsdp": FSDP(reshard_after_forward=True)},
+            "Use reshard_after_forward=False",
+        ),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size is a number .*found '2': write tensor_parallel_size=2"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is a number of processes, at least 1, found 0"),
         ({"data_parallel_replicate_size": True}, "data_parallel_replicate_size is a number .*found True"),
         ({"data_parallel_shard_size": "all"}, 'data_parallel_shard_size is .*at least 1 or "auto", found \'all\''),
-        *(
-            (options, message)
-            for name in ("pipeline_layers", "fsdp_units", "fsdp_ignored", "activation_checkpointing")
-            for options, message in [
-                ({name: "blocks.*"}, rf"{name}=\['blocks.\*'\]"),
-                ({name: ["blocks.*", nn.Linear]}, rf"{name} is a list.*, found <class .*: write 'Linear'"),
-            ]
-        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dict[str, Any], message: str) -> None:
@@ -59,14 +55,40 @@ def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dic
         strategy(**options)
 
 
-@pytest.mark.parametrize("defers", [True, False])
-def test_fabric_builds_modules_without_memory_only_if_it_may(defers: bool) -> None:
-    strategy = fabric.ShardedStrategy(defer_init=defers)
-    with strategy.module_init_context(empty_init=True):
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        (Pipeline, {"microbatches": 0}, r"Pipeline\(microbatches=…\) must be at least 1, found 0"),
+        (Pipeline, {"stages_per_rank": 0}, r"Pipeline\(stages_per_rank=…\) must be at least 1, found 0"),
+        (Pipeline, {"loss": "sample"}, r"Pipeline\(loss=…\) must be one of .*found 'sample'"),
+        (FSDP, {"reshard_after_forward": "no"}, r"FSDP\(reshard_after_forward=…\) is True or False, found 'no'"),
+        (FSDP, {"reduce_dtype": "float16"}, r"FSDP\(reduce_dtype=…\) is .*found 'float16'"),
+        *(
+            (value, options, message)
+            for value, name in (
+                (Pipeline, "layers"),
+                (FSDP, "units"),
+                (FSDP, "ignored"),
+                (FSDP, "activation_checkpointing"),
+            )
+            for options, message in [
+                ({name: "blocks.*"}, rf"{value.__name__}\({name}=\['blocks.\*'\]\)"),
+                ({name: ["blocks.*", nn.Linear]}, rf"{name}=…\) is a list.*, found <class .*: write 'Linear'"),
+            ]
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_refused_at_once(value: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        value(**options)
+
+
+def test_fabric_builds_modules_without_memory() -> None:
+    with fabric.ShardedStrategy().module_init_context(empty_init=True):
         module = nn.Linear(2, 1)
     assert not module.weight.is_meta
     with without_torch_function():
-        assert module.weight.is_meta == defers
+        assert module.weight.is_meta
 
 
 def test_an_option_that_there_is_not_is_one_of_the_class_that_users_know() -> None:
@@ -83,6 +105,7 @@ LIGHTNINGS = [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, DDPStrateg
 def test_an_option_of_another_strategy_names_its_counterpart(name: str) -> None:
     theirs, ours = ({n for s in kinds for n in inspect.signature(s).parameters} for kinds in (LIGHTNINGS, BOTH))
     assert name in theirs and name not in ours
+    ours |= {field.name for value in (FSDP, Pipeline) for field in dataclasses.fields(value)}
     sentence = COUNTERPARTS[name]
     named = set(re.findall(r"(\w+)=", sentence)) - set(inspect.signature(Trainer).parameters)
     assert named <= ours and (named or sentence.startswith(("leave it out", "the Trainer")))
