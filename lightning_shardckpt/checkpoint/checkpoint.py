@@ -233,10 +233,8 @@ def _load(
     storage: Storage,
 ) -> LoadResult:
     name = f"checkpoint {path!r}"
-    verify, safe, tuning = options.verify, options.weights_only, options.tuning
-    opening = open_on_ranks(
-        path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, tuning=tuning, live=live
-    )
+    verify, safe = options.verify, options.weights_only
+    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, live=live)
     with gc_paused(), opening as source:
         live.join(ranks)
         job = LoadJob(source, live, options.strict, pick_rank)

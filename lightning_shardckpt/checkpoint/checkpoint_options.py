@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_shardckpt.system.tuning import TUNING, Tuning
-
 Replicas = Literal["same", "first"]
 """How replicas of a tensor are stored: they must be equal, or the lowest rank's is stored."""
 
@@ -44,10 +42,8 @@ class LoadOptions:
         strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
         verify: compare checksums.
         weights_only: passed to ``torch.load`` for a file of ``torch.save``.
-        tuning: sizes of reads and buffers; checkpoints of other programs are read with the defaults.
     """
 
     strict: bool = True
     verify: bool = True
     weights_only: bool = True
-    tuning: Tuning = TUNING

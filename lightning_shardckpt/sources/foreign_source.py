@@ -26,8 +26,7 @@ from lightning_shardckpt.format.safetensors_header import (
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
 from lightning_shardckpt.sources.source import Source, host_memory, tables_of
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.system.tuning import TUNING
-from lightning_shardckpt.transfer.read_plan import Request, single_run
+from lightning_shardckpt.transfer.shard_reader import Request, single_run
 from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
 
 # ── tensors in files of other programs ────────────────────────────────────────────────────────────────────────────────
@@ -104,7 +103,7 @@ class ForeignTensors:
         CorruptionError: if a file is too short for a box, or missing.
     """
 
-    verify, tuning = False, TUNING  # there are no checksums to compare
+    verify = False  # there are no checksums to compare
 
     def __init__(
         self,

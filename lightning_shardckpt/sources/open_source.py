@@ -45,7 +45,6 @@ from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.system.text import count_text
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 
@@ -70,7 +69,6 @@ def open_on_ranks(
     storage: Storage,
     verify: bool = True,
     weights_only: bool = True,
-    tuning: Tuning = TUNING,
     live: LiveState | None = None,
 ) -> Iterator[Source]:
     """Open the source at ``path``, the same on all ranks.
@@ -84,7 +82,6 @@ def open_on_ranks(
         storage: opens checkpoints of this package.
         verify: whether reads verify checksums, if the format has them.
         weights_only: for a file of ``torch.save``, as in ``torch.load``, and for pickled objects of a checkpoint.
-        tuning: sizes of reads, for a checkpoint of this package.
         live: the state to fill, on which the ranks agree in the same exchange.
 
     Yields:
@@ -105,7 +102,7 @@ def open_on_ranks(
             source.close()
             source = None
         try:
-            source, identity = open_source(path, storage, verify=verify, weights_only=weights_only, tuning=tuning)
+            source, identity = open_source(path, storage, verify=verify, weights_only=weights_only)
         except CheckpointNotFoundError as error:
             return {"missing": str(error)}
         return {"id": identity, "state": state}
@@ -145,7 +142,7 @@ def _digest(source: Source) -> str:
 
 
 def open_source(
-    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True, tuning: Tuning = TUNING
+    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True
 ) -> tuple[Source, str]:
     """Open the source at a path in this process alone. The arguments are as in ``open_on_ranks``.
 
@@ -165,7 +162,7 @@ def open_source(
         if is_url(path):
             raise
         raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
-    source = sharded_source(checkpoint, verify, tuning, weights_only=weights_only)
+    source = sharded_source(checkpoint, verify, weights_only=weights_only)
     return source, checkpoint.root.save_id
 
 

@@ -25,10 +25,8 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, par
 from lightning_shardckpt.state.json_tree import Pickled, decode, lost_values
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
-from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import Files, fetch
+from lightning_shardckpt.transfer.shard_reader import Files, Request, fetch, single_run
 from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, windows
 
 _WINDOW_BYTES = 8 << 20  # of each of two tensors
@@ -107,11 +105,9 @@ class TensorFiles(StoredTensors, Protocol):
 
     Attributes:
         verify: whether reads compare checksums.
-        tuning: sizes of reads.
     """
 
     verify: bool
-    tuning: Tuning
 
     def check(self, component: str, key: str) -> None:
         """Raise a ShardCkptError if a tensor cannot be read, or no files of its size exist."""
@@ -215,7 +211,7 @@ class Source:
             requests = files.requests(component, key, target.parts(this_rank()), local)
             by_files.setdefault(id(files), (files, []))[1].append((local, requests))
         for files, wanted in by_files.values():
-            fetch_into(files, wanted, verify=files.verify, tuning=files.tuning)
+            fetch_into(files, wanted, verify=files.verify)
 
 
 def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[Tables, Aliases]:
@@ -227,11 +223,9 @@ def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def sharded_source(
-    checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING, *, weights_only: bool = True
-) -> Source:
+def sharded_source(checkpoint: Checkpoint, verify: bool = True, *, weights_only: bool = True) -> Source:
     """Return a checkpoint directory of this package as a source."""
-    files = IndexedTensors(checkpoint, verify, tuning)
+    files = IndexedTensors(checkpoint, verify)
 
     def document(role: str, rank: int) -> Any:
         return document_of(checkpoint, role, rank)
@@ -264,9 +258,9 @@ def _decode_trainer(path: str, document: Any, stored: Stored, weights_only: bool
 class IndexedTensors(WholeTensors):
     """The tensors of a checkpoint of this package; implements ``TensorFiles``."""
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True, tuning: Tuning = TUNING) -> None:
+    def __init__(self, checkpoint: Checkpoint, verify: bool = True) -> None:
         super().__init__(checkpoint)
-        self.verify, self.tuning = verify, tuning
+        self.verify = verify
         self._overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = {}
 
     def check(self, component: str, key: str) -> None:
@@ -304,9 +298,7 @@ def host_memory(local: torch.Tensor) -> memoryview:
 # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fetch_into(
-    files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool, tuning: Tuning = TUNING
-) -> None:
+def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool) -> None:
     """Fill local tensors; device tensors through host copies, a batch at a time.
 
     For a GPU the copies are pinned, and copied on the current stream while the next batch is read.
@@ -315,7 +307,6 @@ def fetch_into(
         files: of the requests' boxes.
         wanted: local tensors, each with the requests that fill it.
         verify: whether to verify the checksum of every block that is touched.
-        tuning: sizes of reads.
     """
     batch: list[tuple[torch.Tensor, torch.Tensor]] = []
     requests: list[Request] = []
@@ -324,7 +315,7 @@ def fetch_into(
         new = own_requests
         if not is_host_memory(local):
             if nbytes + local.nbytes > _BATCH_BYTES:
-                _flush(files, batch, requests, verify, tuning)
+                _flush(files, batch, requests, verify)
                 nbytes = 0
             host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             batch.append((local, host))
@@ -332,7 +323,7 @@ def fetch_into(
             memory = bytes_of(host)
             new = [request._replace(target=memory) for request in own_requests]
         requests += new
-    _flush(files, batch, requests, verify, tuning)
+    _flush(files, batch, requests, verify)
 
 
 def _flush(
@@ -340,9 +331,8 @@ def _flush(
     batch: list[tuple[torch.Tensor, torch.Tensor]],
     requests: list[Request],
     verify: bool,
-    tuning: Tuning,
 ) -> None:
-    fetch(files, requests, verify=verify, tuning=tuning)
+    fetch(files, requests, verify=verify)
     for local, host in batch:
         local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
     batch.clear()

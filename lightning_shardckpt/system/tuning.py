@@ -1,6 +1,6 @@
 """Sizes and times that depend on the machine, in one frozen value.
 
-Functions that need one take ``tuning: Tuning = TUNING``; so do ``LoadOptions``, storages and ``Ranks``, and a strategy
+Functions that need one take ``tuning: Tuning = TUNING``; so do storages and ``Ranks``, and a strategy
 has one as an attribute. There is no global state, and nothing is read from the environment. No value changes the stored
 bytes: a checkpoint written with one ``Tuning`` is read with any other. Limits of the format, of S3 or of another
 program are not tuning and stay where they are used.
@@ -14,18 +14,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Sizes in bytes, times in seconds and numbers of threads; the defaults were measured or are explained here."""
-
-    # ── reading tensors from shards ──
-    read_window_bytes: int = 1 << 20  # of one verified read: still in the core's own cache for its checksum
-    high_latency_window_bytes: int = 8 << 20  # the same where a read takes a round trip over a network
-    read_part_bytes: int = 16 << 20  # of one read without checksums
-    verified_part_bytes: int = 4 << 20  # of one task that reads into the tensor, window after window, with checksums
-    direct_read_bytes: int = 64 << 10  # the least that is read straight into the tensor; less goes through a window
-    high_latency_direct_bytes: int = 4 << 20  # the same where each request costs a wait and money: merge adjacent reads
-    row_gap_bytes: int = 16 << 10  # between two rows: reading a gap of this size is no slower than another call
-    unread_row_gap_bytes: int = 512  # the same in files that are not in the page cache yet
-    threaded_read_bytes: int = 32 << 20  # the least for which a second thread pays off
-    high_latency_threads: int = 16  # where reads wait for the network
 
     # ── filling large files: exports and consolidation ──
     fill_window_bytes: int = 4 << 20  # two per thread; smaller ones stay in a cache, larger ones take fewer calls

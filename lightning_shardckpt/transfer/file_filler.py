@@ -91,9 +91,7 @@ def fill(
     @contextmanager
     def open_worker() -> Iterator[Callable[[_Task], None]]:
         with clone_reader(tensors.path, tensors.reader) as reader:
-            source = ShardReader(
-                tensors.path, reader, target_bytes=window_bytes, span_gap_bytes=tuning.row_gap_bytes, tuning=tuning
-            )
+            source = ShardReader(tensors.path, reader, target_bytes=window_bytes)
             yield lambda task: task(source)
 
     nbytes = sum(region.head_nbytes + region.nbytes for region in regions)

@@ -15,10 +15,16 @@ from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import BlockChecksums, ShardReader, corruption_error, read_verbatim
-from lightning_shardckpt.transfer.strided_copy import scatter
+from lightning_shardckpt.transfer.shard_reader import (
+    BlockChecksums,
+    Request,
+    ShardReader,
+    corruption_error,
+    read_verbatim,
+    scatter,
+    single_run,
+)
 
 _MAX_CACHED_PLANS, _MAX_CACHED_BOXES = 1024, 64  # plans, and boxes per plan
 

@@ -18,10 +18,8 @@ from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, part
 from lightning_shardckpt.format.plan import Piece, plan_load, plan_save
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.read_plan import Request, single_run
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import fetch
+from lightning_shardckpt.transfer.shard_reader import ReadSizes, Request, fetch, single_run
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 
 SAVE_ID = "5afe" * 8
@@ -128,7 +126,7 @@ def load(
     layout: Layout,
     rank: int,
     how: How = "verified",
-    tuning: Tuning = TUNING,
+    sizes: ReadSizes | None = None,
     threads: int | None = None,
 ) -> Array:
     """What ``rank`` of another world reads of a model's tensor into its memory."""
@@ -136,5 +134,5 @@ def load(
     parts = parts_of_rank(layout, spec.shape, rank)
     found = empty_local(parts, numpy.zeros((1,) * len(spec.shape), _TYPES[DTYPE_BYTES[spec.dtype]]))
     wanted = requests(checkpoint, key, parts, found)
-    fetch(checkpoint, wanted, verify=how == "verified", tuning=tuning, threads=threads)
+    fetch(checkpoint, wanted, verify=how == "verified", sizes=sizes, threads=threads)
     return found

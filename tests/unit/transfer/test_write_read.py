@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import permutations, product
 from math import prod
 from typing import get_args
@@ -20,9 +20,8 @@ from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
 from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
-from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import fetch
+from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch
 from lightning_shardckpt.transfer.writer import MB, block_bytes, plan_files, write_component
 from tests.support import worlds
 from tests.support.memory_storage import MemoryReader, MemoryStorage
@@ -219,13 +218,8 @@ WAYS: tuple[worlds.How, ...] = get_args(worlds.How)
 )
 def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds.How) -> None:
     draw = random.Random(seed)
-    tuning = replace(
-        TUNING,
-        read_window_bytes=draw.choice((4500, 9000, 1 << 20)),
-        direct_read_bytes=draw.choice((1, 64, 1 << 20)),
-        row_gap_bytes=draw.choice((0, 7, 500, 1 << 20)),
-        read_part_bytes=draw.choice((100, 1 << 20)),
-        verified_part_bytes=draw.choice((9000, 1 << 20)),
+    sizes = ReadSizes(
+        window=draw.choice((100, 4500, 9000, 1 << 20)), direct=draw.choice((1, 64, 1 << 20)), gap=draw.choice((0, 500))
     )
     threads = seed % 2 + draw.randint(1, 2)
     dims = draw.randint(1, 4)
@@ -246,7 +240,7 @@ def test_regions_windows_blocks_and_gaps_of_any_size_meet(seed: int, how: worlds
 
     def load(rank: int, key: str) -> bool:
         with Checkpoint(storage, PATH) as checkpoint:
-            found = worlds.load(checkpoint, key, wanted, rank, how, tuning, threads)
+            found = worlds.load(checkpoint, key, wanted, rank, how, sizes, threads)
         return found.tobytes() == expected[rank, key].tobytes()
 
     assert all(load(rank, key) for rank, key in expected)
