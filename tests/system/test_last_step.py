@@ -58,9 +58,9 @@ def end_with_the_store(door: str) -> str:
 @pytest.mark.parametrize(
     "door",
     [
-        pytest.param("trainer", marks=pytest.mark.slow),
+        pytest.param("trainer", marks=pytest.mark.sweep),
         pytest.param("trainer, asynchronous", marks=pytest.mark.slow),
-        pytest.param("fabric", marks=pytest.mark.slow),
+        pytest.param("fabric", marks=pytest.mark.sweep),
         "a script",
     ],
 )

@@ -155,6 +155,7 @@ SWEPT = {
     *(("with fsdp", "tied llama"), ("with tensor", "metrics"), ("with fsdp and tensor", "gpipe")),
     *(("with replicas", "1f1b"), ("schedules", "gpipe by microbatch"), ("models", "head first")),
     *(("three ranks", "1f1b"), ("schedules", "a user's file"), ("models", "bert")),
+    *(("training", "metrics, sizes change"), ("models", "conditioned, split by name")),
 }
 """What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
 

@@ -207,8 +207,8 @@ NAMED = [
     *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::4],
 ]
 
-APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch")
-"""A rank that is refused between steps leaves the other one waiting until its process has ended."""
+APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch", "PenalizesInBackward")
+"""A rank that is refused alone leaves the other one waiting until its process has ended."""
 
 
 @pytest.mark.slow
