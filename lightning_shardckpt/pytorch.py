@@ -63,7 +63,7 @@ from lightning_shardckpt.parallel.sharding.replaced_functions import replace_fun
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
-from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher

@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import ReadTarget
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.module_io import HookedState
+from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.protocol import Storage

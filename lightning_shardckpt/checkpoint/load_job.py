@@ -19,7 +19,7 @@ from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.module_io import HookedState
+from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.optimizer_load import Groups, OptimizerLoad, join_groups
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
@@ -128,7 +128,7 @@ class LoadJob:
     def _compare(self, groups: Groups) -> RankComparison:
         differences = [*self._unfitted]
         self._components = self.source.components()
-        model = self._model = ModelMatch(self.source, self._live, self._elsewhere, strict=self._strict)
+        model = self._model = ModelMatch(self.source, self._live, self._elsewhere)
         differences += model.problems if model.is_loaded else []
         if self._live.optimizers is not None:
             reshaped = model.reshaped()
@@ -205,7 +205,7 @@ class LoadJob:
         if self._live.has_model:
             names = (name for name in extra if name in self._live.extra_state)
             self.extra_state = {name: decode_small(extra[name]) for name in names}
-        for key, tensor in self._read_trainer().items():
+        for key, tensor in self._read_trainer().items() if self._live.has_trainer else ():
             (live_tensors if tensor is self._live.trainer_tensors.get(key) else new).append(("trainer", key, tensor))
         of_optimizers = [item for item in new if item[0] == "optimizer"]
         of_trainer = [("trainer", key, tensor) for key, tensor in self._live.trainer_tensors.items()]  # some in JSON

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.open_source import LiveState
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks
+from lightning_shardckpt.state.load_hooks import NO_HOOKS, LoadHooks
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, parameter_names
+from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
 from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.system.memory import gc_paused
 
 
 class LoadState(LiveState, Protocol):
@@ -49,6 +53,7 @@ class LoadTargets:
         regroup: called with the trainer's state, without tensors, before the optimizers are compared; may change their
             param groups.
         has_model: False loads the optimizers alone.
+        has_trainer: False leaves out the trainer's state.
         hooks: the load hooks of the model's modules.
     """
 
@@ -64,7 +69,36 @@ class LoadTargets:
     remedy: str = "Set strict_loading=False on the LightningModule"
     regroup: Callable[[Mapping[str, Any]], None] | None = None
     has_model: bool = True
+    has_trainer: bool = True
     hooks: LoadHooks = NO_HOOKS
+
+    @classmethod
+    @gc_paused()
+    def of_module(
+        cls,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        whole: WholeNames,
+        optimizers: Sequence[Optimizer] | None = None,
+        *,
+        is_changed: bool = False,
+    ) -> LoadTargets:
+        """Return the targets for a module's state dict, and the state of optimizers.
+
+        Args:
+            module: of the state dict.
+            state_dict: with the tensors that are filled in place.
+            whole: the names of all pipeline stages.
+            optimizers: of the module's parameters; None to load only weights.
+            is_changed: True if other code will change the entries before the module takes them.
+        """
+        values = {name for name, value in state_dict.items() if is_value(name, value)}
+        tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
+        leaves, _ = model_leaves(tensors, module, whole)
+        adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
+        names = parameter_names(module, whole) if optimizers is not None else {}
+        hooks = LoadHooks.of({"": module}, state_dict, of_all=is_changed)
+        return cls(leaves, frozenset(map(clean_fqn, values)), optimizers, names, whole, adapters, hooks=hooks)
 
     @property
     def in_stages(self) -> bool:

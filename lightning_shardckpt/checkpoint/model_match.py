@@ -16,13 +16,14 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.hooked_entries import allocate_entries
 from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
 from lightning_shardckpt.sources.source_view import converts
+from lightning_shardckpt.state.dtensor_layout import new_like
+from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
 from lightning_shardckpt.state.model import names_of
-from lightning_shardckpt.state.module_io import NO_HOOKS, HookedState, LoadHooks, Prefixes
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.tensor_bytes import DTYPES
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 
 _IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
 
@@ -37,6 +38,7 @@ class MatchRow:
         tensor: the live tensor.
         stored: key of the matching stored tensor, or None.
         problems: the differences between the two.
+        left_to_hooks: True if code of the model may remove the differences when it is loaded.
     """
 
     key: str
@@ -44,6 +46,12 @@ class MatchRow:
     tensor: torch.Tensor
     stored: str | None = None
     problems: list[str] = field(default_factory=list)
+    left_to_hooks: bool = False
+
+    @property
+    def is_missing(self) -> bool:
+        """True if the checkpoint does not have the tensor."""
+        return any(problem.startswith(_IN_MODEL) for problem in self.problems)
 
 
 class ModelMatch:
@@ -53,16 +61,16 @@ class ModelMatch:
         source: the stored state, under the names of the model.
         targets: the live objects.
         elsewhere: names that only other pipeline stages have.
-        strict: True if differences are errors.
 
     Attributes:
         stored: the stored model.
         kept: keys of adapters that the checkpoint does not have.
         rows: of the tensors.
         is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
+        unexpected: names that only the checkpoint has.
     """
 
-    def __init__(self, source: Source, targets: LoadTargets, elsewhere: frozenset[str], *, strict: bool) -> None:
+    def __init__(self, source: Source, targets: LoadTargets, elsewhere: frozenset[str] = frozenset()) -> None:
         self._source, self._targets, self._elsewhere = source, targets, elsewhere
         self.stored = source.components().get("model", Component({}))
         self._known = {key: key for key in self.stored.tensors} | self.stored.aliases
@@ -71,12 +79,13 @@ class ModelMatch:
         self._names = names_of(self._live, targets.whole.ties)
         hooks = targets.hooks if self.is_loaded else NO_HOOKS
         self.rows = [self._row(key, tensor) for key, tensor in self._live.tensors.items()]
-        self._others = self._compare_others()  # names and problems
-        self._seen = self._seen_by_hooks(hooks) if hooks.before or hooks.of_libraries else Prefixes(())
+        stored = {*(source.document("model") or {})}
+        self.unexpected = self._unexpected_names(stored)
+        self._missing_values = sorted(targets.extra_state - stored)
+        self._seen = self._seen_by_hooks(hooks) if hooks.before or hooks.of_libraries else ()
         self.is_hooked = bool(self._seen or hooks.after or hooks.of_all)
-        self._not_stored, self._unexpected = set[str](), set[str]()
-        if self.is_hooked:
-            self._leave_to_hooks(Prefixes(hooks.after if strict else ()))
+        self._left_to_hooks = list[str]()
+        self._leave_to_hooks((*self._seen, *hooks.after))
         self._matched = self.keys
 
     @property
@@ -98,7 +107,8 @@ class ModelMatch:
     def problems(self) -> list[str]:
         """The differences, a line each."""
         lines = [f"{row.key}  {problem}" for row in self.rows for problem in row.problems]
-        return lines + [f"{name}  {problem}" for name, problem in self._others]
+        lines += [f"{name}  {_IN_CHECKPOINT}" for name in self.unexpected]
+        return lines + [f"{name}  {_IN_MODEL}" for name in self._missing_values]
 
     def same_tensor(self) -> Callable[[str], Sequence[str]]:
         """Return a function that maps the name of a live parameter to all names of its tensor, its own first.
@@ -200,18 +210,14 @@ class ModelMatch:
             before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (left_out, live))
             yield f"{before} when the checkpoint left it out, {now} in model"
 
-    def _compare_others(self) -> list[tuple[str, str]]:
-        """Return the differences in non-tensor values, and the stored entries without a live one."""
-        stored, live = {*(self._source.document("model") or {})}, self._targets.extra_state
+    def _unexpected_names(self, values: set[str]) -> list[str]:
+        """Return the stored entries without a live one; ``values`` are those that are not tensors."""
         names = {name for group in self._names.values() for name in group}
-        unexpected = (((self._known.keys() | self._left_out.keys()) - names) | (stored - live)) - self._elsewhere
-        unexpected -= {base_fqn(name) for name in self._elsewhere} if unexpected else set()
-        return [
-            *((name, _IN_CHECKPOINT) for name in sorted(unexpected)),
-            *((name, _IN_MODEL) for name in sorted(live - stored)),
-        ]
+        unexpected = (self._known.keys() | self._left_out.keys()) - names | values - self._targets.extra_state
+        unexpected -= self._elsewhere
+        return sorted(unexpected - {base_fqn(name) for name in self._elsewhere} if unexpected else ())
 
-    def _seen_by_hooks(self, hooks: LoadHooks) -> Prefixes:
+    def _seen_by_hooks(self, hooks: LoadHooks) -> tuple[str, ...]:
         """Return the prefixes of entries that hooks see before the load."""
         document, names = self._source.document("model") or {}, self._names
         stored = {name: self.stored.tensors[key].shape for name, key in self._known.items()}
@@ -219,31 +225,62 @@ class ModelMatch:
         values = dict.fromkeys(self._targets.extra_state, ())
         return hooks.prefixes_seen(stored | dict.fromkeys(document, ()), live | values, self._elsewhere)
 
-    def _leave_to_hooks(self, after: Prefixes) -> None:
+    def is_seen(self, row: MatchRow) -> bool:
+        """Return True if hooks see a tensor before it is loaded."""
+        return any(name.startswith(self._seen) for name in row.names)
+
+    def _leave_to_hooks(self, scope: tuple[str, ...]) -> None:
         """Drop the differences that hooks may remove before the load, and those that hooks after it may accept."""
-        document = self._source.document("model") or {}
-        self._not_stored.update(self._targets.extra_state - document.keys())
-        self._unexpected.update(name for name, problem in self._others if problem == _IN_CHECKPOINT)
-        for row in self.rows:
-            if row.problems and row.stored is None:
-                self._not_stored.update(row.names)
-            if any(map(self._seen, row.names)):
-                row.problems = []
-            elif after(row.key):
-                row.problems = [problem for problem in row.problems if not problem.startswith(_IN_MODEL)]
-        self._others = [pair for pair in self._others if not self._seen(pair[0]) and not after(pair[0])]
+        for row in self.rows if scope else ():
+            if self.is_seen(row):
+                row.problems, row.left_to_hooks = [], row.stored is None
+            elif row.key.startswith(scope) and row.is_missing:
+                row.problems, row.left_to_hooks = [], True
+        self._left_to_hooks = [name for name in self.unexpected if name.startswith(scope)]
+        self.unexpected = [name for name in self.unexpected if not name.startswith(scope)]
+        self._missing_values = [name for name in self._missing_values if not name.startswith(scope)]
 
     def allocate(self) -> tuple[HookedState, list[ReadTarget]]:
-        """Allocate memory for the entries that the model's own code loads; see ``allocate_entries``."""
-        reported = {name for row in self.rows if row.problems for name in row.names}
-        return allocate_entries(
-            self._source,
-            self._live,
-            self._names,
-            self.keys,
-            self._seen,
-            absent=self._not_stored,
-            unexpected=self._unexpected,
-            reported=reported.union(name for name, _ in self._others),
-            whole=self._targets.whole,
-        )
+        """Allocate memory for the entries that the model's own code loads, sharded like the live tensors.
+
+        Entries that hooks see under names or in shapes that no live tensor has are whole on every rank.
+
+        Returns:
+            The entries, and the tensors to fill.
+        """
+        source, specs, targets = self._source, self.stored.tensors, list[ReadTarget]()
+        read, kept = dict[str, torch.Tensor](), {*self.kept, *self._missing_values}
+        document, hidden = source.document("model") or {}, {*self.unexpected}
+        entries = {name: decode_small(value) for name, value in document.items() if name not in hidden}
+        own = {*self._live.tensors, *self._live.aliases, *self._targets.whole.state}  # not names before PEFT
+        for row in self.rows:
+            if row.stored is not None:
+                tensor = read[row.stored] = new_like(row.tensor, TORCH_DTYPES[specs[row.stored].dtype])
+                targets.append(ReadTarget("model", row.stored, tensor))
+                entries |= dict.fromkeys((name for name in row.names if name in own), tensor)
+            elif not row.left_to_hooks:
+                kept.update(row.names)
+        rows = {name: row for row in self.rows for name in row.names}
+        loaded = {name for name, row in rows.items() if row.stored is not None}
+        rest = {*self._left_to_hooks, *(name for name in self._known if name.startswith(self._seen))}
+        for name in sorted((rest & self._known.keys()) - loaded, key=lambda name: (name not in rows, name)):
+            key = self._known[name]
+            if key not in read:
+                read[key] = self._allocate_other(name, rows.get(name))
+                targets += [ReadTarget("model", key, read[key])] if not read[key].is_meta else []
+            entries[name] = read[key]
+            for other in rows[name].names if name in rows else ():
+                entries.setdefault(other, read[key])
+        versions = source.document("versions")
+        decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
+        return HookedState(entries, frozenset(kept), decoded), targets
+
+    def _allocate_other(self, name: str, row: MatchRow | None) -> torch.Tensor:
+        """Return memory for an entry that fits no live tensor; on the meta device if no hook of this rank sees it."""
+        key = self._known[name]
+        spec, dtype = self.stored.tensors[key], TORCH_DTYPES[self.stored.tensors[key].dtype]
+        if row is not None and spec.shape == tuple(shape_of(row.tensor)):
+            return new_like(row.tensor, dtype)
+        if name in self._elsewhere or not name.startswith(self._seen):
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        return torch.empty(self._source.checked_shape("model", key), dtype=dtype)

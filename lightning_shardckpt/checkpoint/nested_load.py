@@ -27,8 +27,8 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.load_hooks import LoadHooks, load_remaining, loaded_state_dict
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
-from lightning_shardckpt.state.module_io import LoadHooks, load_remaining, loaded_state_dict
 from lightning_shardckpt.state.nested_dict import (
     NestedObjects,
     names_for,

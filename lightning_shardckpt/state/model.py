@@ -74,6 +74,15 @@ def named_tensors(module: nn.Module | None) -> tuple[Named, Named]:
     return list(parameters), list(buffers)
 
 
+def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
+    """Return the canonical FQN by ``id`` of each parameter; the first name of a tie, in the whole model if given."""
+    first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), first.get(clean_fqn(name), clean_fqn(name)))
+    return names
+
+
 def tied_names(module: nn.Module) -> list[list[str]]:
     """Return the canonical FQNs of each tied parameter or buffer, in order of registration."""
     return [list(names) for names in shared_names(chain(*named_tensors(module)))]

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors
-from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors, parameter_names
 from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, join_states, key_of, prefixes_of
 from lightning_shardckpt.system.memory import gc_paused

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,27 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shardckpt.compat.dtensor import shape_of
+from lightning_shardckpt.checkpoint.load_job import LoadJob
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.model_match import ModelMatch
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.hooked_entries import allocate_entries
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
 from lightning_shardckpt.sources.open_source import open_on_ranks
-from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.sources.source_view import converts, read_converted
-from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, tied_names
-from lightning_shardckpt.state.module_io import (
-    HookedState,
-    LoadHooks,
-    Prefixes,
-    load_remaining,
-    loaded_state_dict,
-)
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.load_hooks import load_remaining, loaded_state_dict
+from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.peft_modules import made_from_base
-from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text, list_some
 
@@ -49,60 +41,48 @@ class Pretrained:
 
 
 class PretrainedWeights:
-    """Stored weights that were compared with a model; only they fill the parameters and buffers in ``names``."""
+    """Stored weights that were compared with a model.
 
-    def __init__(self, source: Source | None, match: Match | None, by_code: Prefixes, *, strict: bool) -> None:
-        self._source, self._match, self._by_code, self._strict = source, match, by_code, strict
-        self.names = frozenset(n for n in match.names if not by_code(n)) if match is not None else frozenset()
+    Args:
+        source: under the stored names; None without weights.
+        match: of the stored names with the model's.
+        names: of the parameters and buffers that only these weights fill.
+        strict: whether differences that load hooks leave are errors.
+    """
+
+    def __init__(self, source: Source | None, match: Match, names: frozenset[str], *, strict: bool) -> None:
+        self._source, self._match, self.names, self._strict = source, match, names, strict
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
         """Read this rank's slices of the model, which has been sharded.
 
         Collective: every rank of ``ranks`` must call it.
         """
-        if self._source is None or self._match is None:
+        if self._source is None:
             return
-        hooked: HookedState | None = None
-        source, match, state_dict = self._source, self._match, module.state_dict()
-        modules, values = {"": module}, dict[str, Any]()
+        path, match, live, modules = self._source.path, self._match, module.state_dict(), {"": module}
+        job = LoadJob(self._source, _targets(module, live, whole, match), strict=False, pick_rank=lambda _: 0)
 
         def read() -> None:
-            nonlocal hooked, values
-            tensors = {k: v for k, v in state_dict.items() if not is_value(k, v)}
-            leaves, _ = model_leaves(tensors, module, whole)
-            fitted, names = apply_match(source, match), names_of(leaves, whole.ties)
-            stored, specs = fitted.document("model") or {}, fitted.components()["model"].tensors
-            own_values = {clean_fqn(name) for name in state_dict.keys() - tensors.keys()}
-            values = {name: decode_small(stored[name]) for name in own_values if name in stored}
-            matched = [key for key in leaves.tensors if key in match.names]
-            targets = [ReadTarget("model", key, leaves.tensors[key]) for key in matched]
-            hooks = LoadHooks.of(modules, state_dict)
-            if self._by_code or hooks.after or hooks.of_all:
-                fitting = [key for key in matched if specs[key].shape == shape_of(leaves.tensors[key])]
-                absent = own_values - stored.keys()
-                absent.update(*(names[key] for key in leaves.tensors.keys() - match.names))
-                hooked, targets = allocate_entries(
-                    fitted,
-                    leaves,
-                    names,
-                    dict(zip(fitting, fitting, strict=True)),
-                    self._by_code,
-                    absent=absent,
-                    unexpected=match.others,
-                    reported=[name for name in (*absent, *match.others) if not self._by_code(name)],
-                    whole=whole,
-                )
-            read_converted(fitted, targets)
+            job.match()
+            job.fill()
 
         def load() -> list[str]:
-            now, strict = loaded_state_dict(modules, state_dict, values, hooked), self._strict
-            return load_remaining(modules, state_dict, now, hooked, whole, strict=strict, keep_parameters=True)
+            loaded, strict = loaded_state_dict(modules, live, job.extra_state, job.hooked), self._strict
+            return load_remaining(modules, live, loaded, job.hooked, whole, strict=strict, keep_parameters=True)
 
-        ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
-        phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"
+        ranks.step(f"reading pretrained weights from {path!r}", read, lambda _: None)
+        phase = f"loading pretrained weights from {path!r} into {type(module).__name__}"
         notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
         if notes and ranks.rank == 0:
-            warnings.warn(f"pretrained weights at {source.path!r}: " + list_some(notes, between="\n  "), stacklevel=4)
+            warnings.warn(f"pretrained weights at {path!r}: " + list_some(notes, between="\n  "), stacklevel=4)
+
+
+def _targets(module: nn.Module, live: Mapping[str, Any], whole: WholeNames, match: Match) -> LoadTargets:
+    def fit(source: Source) -> tuple[Source, list[str]]:
+        return apply_match(source, match, whole.ties), []
+
+    return replace(LoadTargets.of_module(module, live, whole), fit_source=fit, has_trainer=False)
 
 
 @contextmanager
@@ -118,10 +98,10 @@ def compare_pretrained(
         Exception: the error of opening the source, on all ranks.
     """
     if pretrained is None:
-        yield PretrainedWeights(None, None, Prefixes(()), strict=False)
+        yield PretrainedWeights(None, Match(), frozenset(), strict=False)
         return
     with _open(pretrained.path, ranks, storage) as source:
-        matches: list[tuple[Match, Prefixes]] = []
+        matches: list[tuple[Match, frozenset[str]]] = []
 
         def compare() -> dict[str, list[str]]:
             matches.append(_compare(source, module, pretrained))
@@ -147,32 +127,22 @@ def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, Prefixes]:
-    """Return the matching names with all problems, and the scopes that the model's own code loads."""
-    state = {clean_fqn(k): v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor)}
+def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, frozenset[str]]:
+    """Return the matching names with all problems, and the names of the tensors that no code of the model loads."""
+    live = module.state_dict()
+    state = {clean_fqn(name) for name, value in live.items() if isinstance(value, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    match, hooks = match_model(source, module, whole, pretrained.key_mapping), LoadHooks.of({"": module}, {})
-    fitted = apply_match(source, match)
-    stored, values = fitted.components()["model"].tensors, fitted.document("model") or {}
-    shapes = {name: spec.shape for name, spec in stored.items()} | dict.fromkeys(values, ())
-    entries = module.state_dict().items()
-    live_shapes = {clean_fqn(name): () if is_value(name, value) else tuple(value.shape) for name, value in entries}
-    by_code = hooks.prefixes_seen(shapes, live_shapes, ())
-    by_hooks = Prefixes(hooks.after if pretrained.strict else ())  # hooks may accept differences
-    match.missing = [name for name in match.missing if not by_code(name) and not by_hooks(name)]
-    accepted = {stored_name for name, (stored_name, _) in match.others.items() if by_code(name) or by_hooks(name)}
-    match.unexpected = [name for name in match.unexpected if name not in accepted]
+    match = match_model(source, module, whole, pretrained.key_mapping)
+    model = ModelMatch(apply_match(source, match, whole.ties), LoadTargets.of_module(module, live, whole))
+    rows = {name: row for row in model.rows for name in row.names}
+    match.missing = [name for name in match.missing if name in rows and rows[name].is_missing]
+    match.unexpected = [match.others[name][0] for name in model.unexpected if name in match.others]
     fix = "was computed by PEFT from the weights that these replace: begin with from_pretrained, not pretrained="
-    computed = () if pretrained.before_checkpoint else made_from_base(module, state.keys() - match.names)
+    computed = () if pretrained.before_checkpoint else made_from_base(module, state - match.names)
     match.problems += [f"{name}  {fix}" for name in computed]
-    for name in sorted(name for name in match.names if not by_code(name)):
-        spec, live = stored[name], state[name]
-        dtype = DTYPES.get(live.dtype)
-        if spec.shape != tuple(live.shape):
-            match.problems.append(f"{name}  shape {spec.shape} in it, {tuple(live.shape)} in the model")
-        elif not converts(spec.dtype, dtype):
-            match.problems.append(f"{name}  dtype {spec.dtype} in it, {dtype or live.dtype} in the model")
-    return match, by_code
+    different = (row for row in model.rows if not row.is_missing and row.key in match.names)
+    match.problems += [f"{row.key}  {problem}" for row in different for problem in row.problems]
+    return match, frozenset(name for name in match.names if name in rows and not model.is_seen(rows[name]))
 
 
 def _check_reports(path: str, strict: bool, reports: list[dict[str, list[str]]]) -> list[str]:

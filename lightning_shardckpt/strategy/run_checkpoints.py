@@ -47,9 +47,9 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
+from lightning_shardckpt.state.load_hooks import load_remaining
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_io import load_remaining
 from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_empty, watch_state
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url

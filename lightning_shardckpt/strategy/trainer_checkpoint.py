@@ -6,7 +6,7 @@ Lightning's checkpoint dict has the shared state. Each rank adds its random stat
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +15,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
@@ -24,14 +22,11 @@ from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import fit_to, map_names
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.load_hooks import HookedState, loaded_state_dict
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves
-from lightning_shardckpt.state.module_io import HookedState, LoadHooks, loaded_state_dict, parameter_names
-from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
 from lightning_shardckpt.strategy.lightning_module import restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
@@ -118,9 +113,16 @@ def load_checkpoint(
         state_dict = live_state_dict(module)
     fitting = trainer.state.fn == TrainerFn.FITTING
     optimizers = trainer.strategy.optimizers if fitting else None
-    targets = module_targets(module, state_dict, optimizers, io.names, io.key_mapping)
+    is_changed = is_overridden("on_load_checkpoint", module, pl.LightningModule)  # it may read the module's old values
+    targets = LoadTargets.of_module(module, state_dict, io.names, optimizers, is_changed=is_changed)
     of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
-    targets = replace(targets, regroup=partial(restore_param_groups, trainer))
+
+    def match_names(source: Source) -> tuple[Source, list[str]]:
+        source, problems = map_names(source, io.key_mapping)
+        source, more = fit_to(source, module=module, live=targets.model, whole=io.names)
+        return source, problems + more
+
+    targets = replace(targets, fit_source=match_names, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(
         path,
         targets,
@@ -165,37 +167,3 @@ def _compare_hyper_parameters(
         given = " ".join(f"--model.{name}={both[name][0]}" for name in differing)
         raise MismatchError(f"{remedy}, or pass {given}")
     rank_zero_warn(remedy)
-
-
-@gc_paused()
-def module_targets(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    optimizers: Sequence[Optimizer] | None,
-    whole: WholeNames,
-    key_mapping: KeyMapping = _UNCHANGED,
-) -> LoadTargets:
-    """Return the targets of a load: the tensors of a state dict, and the state of optimizers.
-
-    Args:
-        module: of the state dict.
-        state_dict: with the tensors that are filled in place.
-        optimizers: of the module's parameters; None to load only weights.
-        whole: the names of all pipeline stages.
-        key_mapping: from stored names to the names of the module.
-    """
-    values = {name for name, value in state_dict.items() if is_value(name, value)}
-    tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
-    leaves, _ = model_leaves(tensors, module, whole)
-    extra_state = frozenset(map(clean_fqn, values))
-    adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
-
-    def match_names(source: Source) -> tuple[Source, list[str]]:
-        source, problems = map_names(source, key_mapping)
-        source, more = fit_to(source, module=module, live=leaves, whole=whole)
-        return source, problems + more
-
-    names = parameter_names(module, whole) if optimizers is not None else {}
-    is_shown = is_overridden("on_load_checkpoint", module, pl.LightningModule)  # it may read the module's old values
-    hooks = LoadHooks.of({"": module}, state_dict, of_all=is_shown)
-    return LoadTargets(leaves, extra_state, optimizers, names, whole, adapters, match_names, hooks=hooks)

@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import StoredOptimizer, merge_optimizers
 from lightning_shardckpt.state.json_tree import decode_equal
-from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.module_io import load_remaining, parameter_names
+from lightning_shardckpt.state.load_hooks import load_remaining
+from lightning_shardckpt.state.model import WholeNames, parameter_names, tied_names
 from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_state
 from lightning_shardckpt.strategy.resume import DataShare
-from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -152,7 +152,7 @@ class Stage:
         }
 
     def load(self, path: str, strict: bool = True) -> dict[str, Any]:
-        targets = module_targets(self.module, self.module.state_dict(), self.optimizers, self.io.names)
+        targets = LoadTargets.of_module(self.module, self.module.state_dict(), self.io.names, self.optimizers)
         loaded = self.io.load_into(path, targets, strict=strict)
         for name, module in self.module.named_modules():
             if f"{name}._extra_state" in loaded.extra_state:

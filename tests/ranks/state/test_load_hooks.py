@@ -28,18 +28,13 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, RankError, StateError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.hooked_entries import allocate_entries
-from lightning_shardckpt.sources.torch_save import open_torch_files
-from lightning_shardckpt.state.model import WholeNames, model_leaves, names_of
-from lightning_shardckpt.state.module_io import NO_HOOKS, LoadHooks, Prefixes
+from lightning_shardckpt.state.load_hooks import NO_HOOKS, LoadHooks
 from tests.support import tiny
 from tests.support.load_hooks import (
     CASES,
     Doubled,
     Linear,
-    OldName,
     RebuiltTable,
-    Renamed,
     contents,
     same,
     weight_norm,
@@ -523,17 +518,6 @@ def test_tensors_on_the_meta_device_are_refused_by_name(tmp_path: Path, world: i
         assert "model/weight" in model and "to_empty" in model
         assert "trainer/tensor" in tensor
         assert "model/weight" in doubled
-
-
-def test_only_so_much_is_read_whole_for_hooks(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.pt")
-    torch.save(OldName().state_dict(), path)
-    source, model = open_torch_files(path), Renamed()
-    leaves, _ = model_leaves(model.state_dict(), model)
-    arguments = (source, leaves, names_of(leaves, ()), {"count": "count"}, Prefixes({""}))
-    with pytest.raises(StateError, match=r"the largest is 'kernel'.*in one process"):
-        allocate_entries(*arguments, whole=WholeNames(), most_bytes=95)
-    assert allocate_entries(*arguments, whole=WholeNames(), most_bytes=96)[0].entries.keys() == {"kernel", "count"}
 
 
 def llama(**options: Any) -> Any:

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_shardckpt as ckpt
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -175,7 +175,7 @@ def reload_into_live_state(path: str) -> None:
     anew = {f"{i}.weight.{name}" for i in (0, 1) for name in ("exp_avg", "exp_avg_sq")}
     anew |= {"2.weight.exp_avg", "3.weight.exp_avg"}
 
-    io.load_into(path, module_targets(model, model.state_dict(), [optimizer], io.names), strict=True)
+    io.load_into(path, LoadTargets.of_module(model, model.state_dict(), io.names, [optimizer]), strict=True)
     for parameter, values in optimizer.state.items():
         for key in ("exp_avg", "exp_avg_sq"):
             name, found = f"{names[id(parameter)]}.{key}", values[key].to_local()
@@ -211,7 +211,7 @@ def test_what_was_tied_and_is_not_any_more_has_state_of_its_own(tmp_path: Path) 
     io.save_checkpoint(checkpoint, path)
     io.attach(Ranks.alone(), found, {})
     for _ in range(2):  # into new memory, then into what is there
-        io.load_into(path, module_targets(found, found.state_dict(), [after], io.names), strict=True)
+        io.load_into(path, LoadTargets.of_module(found, found.state_dict(), io.names, [after]), strict=True)
         first, second = (after.state[layer.weight] for layer in (found.first, found.second))
         for key, value in before.state[saved.first.weight].items():
             assert torch.equal(first[key], value) and torch.equal(second[key], value)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
-from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 
@@ -281,6 +281,6 @@ def test_wrappers_leave_no_trace_in_names(compiled: bool, recomputed: bool, tmp_
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
-        io.load_into(tmp_path / "a.ckpt", module_targets(other, other.state_dict(), None, io.names), strict=True)
+        io.load_into(tmp_path / "a.ckpt", LoadTargets.of_module(other, other.state_dict(), io.names), strict=True)
         expected = list(source.state_dict().values())
         assert all(torch.equal(a, b) for a, b in zip(expected, other.state_dict().values(), strict=True))

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
-from lightning_shardckpt.state.module_io import parameter_names
+from lightning_shardckpt.state.model import parameter_names
 
 
 class Counts(torch.optim.AdamW):

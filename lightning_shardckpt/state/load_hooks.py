@@ -74,8 +74,8 @@ class LoadHooks:
 
     def prefixes_seen(
         self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]
-    ) -> Prefixes:
-        """Return the prefixes of stored entries that hooks see before the load.
+    ) -> tuple[str, ...]:
+        """Return the prefixes of stored entries that hooks see before the load, for ``str.startswith``.
 
         Args:
             stored: shapes of all entries by name.
@@ -84,27 +84,10 @@ class LoadHooks:
         """
         differing = {name for name in {*stored, *live} if stored.get(name) != live.get(name)} - {*elsewhere}
         acting = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
-        return Prefixes({prefix for prefix in (*self.before, *acting) if any(n.startswith(prefix) for n in stored)})
+        return tuple(prefix for prefix in (*self.before, *acting) if any(name.startswith(prefix) for name in stored))
 
 
 NO_HOOKS = LoadHooks()
-
-
-class Prefixes:
-    """A predicate of names: whether a name has one of the prefixes.
-
-    >>> [Prefixes({"a.b."})(name) for name in ("a.b.c", "a.bc")], Prefixes({""})("a"), Prefixes(())("a")
-    ([True, False], True, False)
-    """
-
-    def __init__(self, prefixes: Iterable[str]) -> None:
-        self._prefixes = tuple(prefixes)
-
-    def __call__(self, name: str) -> bool:
-        return name.startswith(self._prefixes)
-
-    def __bool__(self) -> bool:
-        return bool(self._prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +97,16 @@ class HookedState:
     Attributes:
         entries: stored entries that are not in the modules yet; entries of other stages, and of no module, are on the
             meta device.
-        absent: names of the modules' entries that are not stored.
-        reported: names whose differences have been reported.
+        kept: names of the modules' entries that keep their values.
         versions: of modules, see ``module_versions``.
     """
 
     entries: dict[str, Any]
-    absent: frozenset[str] = frozenset()
-    reported: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None
 
 
 # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def parameter_names(module: nn.Module, whole: WholeNames | None = None) -> dict[int, str]:
-    """Return the canonical FQN by ``id`` of each parameter; the first name of a tie, in the whole model if given."""
-    first = {name: tie[0] for tie in whole.ties for name in tie} if whole is not None else {}
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), first.get(clean_fqn(name), clean_fqn(name)))
-    return names
 
 
 def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any]) -> bool:
@@ -157,23 +129,22 @@ def loaded_state_dict(
         values: loaded entries that are not tensors, by canonical name.
         hooked: the entries that were read beside the modules; None if all tensors were filled in place.
     """
-    hooked = hooked or HookedState({})
     registered = {clean_fqn(name): name for name in live}
-    state_dict = {name: value for name, value in live.items() if clean_fqn(name) not in hooked.absent}
-    state_dict |= {registered[name]: value for name, value in values.items() if name in registered}
-    if not hooked.entries:
-        return state_dict
+    if hooked is None:
+        return {**live, **{registered[name]: value for name, value in values.items() if name in registered}}
+    known = {**hooked.entries, **{name: live[registered[name]] for name in hooked.kept if name in registered}}
+    state_dict = {own: known[name] for name, own in registered.items() if name in known}
     starts = {
         clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
         for start, root in modules.items()
         for name, _ in root.named_modules(remove_duplicate=False)
     }
-    for name, value in hooked.entries.items():
+    for name in (name for name in hooked.entries if name not in registered):
         start, last = name, ""
         while start and start not in starts:
             start, _, part = start.removesuffix(".").rpartition(".")
             start, last = f"{start}." if start else "", f"{part}.{last}"
-        state_dict[registered.get(name) or starts.get(start, "") + last.removesuffix(".")] = value
+        state_dict[starts.get(start, "") + last.removesuffix(".")] = hooked.entries[name]
     return state_dict
 
 
@@ -221,14 +192,11 @@ def load_remaining(
     lines = [f"{name}  in model only" for name in missing if name in live]
     unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in unmatched]
-    if not strict:  # on_load_checkpoint may take entries out
-        hooked = hooked or HookedState({})
-        known = hooked.reported.union(n for n in map(clean_fqn, live.keys() - state_dict) if n not in hooked.absent)
-        return [line for line in lines if clean_fqn(line.partition("  ")[0]) not in known]
-    if lines:
+    if strict and lines:
         count = count_text(len(lines), "difference")
         raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
-    return []
+    loaded = loaded_state_dict(modules, live, {}, hooked)  # of which on_load_checkpoint may have taken entries out
+    return [line for line in lines if line.partition("  ")[0] not in loaded.keys() - state_dict]
 
 
 def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Tensor]) -> None:
