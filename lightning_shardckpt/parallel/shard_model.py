@@ -75,6 +75,11 @@ class Recipe:
     pipeline: Pipeline = field(default_factory=Pipeline)
     autocast_dtype: torch.dtype | None = None
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are reduced, if the user has chosen one."""
+        return getattr(torch, self.fsdp.reduce_dtype) if self.fsdp.reduce_dtype else None
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedModule:
@@ -217,7 +222,10 @@ def shard(
         retire_parameter(old, replaced.get(old))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
-    gradients = GradientSync(root, meshes, device, partial=_partial_names(root, plan), shared=shared)
+    partial_names = _partial_names(root, plan)
+    gradients = GradientSync(
+        root, meshes, device, partial=partial_names, reduce_dtype=recipe.reduce_dtype, shared=shared
+    )
     holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
@@ -340,7 +348,7 @@ def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch
         device,
         peers,
         offload=recipe.fsdp.cpu_offload,
-        reduce_dtype=getattr(torch, recipe.fsdp.reduce_dtype) if recipe.fsdp.reduce_dtype else None,
+        reduce_dtype=recipe.reduce_dtype,
         autocast_dtype=recipe.autocast_dtype if has_data_axes_alone else None,
         plan=partial(list_units, root),
     )

@@ -33,9 +33,10 @@ class FSDP:
         ignored: patterns or class names of modules that are not sharded: every process has them whole, and their
             gradients are averaged, as ``ignored_params`` of ``fully_shard`` has it. For code that ``fully_shard``
             cannot differentiate, such as ``torch.autograd.grad`` for parameters.
-        reduce_dtype: the dtype in which torch's engine reduces gradients, by default the dtype of the parameters:
-            ``"float32"`` sums gradients of ``precision="bf16-true"`` without intermediate rounding. Under
-            ``"bf16-mixed"`` gradients of linear layers and convolutions are always reduced in float32.
+        reduce_dtype: the dtype in which gradients are reduced. By default torch's engine takes the dtype of the
+            parameters, and replicas of whole parameters at least float32. ``"float32"`` sums gradients of
+            ``precision="bf16-true"`` without intermediate rounding. Under ``"bf16-mixed"`` gradients of linear layers
+            and convolutions are always reduced in float32.
 
     Raises:
         TopologyError: for a wrong value.

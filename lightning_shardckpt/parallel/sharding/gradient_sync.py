@@ -7,9 +7,8 @@ end of a backward. Gradients of parameters on several pipeline stages are summed
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -30,10 +29,10 @@ from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
 from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replicated_gradients import (
-    Accumulation,
+    Reduction,
     ReplicatedGradients,
-    all_reduce_gradients,
     is_reduced,
+    reduce_gradients,
 )
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import sharding_of
@@ -49,6 +48,7 @@ class GradientSync:
         meshes: the device meshes.
         device: where gradients of ``shared`` are summed.
         partial: names of plain parameters whose gradients are partial sums over the tensor axis.
+        reduce_dtype: the dtype of the sums; None for the dtype of the gradients, but at least float32.
         shared: parameters on several pipeline stages, with the group of their ranks, in the same order on all ranks.
 
     Attributes:
@@ -63,14 +63,13 @@ class GradientSync:
         meshes: Meshes,
         device: torch.device,
         *,
-        partial: Iterable[str] = (),
+        partial: Collection[str] = (),
+        reduce_dtype: torch.dtype | None = None,
         shared: Shared = (),
     ) -> None:
-        self._root, self._device, self._shared = root, device, shared
-        self._accumulation = Accumulation()
+        self._root, self._device, self._shared, self._reduce_dtype = root, device, shared, reduce_dtype
         self._tensor_group = meshes.tensor_group if meshes.topology.tensor > 1 else None
-        summed, self._averaged = _replicated_gradients(root, meshes, frozenset(partial), self._accumulation)
-        self._replicated = [one for one in (summed, self._averaged) if one is not None]
+        self._replicated = _replicated_gradients(root, meshes, frozenset(partial), reduce_dtype)
         self._stages = meshes.topology.pipeline
         self.adopted: MutableMapping[nn.Parameter, None] = WeakIdKeyDictionary()
         self._adopts = True
@@ -100,8 +99,7 @@ class GradientSync:
                 f"first of shape {tuple(new[0].shape)}. Build them in __init__, setup or configure_model."
             )
         self.adopted.update(dict.fromkeys(new))
-        if self._averaged is not None:
-            self._averaged.add(new)
+        self._replicated.add(new)
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -120,26 +118,14 @@ class GradientSync:
     def _synchronized(self) -> Iterator[None]:
         for module in self._fsdp:
             module.set_requires_gradient_sync(not self.is_blocked, recurse=False)
-        self._guard_gradients()
-        try:
-            with self.no_sync(self.is_blocked):
-                yield
-        except BaseException:
-            for replicated in self._replicated:
-                replicated.reset()
-            raise
-        self._guard_gradients()
+        with self.no_sync(self.is_blocked):
+            yield
         if not self.is_blocked:
             self._check()
 
-    def _guard_gradients(self) -> None:
-        """Refuse uses of gradients of replicated parameters while they accumulate."""
-        for replicated in self._replicated:
-            replicated.refuse_reads() if self.is_blocked else replicated.allow_reads()
-
     def no_sync(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients of replicated parameters."""
-        return self._accumulation.no_sync(enabled)
+        return self._replicated.no_sync(enabled)
 
     def begin_passes(self) -> None:
         """Set aside the reduced gradients of shared parameters before the passes of a pipeline step."""
@@ -164,11 +150,9 @@ class GradientSync:
 
         Collective: every rank of the world must call it.
         """
-        self._guard_gradients()
         if self.is_blocked:
             return
-        for replicated in self._replicated:
-            replicated.reduce()
+        self._replicated.reduce()
         self._reduce_shared()
         self._check()
 
@@ -179,7 +163,8 @@ class GradientSync:
             if parameter.requires_grad:
                 together[group].append(parameter)
         for group, parameters in together.items():
-            all_reduce_gradients(parameters, group, lambda p: p.grad is not None, device=self._device, hooks_count=True)
+            reduction = Reduction(group, dtype=self._reduce_dtype)
+            reduce_gradients(parameters, reduction, lambda p: p.grad is not None, device=self._device)
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -193,30 +178,23 @@ class GradientSync:
     def reset(self) -> None:
         """Discard the state of a step that raised an error and ended the run."""
         self._before.clear()
-        for replicated in self._replicated:
-            replicated.drop_local()
+        self._replicated.drop_local()
 
 
 def _replicated_gradients(
-    root: nn.Module, meshes: Meshes, partial: frozenset[str], accumulation: Accumulation
-) -> tuple[ReplicatedGradients | None, ReplicatedGradients | None]:
-    """Return the reductions of plain parameters: sums of ``partial`` over the tensor axis, means over the data axes."""
+    root: nn.Module, meshes: Meshes, partial: frozenset[str], dtype: torch.dtype | None
+) -> ReplicatedGradients:
+    """Return the reduction of plain parameters: sums of ``partial`` over the tensor axis, means over the data axes."""
     modules: list[Any] = list(fsdp_modules(root))  # FSDPModule does not declare the methods of nn.Module
     managed = {id(p) for module in modules for p in module.parameters() if isinstance(p, DTensor)}
     managed |= {id(p) for p in root.parameters() if isinstance(p, ShardedTensor)}
-    others = {name: p for name, p in root.named_parameters() if id(p) not in managed}
-    ranks, sums, means = meshes.topology.data_parallel, None, None
-    summed = [p for name, p in others.items() if name in partial]
-    if meshes.topology.tensor > 1 and summed:
-        sums = ReplicatedGradients(summed, meshes.tensor_group, 1.0, accumulation, at_once=True)
-    if ranks > 1:
-        overlapping = None
-        if meshes.topology.replicate == meshes.topology.world_size:
-            overlapping = dist.new_group(timeout=timedelta(seconds=meshes.timeout_s))
-        means = ReplicatedGradients(
-            list(others.values()), meshes.data_parallel_group, 1.0 / ranks, accumulation, overlapping=overlapping
-        )
-    return sums, means
+    ranks = meshes.topology.data_parallel
+    replicated = ReplicatedGradients(Reduction(meshes.data_parallel_group, 1 / ranks, dtype) if ranks > 1 else None)
+    for name, parameter in root.named_parameters():
+        if id(parameter) not in managed:
+            is_partial = meshes.topology.tensor > 1 and name in partial
+            replicated.add([parameter], [Reduction(meshes.tensor_group, dtype=dtype)] if is_partial else [])
+    return replicated
 
 
 def build_sharing_groups(ranks: Iterable[frozenset[int]], meshes: Meshes) -> dict[frozenset[int], dist.ProcessGroup]:

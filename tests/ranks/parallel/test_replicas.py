@@ -12,22 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.replicated_gradients import Accumulation, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
 from tests.support.pool import run_each, run_ranks
 
 WIDTH, LAYERS = 8, 6
-LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 
 
 class Net(nn.Module):
-    """Its rank leaves out some layers, and notes when it comes back to each."""
+    """Its rank leaves out some layers, and calls ``at_layer`` when a backward comes back to one."""
 
     def __init__(self, skipped: tuple[int, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.skipped = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)), skipped
         self.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)  # as of quantized weights
-        self.events = list[str]()
         self.at_layer: Callable[[Net, int], Any] = lambda net, number: None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +36,6 @@ class Net(nn.Module):
         return x.square().mean()
 
     def _come_back(self, number: int) -> None:
-        self.events.append(f"layer {number}")
         self.at_layer(self, number)
 
     def gradients(self) -> list[Tensor | None]:
@@ -47,28 +44,27 @@ class Net(nn.Module):
 
 
 @contextmanager
-def _noted(events: list[str]) -> Iterator[None]:
-    all_reduce = dist.all_reduce
+def _counted() -> Iterator[list[tuple[torch.dtype, int]]]:
+    """The dtype and the number of elements of each reduction."""
+    all_reduce, buffers = dist.all_reduce, list[tuple[torch.dtype, int]]()
 
-    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.numel() * tensor.itemsize >= LAYER_BYTES:
-            events.append("sent")
+    def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        buffers.append((tensor.dtype, tensor.numel()))
         return all_reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = noted
+    dist.all_reduce = count
     try:
-        yield
+        yield buffers
     finally:
         dist.all_reduce = all_reduce
 
 
-def _watch(net: Net, accumulation: Accumulation | None = None, bucket_bytes: int = LAYER_BYTES) -> None:
+def _watch(net: nn.Module, dtype: torch.dtype | None = None) -> ReplicatedGradients:
     group = dist.group.WORLD
     assert group is not None
-    ReplicatedGradients(
-        list(net.parameters()), group, 1 / dist.get_world_size(), accumulation or Accumulation(),
-        overlapping=dist.new_group(), bucket_bytes=bucket_bytes,
-    )  # fmt: skip
+    made = ReplicatedGradients(Reduction(group, 1 / dist.get_world_size(), dtype))
+    made.add(net.parameters())
+    return made
 
 
 def _batch(rank: int, step: int = 0) -> Tensor:
@@ -99,27 +95,6 @@ def _alike(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     )
 
 
-def _scale(net: Net, number: int, change: Callable[[nn.Parameter], Any]) -> None:
-    """Change the gradient of the last layer when the backward comes to the second."""
-    if number == 1:
-        change(net.layers[-1].weight)  # type: ignore[arg-type]  # a parameter
-
-
-def _replace(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad * 3
-
-
-CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
-    "in place": lambda p: p.grad.mul_(3),  # type: ignore[union-attr]  # there is one
-    "by data": lambda p: p.grad.data.mul_(3),  # type: ignore[union-attr]
-    "by numpy": lambda p: p.grad.numpy().__imul__(3),  # type: ignore[union-attr]
-    "by detach": lambda p: p.grad.detach().mul_(3),  # type: ignore[union-attr]
-    "another tensor": _replace,
-    "taken away": lambda p: setattr(p, "grad", None),
-}
-
-
 def _make(rank: int) -> Net:
     return Net()
 
@@ -128,22 +103,12 @@ def _make_with_skips(rank: int) -> Net:
     return Net(((1, 4), (4, 5))[rank])
 
 
-def _changing(how: str, only_rank: int | None) -> Make:
-    def make(rank: int) -> Net:
-        net = Net()
-        if only_rank in (None, rank):
-            net.at_layer = lambda net, number: _scale(net, number, CHANGES[how])
-        return net
-
-    return make
-
-
-def _train(make: Make) -> tuple[bool, list[str], set[type]]:
+def _train(make: Make) -> tuple[bool, int, set[type]]:
     expected, net = _mean(make), make(dist.get_rank())
     _watch(net)
-    with _noted(net.events):
+    with _counted() as buffers:
         net(_batch(dist.get_rank())).backward()
-    return _alike(net.gradients(), expected), net.events, {type(p.grad) for p in net.parameters() if p.requires_grad}
+    return _alike(net.gradients(), expected), len(buffers), {type(p.grad) for p in net.parameters() if p.requires_grad}
 
 
 def _plain() -> Any:
@@ -154,45 +119,76 @@ def _skipping() -> Any:
     return _train(_make_with_skips)
 
 
-def _change(how: str, only_rank: int | None) -> Any:
-    return _train(_changing(how, only_rank))
+def test_gradients_are_averaged_in_one_buffer() -> None:
+    assert run_ranks(2, _plain) == [(True, 1, {Tensor})] * 2
 
 
-def test_gradients_are_on_their_way_before_the_last_is_computed() -> None:
-    for is_mean, events, kinds in run_ranks(2, _plain):
-        assert is_mean and kinds == {Tensor}
-        assert events.count("sent") == LAYERS
-        assert events.index("sent") < events.index("layer 2")
+def test_a_gradient_that_some_ranks_lack_counts_as_zero() -> None:
+    for is_mean, count, _ in run_ranks(2, _skipping):
+        assert is_mean and count == 1
 
 
-def test_ranks_may_use_different_parameters() -> None:
-    for is_mean, events, _ in run_ranks(2, _skipping):
-        assert is_mean and events.count("sent") == LAYERS
+def _replace(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 3
 
 
-def test_a_gradient_that_user_code_changes_in_the_backward_is_averaged_as_changed() -> None:
-    """On all ranks, and on one alone."""
-    calls = {(how, only_rank): (2, _change, how, only_rank) for how in CHANGES for only_rank in (None, 1)}
-    for case, ranks in run_each(calls).items():
-        for is_mean, _, kinds in ranks:
-            assert is_mean and kinds <= {Tensor, type(None)}, case
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda p: p.grad.mul_(3),  # type: ignore[union-attr]  # there is one
+    "by data": lambda p: p.grad.data.mul_(3),  # type: ignore[union-attr]
+    "by numpy": lambda p: p.grad.numpy().__imul__(3),  # type: ignore[union-attr]
+    "by detach": lambda p: p.grad.detach().mul_(3),  # type: ignore[union-attr]
+    "another tensor": _replace,
+    "reads": lambda p: p.grad.norm(),  # type: ignore[union-attr]
+}
 
 
-def _accumulate() -> tuple[bool, list[str]]:
-    accumulation, rank = Accumulation(), dist.get_rank()
+def _use(how: str) -> str:
+    def use(net: Net, number: int) -> None:
+        if number == 1:
+            USES[how](net.layers[-1].weight)  # type: ignore[arg-type]  # a parameter
+
+    net = Net()
+    net.at_layer = use
+    _watch(net)
+    with pytest.raises(UnsupportedCodeError) as caught:
+        net(_batch(dist.get_rank())).backward()
+    return str(caught.value)
+
+
+def test_user_code_may_not_use_a_gradient_in_the_backward_before_it_is_averaged() -> None:
+    for case, ranks in run_each({how: (2, _use, how) for how in USES}).items():
+        for message in ranks:
+            assert "which has the batches of this rank alone, in a backward" in message, case
+
+
+def _reduce_in(dtype: torch.dtype | None) -> tuple[list[torch.dtype], list[float]]:
+    layer = nn.Linear(1, 2, bias=False, dtype=torch.bfloat16)
+    _watch(layer, dtype)
+    with _counted() as buffers:
+        layer(torch.tensor([(256.0, 1.0, 1.0)[dist.get_rank()]], dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
+    return [dtype for dtype, _ in buffers], layer.weight.grad.flatten().tolist()
+
+
+def test_sums_are_in_float32_unless_another_dtype_is_given() -> None:
+    assert run_ranks(3, _reduce_in, None) == [([torch.float32], [86.0, 86.0])] * 3
+    assert [dtypes for dtypes, _ in run_ranks(3, _reduce_in, torch.bfloat16)] == [[torch.bfloat16]] * 3
+
+
+def _accumulate() -> tuple[bool, int]:
+    rank = dist.get_rank()
     expected, net = _mean(_make, backwards=3), Net()
-    _watch(net, accumulation)
-    with _noted(net.events):
+    gradients = _watch(net)
+    with _counted() as buffers:
         for step in range(3):
-            with accumulation.no_sync(step < 2):
+            with gradients.no_sync(step < 2):
                 net(_batch(rank, step)).backward()
-    return _alike(net.gradients(), expected), net.events
+    return _alike(net.gradients(), expected), len(buffers)
 
 
 def test_gradients_that_accumulate_are_sent_once() -> None:
-    for is_mean, events in run_ranks(2, _accumulate):
-        assert is_mean and events.count("sent") == LAYERS
-        assert events.index("sent") > len(events) // 2
+    assert run_ranks(2, _accumulate) == [(True, 1)] * 2
 
 
 def _hook() -> bool:
@@ -213,47 +209,17 @@ def test_a_hook_on_a_gradient_gets_the_mean() -> None:
     assert run_ranks(2, _hook) == [True, True]
 
 
-def _fail(is_told: bool) -> str:
-    net, group = Net(), dist.group.WORLD
-    assert group is not None
-    gradients = ReplicatedGradients(
-        list(net.parameters()), group, 0.5, Accumulation(), overlapping=dist.new_group(), bucket_bytes=LAYER_BYTES
-    )
+def _fail() -> bool:
+    net = Net()
+    _watch(net)
     net.at_layer = lambda net, number: 1 / number
     with pytest.raises(ZeroDivisionError):
         net(_batch(0)).backward()
-    if is_told:
-        gradients.reset()
-    net.at_layer = lambda net, number: None
-    with pytest.raises(UnsupportedCodeError) as caught:
-        net(_batch(0)).backward()
-    return str(caught.value)
-
-
-# The backward of a strategy tells of an error, a plain one does not.
-told = pytest.mark.parametrize("is_told", [True, False])
-
-
-@told
-def test_a_backward_after_one_that_failed_is_refused(is_told: bool) -> None:
-    assert all("an earlier backward failed" in message for message in run_ranks(2, _fail, is_told))
-
-
-def _fail_in_one_bucket(is_told: bool) -> bool:
-    net, group = Net(), dist.group.WORLD
-    assert group is not None
-    gradients = ReplicatedGradients(list(net.parameters()), group, 0.5, Accumulation(), overlapping=dist.new_group())
-    net.at_layer = lambda net, number: 1 / number
-    with pytest.raises(ZeroDivisionError):
-        net(_batch(0)).backward()
-    if is_told:
-        gradients.reset()
     net.zero_grad()
     net.at_layer = lambda net, number: None
     net(_batch(dist.get_rank())).backward()
     return _alike(net.gradients(), _mean(_make))
 
 
-@told
-def test_a_backward_after_one_that_failed_is_averaged_where_nothing_was_sent(is_told: bool) -> None:
-    assert run_ranks(2, _fail_in_one_bucket, is_told) == [True, True]
+def test_a_backward_after_one_that_failed_is_averaged() -> None:
+    assert run_ranks(2, _fail) == [True, True]

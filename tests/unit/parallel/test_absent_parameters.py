@@ -18,7 +18,7 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
-from lightning_shardckpt.parallel.sharding.replicated_gradients import Accumulation, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support.pool import RankFailure, run_ranks
 
@@ -122,7 +122,8 @@ def test_what_needs_values_of_other_stages_is_refused_by_name(use: str, stage: n
 def reduce_with(hook: Callable[[torch.Tensor], Any] | None) -> torch.Tensor:
     """The gradient of a parameter that is averaged over replicas, after a backward in a pipeline."""
     net = nn.Linear(2, 1, bias=False)
-    kept = ReplicatedGradients([net.weight], dist.group.WORLD, 0.5, Accumulation())  # type: ignore[arg-type]
+    kept = ReplicatedGradients(Reduction(dist.group.WORLD, 0.5))  # type: ignore[arg-type]
+    kept.add([net.weight])
     if hook is not None:
         net.weight.register_hook(hook)
     absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD)  # type: ignore[arg-type]
