@@ -35,8 +35,8 @@ from lightning_shardckpt.compat.lightning_fabric import (
     show_samplers_of,
 )
 from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
-from lightning_shardckpt.distributed.heartbeat import raise_if_lost
 from lightning_shardckpt.distributed.host_numbers import any_rank, reduce_tensor
+from lightning_shardckpt.distributed.world import raise_if_lost
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics

@@ -47,10 +47,9 @@ from lightning_shardckpt.compat.lightning_trainer import (
     syncs_batch_norms,
     wrap_actions,
 )
-from lightning_shardckpt.distributed.error_report import is_collective_failure
-from lightning_shardckpt.distributed.heartbeat import abort_unfinished, note_batch
 from lightning_shardckpt.distributed.host_numbers import reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
+from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code
 from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
@@ -430,8 +429,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         if self._own_steps is not None:
             self._own_steps.reset()
         self._checkpoints.leave()
-        if (first := self._ranks.leave(exception, roll_call=is_collective_failure(exception))) is not None:
-            exception.add_note(first)
+        self._ranks.leave(exception)
         self.checkpoint_io.leave(exception)
         abort_unfinished(self.root_device, self.tuning)
 

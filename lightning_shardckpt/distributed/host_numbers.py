@@ -24,8 +24,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     unpickle_tensors,
 )
 from lightning_shardckpt.distributed.error_report import is_collective_failure
-from lightning_shardckpt.distributed.heartbeat import find_lost, raise_if_lost
-from lightning_shardckpt.distributed.world import current_world
+from lightning_shardckpt.distributed.world import current_world, find_lost, raise_if_lost
 from lightning_shardckpt.errors import RankError
 
 _WAIT_TIMED_OUT = "Operation timed out!"

@@ -1,4 +1,4 @@
-"""Liveness of processes on this host, and the number of ranks that share its cores.
+"""Liveness of the ranks' processes on this host, and the number of ranks that share its cores.
 
 Liveness comes from Linux's /proc; without it, every process counts as alive.
 """

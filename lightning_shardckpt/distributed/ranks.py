@@ -2,8 +2,8 @@
 
 Every communication of the checkpoint side is one ``step``: each rank does its work, rank 0 gets all results and acts
 once, and every rank gets its answer or the first error. It runs over the process group's key-value store, not over the
-training group, so it works off the main thread and has a timeout of its own. A waiting rank checks every second that
-the processes of its host live, and answers in the place of those that are gone, so that no rank waits for them.
+training group, so it works off the main thread and has a timeout of its own. A waiting rank looks every second whether
+the others live, and answers in the place of those that are gone, so that no rank waits for them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from lightning_shardckpt.compat.torch_distributed import Store, get_if_set, prefix_store, put_bytes
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
-from lightning_shardckpt.distributed.heartbeat import raise_if_lost, ranks_that_left, watch_run
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
-from lightning_shardckpt.distributed.host_ranks import Arrivals, HostRanks, absent_keys
-from lightning_shardckpt.distributed.world import current_world
+from lightning_shardckpt.distributed.world import World, current_world, raise_if_lost, watch_run
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import Worker
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +33,7 @@ _group_instances: dict[str, itertools.count[int]] = {}  # by name of the group, 
 _PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a server takes 11 µs for each
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
 _CHECK_PER_RANK_S = 2e-4  # at most 5,000 checks of processes by all ranks per second
-_ROLL_CALL_PAUSE_S = 0.1
+_KEYS = 512  # in a request
 _LISTED = 32  # ranks in a message
 _WAITS_AT_EXIT = 16  # more instances than take a step at one time
 
@@ -54,8 +50,7 @@ class Ranks:
         timeout_s: of each step.
         name: of this instance, the same on all ranks; by default its number.
         tuning: intervals and waits.
-        members: the ranks in the default process group, which has registered their processes; None for ranks of
-            another store, which register with each instance.
+        members: the ranks in the default process group, whose processes are watched; None for ranks of another store.
 
     Attributes:
         is_background: True if another thread than the main one takes the steps.
@@ -77,10 +72,9 @@ class Ranks:
         self._tuning = tuning
         self._members, self.is_background = members, False
         self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
-        self._answered_at, self._store_is_silent = 0.0, False  # time of the store's last answer
+        self._watched: World | None = None if members is None else current_world()
         if store is not None:
             self._store = prefix_store(store, f"shardckpt-{next(_instances) if name is None else name}")
-            self._host_ranks = HostRanks(self._store, rank) if members is None else current_world().host_ranks
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -106,19 +100,11 @@ class Ranks:
 
     def _gone(self) -> dict[int, str]:
         """Return the ranks that have ended, with a sentence for each."""
-        where = os.uname().nodename
-        gone = {
-            rank: f"its process, pid {process.pid} on {where}, is gone: it was killed, or it left"
-            for rank, process in self._host_ranks.gone().items()
-        }
-        if self._members is None:
-            return gone
-        gone = ranks_that_left() | gone
+        if self._watched is None or self._members is None:
+            return {}
+        self._watched.look()
+        gone = self._watched.gone
         return {rank: gone[member] for rank, member in enumerate(self._members) if member in gone}
-
-    def _member(self, rank: int) -> int:
-        """Return the rank of a rank where its process is registered."""
-        return rank if self._members is None else self._members[rank]
 
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
@@ -208,78 +194,19 @@ class Ranks:
             time.sleep(self._tuning.look_again_s)
         return answer
 
-    def leave(self, error: BaseException, *, roll_call: bool = False) -> str | None:
+    def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this one takes no further step, and why: the step in which they wait fails on all.
 
-        Not collective. Does nothing if the store can't be reached any more.
-
-        Args:
-            error: the reason.
-            roll_call: wait until the others have left too, to name the ranks that don't: the error of a training
-                collective does not say which process or machine is lost.
-
-        Returns:
-            Sentences for the user, or None: which rank left first with another error; after a roll call, which ranks
-            did not leave and on which machines they are, or that the store can't be reached.
+        Not collective. Does nothing if the store is gone.
         """
-        store = self._store
-        if store is None or self._store_is_silent:
-            return None
+        if self._store is None:
+            return
         self._count, self._in_step = self._count + (not self._in_step), True
-        try:
-            leave = partial(self._leave, store, error, roll_call)
-            sentences = self._call_store(leave, "leaving", self._tuning.roll_call_s)
-        except RankError as silence:
-            return str(silence) if roll_call else None
-        return "; ".join(sentences) or None
-
-    def _leave(self, store: Store, error: BaseException, roll_call: bool) -> list[str]:
-        own = report_error(error)
-        text = _json({"error": {**own, "ranks": [self.rank]}, "phase": ""})
-        try:
-            put_bytes(store, f"{self._count}/{self.rank}", text)
+        text = _json({"error": {**report_error(error), "ranks": [self.rank]}, "phase": ""})
+        with suppress(RuntimeError):  # the process of the store's server has left before
+            put_bytes(self._store, f"{self._count}/{self.rank}", text)
             if self.rank == 0:
-                put_bytes(store, f"{self._count}/answer", text)
-            first = json.loads(store.compare_set("left", "", text.decode()))["error"]
-            put_bytes(store, f"left/{self.rank}", b"")
-            store.add("left/count", 1)
-            absent = self._await_leaving(store) if roll_call else ""
-        except RuntimeError as gone:  # the process of the store's server has left before
-            lost = "the process that keeps the store of the process group, which may be rank 0, or its machine is gone"
-            first_line = str(gone).partition("\n")[0]
-            return [f"{lost}: {first_line}"] if roll_call else []
-        sentences = []
-        if first["ranks"] != [self.rank] and (first["type"], first["message"]) != (own["type"], own["message"]):
-            sentences.append(f"rank {first['ranks'][0]} had left before: {first['type']}: {first['message']}")
-        if absent:
-            sentences.append(
-                f"rank(s) {absent} did not leave, as the others did, within "
-                f"{self._tuning.roll_call_s:g} s: their processes or their machine may be lost, or they hang"
-            )
-        return sentences
-
-    def _await_leaving(self, store: Store) -> str:
-        """Wait until all ranks have left; return the ranks that did not, and their machines, as text.
-
-        Ranks whose processes on this host still live are not listed.
-        """
-        deadline = time.monotonic() + self._tuning.roll_call_s
-        pause = max(_ROLL_CALL_PAUSE_S, self.world * _PAUSE_PER_RANK_S)
-        while (now := time.monotonic()) < deadline and not store.check(["left/absent"]):
-            self._answered_at = now
-            gone = [rank for rank in self._gone() if not store.check([f"left/{rank}"])]
-            if store.add("left/count", 0) + len(gone) >= self.world:
-                break
-            time.sleep(pause)
-        own = str(self.rank)
-        if store.compare_set("left/counted by", "", own).decode() == own:  # a request per rank: one rank counts for all
-            living = self._host_ranks.living()
-            absent = [r for r in _absentees(store, "left", self.world) if self._member(r) not in living]
-            where = self._host_ranks.machines_text([*map(self._member, absent)])
-            ranks = absent and f"{_ranks_text(absent)} of {self.world}{where}"
-            put_bytes(store, "left/absent", _json({"ranks": ranks}))
-        text = self._wait(store, partial(get_if_set, store, "left/absent"), self._tuning.roll_call_s)
-        return (text is not None and json.loads(text)["ranks"]) or ""
+                put_bytes(self._store, f"{self._count}/answer", text)
 
     def _exchange(
         self, store: Store, phase: str, report: bytes, lead: Callable[[list[T]], R], timeout_s: float
@@ -298,7 +225,7 @@ class Ranks:
             if self._members is not None and dist.is_initialized():
                 _wait_at_exit(self.wait_until_read)
         else:
-            text = self._call_store(lambda: self._get_answer(store, phase, timeout_s), phase, timeout_s)
+            text = self._get_answer(store, phase, timeout_s)
         answer: dict[str, Any] = json.loads(text)
         self._in_step = False
         store.delete_key(f"{number}/{self.rank}")
@@ -309,15 +236,22 @@ class Ranks:
         return answer
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
-        arrivals = Arrivals(store, [f"{self._count}/{rank}" for rank in range(self.world)])
-        texts = self._wait(store, partial(_look_unless_lost, arrivals.get_if_complete), timeout_s, phase=phase)
-        if texts is None:
-            missing = _absentees(store, str(self._count), self.world)
-            where = self._host_ranks.machines_text([*map(self._member, missing)])
+        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
+        blocks = [keys[at : at + _KEYS] for at in range(0, self.world, _KEYS)]
+        absent = list(blocks)
+
+        def are_present() -> Literal[True] | None:
+            while absent and store.check(absent[0]):
+                del absent[0]
+            return None if absent else True
+
+        if self._wait(store, are_present, timeout_s, phase) is None:
+            missing = [int(key.rpartition("/")[2]) for block in absent for key in _absent_keys(store, block)]
             raise RankError(
                 f"rank(s) {_ranks_text(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
-                f"they{where} hang, are stopped, did not enter this call, or their machine is lost"
+                "they hang, are stopped, did not enter this call, or their machine is lost"
             )
+        texts = [value for block in blocks for value in store.multi_get(block)]
         reports = json.loads(b"[" + b",".join(texts) + b"]")
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
@@ -330,30 +264,12 @@ class Ranks:
         put_bytes(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _call_store(self, call: Callable[[], T], phase: str, timeout_s: float) -> T:
-        """Run ``call`` in a thread, since requests to a store can't be interrupted while its server hangs."""
-        results: list[T] = []
-        self._answered_at = time.monotonic()
-        calling = Worker(lambda: results.append(call()), name="shardckpt-answer", daemon=True)
-        calling.start_or_run()
-        while not calling.has_ended(self._tuning.host_look_s):
-            if time.monotonic() - self._answered_at > timeout_s + self._tuning.rank_grace_s:
-                self._store_is_silent = True
-                raise RankError(
-                    f"rank {self.rank} got no answer from the store of the process group for {timeout_s:g} s while "
-                    f"{phase}: the process that keeps it, which may be rank 0, hangs or is stopped, or its machine is "
-                    "lost"
-                )
-        if calling.error is not None:
-            raise calling.error
-        return results[0]
-
     def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
         key, started = f"{self._count}/answer", time.monotonic()
         signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            look = partial(_look_unless_lost, partial(get_if_set, store, key))
-            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, signs, phase)) is not None:
+            look, longest_s = partial(get_if_set, store, key), timeout_s + self._tuning.rank_grace_s
+            if (text := self._wait(store, look, longest_s, phase, signs)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
@@ -364,19 +280,14 @@ class Ranks:
         raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
 
     def _wait(
-        self,
-        store: Store,
-        look: Callable[[], T | None],
-        timeout_s: float,
-        signs: Iterable[str] = (),
-        phase: str | None = None,
+        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, signs: Iterable[str] = ()
     ) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each key of ``signs``, which appear in this order, restarts the time. With a phase, looks whether another rank
-        waits for this one elsewhere. The more ranks poll, the longer each
-        pauses: together they would keep the store's server busy, and it serves a request of rank 0 only after one of
-        each other rank. Rank 0 polls as often as one of few ranks.
+        Each key of ``signs``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits for
+        this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
+        busy, and it serves a request of rank 0 only after one of each other rank. Rank 0 polls as often as one of few
+        ranks.
         """
         signs, seen = list(signs), set[str]()
         checked_at = time.monotonic()
@@ -386,11 +297,12 @@ class Ranks:
         longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
         check_s = max(self._tuning.host_look_s, polling * _CHECK_PER_RANK_S)
         while (value := look()) is None:  # not store.wait: a TCPStore prints warnings for each one that times out
-            self._answered_at = now = time.monotonic()
+            raise_if_lost()
+            now = time.monotonic()
             if now - checked_at >= check_s or now >= deadline:
                 checked_at = now
                 self._answer_for_gone_ranks(store)
-                if phase is not None and self._members is not None and not self.is_background:
+                if self._members is not None and not self.is_background:
                     look_for_notices(phase, self._members, seen)
                 while signs and store.check([signs[0]]):
                     del signs[0]
@@ -451,21 +363,16 @@ def _wait_for_readers() -> None:
             wait()
 
 
-def _look_unless_lost(look: Callable[[], T | None]) -> T | None:
-    """Return the value of ``look``; if that is None, raise a RankError if a heartbeat was missed."""
-    value = look()
-    if value is None:
-        raise_if_lost()
-    return value
-
-
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _absentees(store: Store, folder: str, world: int) -> list[int]:
-    """Return the ranks that have written no key ``folder/<rank>``."""
-    return [int(key.rpartition("/")[2]) for key in absent_keys(store, [f"{folder}/{rank}" for rank in range(world)])]
+def _absent_keys(store: Store, keys: list[str]) -> list[str]:
+    """Return the ``keys`` that are absent from the store. Each absent key costs a few requests."""
+    if store.check(keys):
+        return []
+    half = len(keys) // 2
+    return keys if half == 0 else [*_absent_keys(store, keys[:half]), *_absent_keys(store, keys[half:])]
 
 
 def _ranks_text(ranks: list[int], count: int | None = None) -> str:

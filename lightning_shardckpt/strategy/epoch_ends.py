@@ -1,7 +1,7 @@
 """Comparison of how many batches the ranks train on in an epoch, where that is not known before.
 
 A rank whose epoch is over, because its loader or the run ends, waits for the others before anything else, in the store:
-if another one goes on, its collectives must not meet those of the next epoch. Heartbeats tell that it does.
+if another one goes on, its collectives must not meet those of the next epoch. That one sees it, and reports it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 
 from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
-from lightning_shardckpt.distributed.heartbeat import epoch_over, unequal_batches_text
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 
@@ -40,7 +40,7 @@ class EpochEnds:
             if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
                 return  # all ranks end here
             compared = epoch, batches
-            with epoch_over():
+            with current_world().epoch_over():
                 ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
 
         self._undo = watch_epoch_ends(trainer, compare, any_rank)

@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
-from lightning_shardckpt.distributed.heartbeat import watch_world
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
 from lightning_shardckpt.distributed.liveness import wait_for_launcher
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import watch_world
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
 from lightning_shardckpt.parallel.pipeline.build import Pipeline

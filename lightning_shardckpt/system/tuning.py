@@ -38,12 +38,10 @@ class Tuning:
     turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
     host_look_s: float = 1.0  # between two checks of a waiting rank that the processes of its host live
     look_again_s: float = 0.1  # before ranks that see different checkpoints at a path look again
-    roll_call_s: float = 10.0  # within which a training collective that failed on one rank fails on the others
     rank_grace_s: float = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others
     rank_poll_s: float = 0.0005  # between a rank's first polls of the store; more with many ranks
     rank_longest_poll_s: float = 0.003  # between later polls; more with many ranks
-    heartbeat_s: float = 5.0  # between two heartbeats of a rank in the store; each takes three to five requests
-    silent_s: float = 300.0  # without a heartbeat, after which a rank is lost; C code that keeps the GIL stops them
+    watch_s: float = 5.0  # between two looks of a rank for others that are lost; each takes about five requests
     agreement_s: float = 0.25  # between two agreements of training ranks whether to end; each takes 1 ms
     agreement_batches: int = 16  # ... at most, in case later batches take longer
     exception_meeting_s: float = 10.0  # within which all ranks that got the same exception start to save

@@ -143,10 +143,8 @@ def this_host() -> int:
     return int(os.environ["NODE_RANK"])
 
 
-def lose_this_host(cut: bool) -> None:
-    """Kill the calling rank; with ``cut``, nobody hears of it: the cable is pulled first."""
-    if cut:
-        subprocess.run(["ip", "link", "set", _CABLE, "down"], check=True)
+def lose_this_host() -> None:
+    """Kill the calling rank."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

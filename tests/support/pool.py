@@ -56,7 +56,7 @@ PRELOADED = (
 PACKAGE = "lightning_shardckpt"  # not among them: some tests ask what goes without it, or what brings it in
 # Daemon threads that a library starts once per process and never stops: tqdm's monitor, fsspec's event loop, and what
 # watches the other ranks in a script of Fabric.
-LIBRARY_THREADS = {"TMonitor", "fsspecIO", "shardckpt-heartbeat", "shardckpt-beat"}
+LIBRARY_THREADS = {"TMonitor", "fsspecIO", "shardckpt-watch"}
 # Threads of allocators, which know of forks: of what other packages bring in.
 FORKABLE_THREADS = {"jemalloc_bg_thd"}
 # What a rank reports because another rank failed first; such errors are shown last.

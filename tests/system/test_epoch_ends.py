@@ -92,7 +92,7 @@ class Net(pl.LightningModule):
 
 
 def train_unequally(strategy: dict[str, Any], kind: str, options: dict[str, Any]) -> None:
-    tiny.trainer(strategy, Tuning(heartbeat_s=0.05), max_epochs=3, **options).fit(Net(kind))
+    tiny.trainer(strategy, Tuning(watch_s=0.05), max_epochs=3, **options).fit(Net(kind))
 
 
 ENDED = "epoch 0 of the training ended after 5 batches on rank"

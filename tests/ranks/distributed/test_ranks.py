@@ -349,37 +349,6 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_is_up() -> None:
         assert "while saving x" in found[rank] and "stopped" in found[rank]
 
 
-def stopped_with_its_store() -> tuple[str, str | None]:
-    """Rank 0 keeps the store, as under Lightning's launcher, and is stopped; nothing answers then."""
-    shared, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    if rank == 0:
-        server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        shared.set("port", str(server.port))
-        shared.set("pid", str(os.getpid()))
-    else:
-        server = dist.TCPStore("127.0.0.1", int(shared.get("port")), 2, is_master=False)
-    ranks = Ranks(server, rank, 2, 1.5)
-    ranks.step("beginning", lambda: None, lambda found: None)
-    shared.set(f"begun/{rank}", "")
-    shared.wait(["begun/0", "begun/1"])
-    try:
-        ranks.step("saving x", lambda: os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 else None, lambda found: None)
-    except RankError as error:
-        first = ranks.leave(error)  # does not ask the store
-        os.kill(int(shared.get("pid")), signal.SIGCONT)
-        return str(error), first
-    finally:
-        shared.set(f"done/{rank}", "")
-        shared.wait(["done/0", "done/1"])
-    return "", None
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_0_takes_the_store_with_it_and_is_noticed_all_the_same() -> None:
-    _, (said, first) = run_ranks(2, stopped_with_its_store, timeout_s=60)
-    assert "got no answer from the store of the process group for 1.5 s while saving x" in said and first is None
-
-
 def fails_and_ends() -> str:
     """Rank 0 keeps the store, as under Lightning's launcher, and its process ends with an error; rank 1 asks seldom."""
     shared, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
