@@ -19,16 +19,16 @@ import torch
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
-from lightning_shardckpt.sources.archived_tensors import (
-    ArchivedTensor,
+from lightning_shardckpt.sources.dcp_files import (
     ArchiveReader,
+    KeyPath,
     check_parts,
     load_file,
+    read_metadata,
     read_value,
 )
-from lightning_shardckpt.sources.dcp_metadata import DCPMetadata, KeyPath, parse_metadata
 from lightning_shardckpt.sources.detect import DCP_NAME, find_dcp_directory
-from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, ForeignTensors, foreign_source
+from lightning_shardckpt.sources.foreign_source import ForeignTensor, ForeignTensors, foreign_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
@@ -161,7 +161,6 @@ def _split(key: str, flat: str, model: Collection[str]) -> tuple[str, str]:
 
 
 META = "meta.pt"
-_MAX_METADATA_BYTES = 1 << 29
 _MAX_SMALL_BYTES = 64 << 20  # of a tensor that is read as a value: a setting, or state without a parameter's shape
 
 
@@ -189,29 +188,13 @@ def _open(directory: str) -> LocalReader:
         raise CheckpointNotFoundError(f"no checkpoint at {directory!r}: it was removed just now") from None
 
 
-def _read_metadata(reader: LocalReader) -> DCPMetadata:
-    size = reader.size(DCP_NAME)
-    if size > _MAX_METADATA_BYTES:
-        raise FormatError(f"{DCP_NAME} has {size} bytes, more than {_MAX_METADATA_BYTES}")
-    content = bytearray(size)
-    reader.read_into(DCP_NAME, 0, memoryview(content))
-    return parse_metadata(bytes(content), DCP_NAME)
-
-
 class _Directory:
     """An open directory: its entries by key. Each chunk of a tensor is a file of ``_archives``."""
 
     def __init__(self, path: str, reader: LocalReader) -> None:
-        self._path, self._files, self._stored = path, reader, _read_metadata(reader)
-        archived = dict[str, ArchivedTensor]()
-        self._tensors = dict[str, ForeignTensor]()
-        for key, tensor in self._stored.tensors.items():
-            boxes = [ForeignBox(box, str(part), 0) for box, part in tensor.chunks]
-            chunks = [ArchivedTensor(tensor.dtype, box.shape, part) for box, part in tensor.chunks]
-            archived.update((str(chunk.part), chunk) for chunk in chunks)
-            self._tensors[key] = ForeignTensor(tensor.dtype, tensor.shape, tuple(boxes))
-        check_parts(reader, [*(chunk.part for chunk in archived.values()), *self._stored.values.values()])
-        self._archives = ArchiveReader(path, reader, archived)
+        self._path, self._files, self._stored = path, reader, read_metadata(reader, DCP_NAME)
+        check_parts(reader, [*(of.part for of in self._stored.chunks.values()), *self._stored.values.values()])
+        self._archives = ArchiveReader(path, reader, self._stored.chunks)
 
     def source(self, meta: dict[str, Any] | None) -> Source:
         """Return the checkpoint; ``meta`` is the content of ``meta.pt``."""
@@ -234,9 +217,9 @@ class _Directory:
         tensor = self._stored.tensors[key]
         if not prod(tensor.shape):
             return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-        if len(tensor.chunks) != 1 or prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] > _MAX_SMALL_BYTES:
+        if len(tensor.boxes) != 1 or prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] > _MAX_SMALL_BYTES:
             raise FormatError(f"{shown(key)} is a tensor of shape {tensor.shape}, where a small one is expected")
-        value = read_value(self._files, tensor.chunks[0][1])
+        value = read_value(self._files, self._stored.chunks[tensor.boxes[0].file].part)
         found = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value)
         if found != (TORCH_DTYPES[tensor.dtype], tensor.shape):
             raise FormatError(f"{shown(key)}: {found} is stored, expected {tensor.dtype} {tensor.shape}")
@@ -250,7 +233,7 @@ class _Directory:
             if fqn in tensors or fqn in other:
                 raise FormatError(f"two entries have the canonical name {shown(fqn)}")
             if key in self._stored.tensors and not is_extra_state(fqn):
-                tensors[fqn] = self._tensors[key]
+                tensors[fqn] = self._stored.tensors[key]
             else:
                 other[fqn] = encode_small(self._value(key), f"state_dict/{fqn}")
         return tensors, {"model": other}
@@ -265,7 +248,7 @@ class _Directory:
             param, small = numbers.get(name, clean_fqn(name)), dict[str, Any]()
             for entry, key in entries.items():
                 if self._is_leaf(entry, key, layout.model.get(name)):
-                    tensors[f"{number}/{f'#{name}' if name in numbers else param}/{entry}"] = self._tensors[key]
+                    tensors[f"{number}/{f'#{name}' if name in numbers else param}/{entry}"] = self._stored.tensors[key]
                 else:
                     small[entry] = self._value(key)
             state[param] = small
@@ -339,7 +322,7 @@ def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
     """
     try:
         with closing(LocalReader(path)) as reader:
-            stored, meta = _read_metadata(reader), _meta(reader, weights_only)
+            stored, meta = read_metadata(reader, DCP_NAME), _meta(reader, weights_only)
     except OSError:
         meta = None
     if meta is None or type(meta.get("global_step")) is not int:

@@ -24,7 +24,7 @@ from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.sources.dcp_metadata import parse_metadata
+from lightning_shardckpt.sources.dcp_files import parse_metadata
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
