@@ -257,9 +257,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
             self._components: Mapping[str, Component] = self._checkpoint.root.components
         else:
-            from lightning_shardckpt.sources.open_source import open_other  # imports torch
-
-            self._source = open_other(path, foreign_format)
+            self._source = foreign_format.open(path)
             self._components = self._source.components()
         self._keys_by_name: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):

@@ -164,7 +164,7 @@ META = "meta.pt"
 _MAX_SMALL_BYTES = 64 << 20  # of a tensor that is read as a value: a setting, or state without a parameter's shape
 
 
-def open_dcp(path: str, weights_only: bool = True) -> Source:
+def open_path(path: str, weights_only: bool = True) -> Source:
     """Open the checkpoint in a directory; a checkpoint of a Lightning Trainer has all its state."""
     directory = find_dcp_directory(path)
     if directory is None:

@@ -6,12 +6,18 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.format.value_checks import refuse_lfs_pointer
 from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
 from lightning_shardckpt.state.documents import FROZEN
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.sources.source import Source  # imports torch
 
 DCP_NAME = ".metadata"
 MODEL_AND_OPTIMIZER = "model_and_optim"
@@ -34,15 +40,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 _INDEX = re.compile(rf"({re.escape(SAFE)}|{re.escape(BIN)})\.index(\..+)?\.json")
-
-
 _SLICES = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")  # HuggingFaceStorageWriter, save_distributed
-
-
-def is_hub_directory(path: str) -> bool:
-    """Return whether a directory has weights or an adapter under Hugging Face's names, an index of these, or slices."""
-    has_weights = any(os.path.lexists(os.path.join(path, name)) for name in (*HUB_WEIGHTS, *ADAPTERS))
-    return has_weights or bool(indexes(path)) or bool(files_of_slices(path))
 
 
 def files_of_slices(path: str) -> list[str]:
@@ -63,17 +61,9 @@ def _names(path: str, pattern: re.Pattern[str]) -> list[str]:
         return []
 
 
-def only_index(path: str) -> str:
-    """Return the name of the index file in a directory."""
-    names = indexes(path)
-    if len(names) != 1:
-        raise FormatError(f"{path!r} holds {' and '.join(names)}. Give the path of one of these files.")
-    return names[0]
-
-
-def is_index(path: str) -> bool:
-    """Return whether a path is an index file."""
-    return _INDEX.fullmatch(os.path.basename(path)) is not None and os.path.isfile(path)
+def is_index_name(name: str) -> bool:
+    """Return whether a file is an index by its name."""
+    return _INDEX.fullmatch(name) is not None
 
 
 def is_safetensors(path: str) -> bool:
@@ -98,28 +88,50 @@ def leaves_out_frozen(path: str) -> bool:
 # ── detection ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of another program.
+
+    Attributes:
+        name: for messages.
+        matches: returns whether a path has this format, by names and first bytes.
+        module: the module of this folder whose ``open_path`` opens such a path; it may import torch.
+    """
+
+    name: str
+    matches: Callable[[str], bool]
+    module: str
+
+    def open(self, path: str, weights_only: bool = True) -> Source:
+        """Open a path of this format; ``weights_only`` is as in ``torch.load``."""
+        source: Source = import_module(f"{__package__}.{self.module}").open_path(path, weights_only)
+        return source
+
+
 def _is_dcp(path: str) -> bool:
     return find_dcp_directory(path) is not None
 
 
-def _is_other_file(path: str) -> bool:
-    return os.path.isfile(path) and not is_safetensors(path) and not is_index(path)
+def _is_hugging_face(path: str) -> bool:
+    if os.path.isfile(path):
+        return is_index_name(os.path.basename(path)) or is_safetensors(path)
+    has_weights = any(os.path.lexists(os.path.join(path, name)) for name in (*HUB_WEIGHTS, *ADAPTERS))
+    return has_weights or bool(indexes(path)) or bool(files_of_slices(path))
 
 
-_PARTS = (ROOT_NAME, ".metadata", "meta.pt")
-DCP, HUB_DIRECTORY = "a checkpoint of torch.distributed.checkpoint", "a Hugging Face directory"
-INDEX_FILE, SAFETENSORS, TORCH_FILE = "an index file", "a file of safetensors", "a file of torch.save"
-MATCHES: dict[str, Callable[[str], bool]] = {
-    DCP: _is_dcp,
-    HUB_DIRECTORY: is_hub_directory,
-    INDEX_FILE: is_index,
-    SAFETENSORS: is_safetensors,
-    TORCH_FILE: _is_other_file,
-}
-"""Whether a path has a format, by its name."""
+def _is_torch_file(path: str) -> bool:
+    return os.path.isfile(path) and not _is_hugging_face(path)
 
 
-def detect_format(path: str) -> str | None:
+FORMATS = [
+    Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, "dcp"),
+    Format("a Hugging Face directory", _is_hugging_face, "hugging_face"),
+    Format("a file of torch.save", _is_torch_file, "torch_save"),
+]
+_PARTS = (ROOT_NAME, DCP_NAME, "meta.pt")
+
+
+def detect_format(path: str) -> Format | None:
     """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
 
     A checkpoint of this package may contain files for Hugging Face, too. The rest of an unfinished save has no format.
@@ -136,14 +148,14 @@ def detect_format(path: str) -> str | None:
     if is_unfinished(path):
         return None
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
-    matching = [name for name, matches in MATCHES.items() if matches(path) and not (ours and name == HUB_DIRECTORY)]
-    names = ["a checkpoint of lightning-shardckpt"] * ours + matching
+    matching = [one for one in FORMATS if one.matches(path) and not (ours and one.module == "hugging_face")]
+    names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
     if len(names) > 1:
         listed = " and ".join(names)
         remedy = "Move one elsewhere"
         remedy += ", or give the path of its index file" if indexes(path) else ""
         raise FormatError(f"{path!r} is {listed} at once, so the format is ambiguous. {remedy}.")
-    if matching == [DCP] and (directory := find_dcp_directory(path)) is not None:
+    if (directory := find_dcp_directory(path)) is not None:
         with open(os.path.join(directory, DCP_NAME), "rb") as file:
             refuse_lfs_pointer(file.read(64), f"{path!r}, file {DCP_NAME}")
     return matching[0] if matching else None

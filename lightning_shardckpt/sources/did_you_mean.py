@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +90,12 @@ def _kind_of_file(path: Path) -> str:
 
 def did_you_mean(path: str | os.PathLike[str], marks: tuple[str, ...] = (ROOT_NAME,)) -> str:
     """Return a question that names checkpoints near ``path``, if there are any; ``marks`` are files that mark one."""
-    path = Path.cwd() / path
-    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent, marks) else []
-    suggestions = above or list(_below(path, marks)) or _beside(path, marks)
-    if not suggestions:
-        return ""
-    names = [repr(_relative(name)) for name in suggestions[:_SUGGESTED]]
-    return f"; did you mean {' or '.join(names)}?"
-
-
-def _relative(path: Path) -> str:
-    """Return a path relative to the working directory, if it is below."""
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+    path = here / path
+    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent, marks) else []
+    suggestions = above or list(islice(_below(path, marks), _SUGGESTED)) or _beside(path, marks)
+    names = [one.relative_to(here) if one.is_relative_to(here) and one != here else one for one in suggestions]
+    return f"; did you mean {' or '.join(repr(str(name)) for name in names)}?" if names else ""
 
 
 def _is_checkpoint(path: Path, marks: tuple[str, ...]) -> bool:
@@ -110,31 +104,18 @@ def _is_checkpoint(path: Path, marks: tuple[str, ...]) -> bool:
 
 def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
     """Yield checkpoints under a directory, a few levels deep; looks at a bounded number of directories."""
-    looked_at, level = 0, [path]
-    for _ in range(_DEPTH):
-        below: list[Path] = []
-        for directory in level:
-            for child in _directories(directory):
-                looked_at += 1
-                if looked_at > _LOOKED_AT:
-                    return
-                if _is_checkpoint(child, marks):
-                    yield child
-                else:
-                    below.append(child)
-        level = below
+    for directory, folders, files in islice(os.walk(path), _LOOKED_AT):
+        found, is_checkpoint = Path(directory), not set(marks).isdisjoint(files)
+        if is_checkpoint and found != path:
+            yield found
+        is_deep = is_checkpoint or len(found.relative_to(path).parts) >= _DEPTH
+        folders[:] = [] if is_deep else sorted(name for name in folders if not name.startswith("."))
 
 
 def _beside(path: Path, marks: tuple[str, ...]) -> list[Path]:
     """Return siblings with a similar name."""
-    siblings = {child.name: child for child in _directories(path.parent) if _is_checkpoint(child, marks)}
-    return [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=_SUGGESTED, cutoff=0.6)]
-
-
-def _directories(path: Path) -> list[Path]:
     try:
-        with os.scandir(path) as entries:
-            paths = (e.path for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False))
-            return sorted(map(Path, paths))
+        names = [name for name in sorted(os.listdir(path.parent)) if _is_checkpoint(path.parent / name, marks)]
     except OSError:  # it does not exist, is a file, or may not be read
         return []
+    return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=_SUGGESTED, cutoff=0.6)]

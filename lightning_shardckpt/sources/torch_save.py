@@ -38,7 +38,7 @@ CheckpointAndWeights: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
 """Lightning's checkpoint dict without ``state_dict``, and the state dict; None if there is no model."""
 
 
-def open_torch_files(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
+def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
     """Open a file of ``torch.save`` with a checkpoint of Lightning, a dict of state dicts, or a state dict.
 
     Of several modules, the source has the one under "model" if there is one; its ``all_modules`` returns all, the names

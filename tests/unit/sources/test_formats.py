@@ -29,9 +29,8 @@ from lightning_shardckpt.errors import (
 )
 from lightning_shardckpt.sources import detect
 from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.open_source import open_other
 from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.sources.torch_save import open_torch_files
+from lightning_shardckpt.sources.torch_save import open_path as open_torch_files
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
 TENSORS = {
@@ -66,7 +65,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def opened(path: Path) -> Source:
     known = detect_format(str(path))
     assert known is not None
-    return open_other(str(path), known)
+    return known.open(str(path))
 
 
 def in_two(folder: Path, ending: str, save: Callable[[Any, Path], None]) -> None:
@@ -172,7 +171,7 @@ def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: 
     safe(TENSORS, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=r"versions of the weights: model.safetensors, and the files of .*index.json"):
         opened(tmp_path)
-    monkeypatch.setitem(detect.MATCHES, "a directory", os.path.isdir)
+    monkeypatch.setattr(detect, "FORMATS", [*detect.FORMATS, detect.Format("a directory", os.path.isdir, "dcp")])
     with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
         detect_format(str(tmp_path))
 

@@ -22,9 +22,9 @@ from lightning_shardckpt.sources.hf_conversion import (
     convert,
     stack,
 )
+from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
-from lightning_shardckpt.sources.open_source import open_file
 from lightning_shardckpt.sources.source import ReadTarget, Source
 from lightning_shardckpt.sources.source_view import read_converted
 from lightning_shardckpt.state.model import WholeNames, tied_names
@@ -64,7 +64,7 @@ def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = 
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
-    return match_model(open_file(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
+    return match_model(open_path(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +146,7 @@ def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path
 def parts(tmp_path: Path) -> tuple[Source, dict[str, Tensor]]:
     tensors = {f"experts.{e}.{n}": torch.randn(5, 3) for e in range(11) for n in ("gate", "up")}
     safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
-    found = open_file(str(tmp_path / "w.safetensors"))
+    found = open_path(str(tmp_path / "w.safetensors"))
     return found, tensors
 
 
@@ -204,7 +204,7 @@ def test_a_conversion_that_moves_elements_is_told_and_not_done(
 def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype, tmp_path: Path) -> None:
     value = torch.randn(3000, 1500).to(stored)  # more than a window
     safetensors.torch.save_file({"w": value}, tmp_path / "w.safetensors")
-    source = open_file(str(tmp_path / "w.safetensors"))
+    source = open_path(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
     target = ReadTarget("model", "net.w", tensor)
     read_converted(apply_match(source, Match({"net.w": "w"})), [target])
