@@ -247,12 +247,13 @@ class LoadJob:
 
     def _name_parameters(self, stored: StoredOptimizer, groups: list[list[str]]) -> str | None:
         """Name state that was saved by number; return the reason if that is impossible."""
-        if self._elsewhere and not self._live.whole.parameters:
+        problem = stored.name(groups)
+        if problem is not None and self._elsewhere and not self._live.whole.parameters:
             return (
                 "numbers the parameters of the whole model in the checkpoint, and a pipeline stage cannot tell its "
                 "own; resume from a directory that ShardedStrategy saved, or without pipeline parallelism"
             )
-        return stored.name(groups)
+        return problem
 
     def _read_trainer(self) -> dict[str, torch.Tensor]:
         """Read the trainer's state; return its tensors by key, which are filled later."""

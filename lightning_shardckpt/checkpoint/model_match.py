@@ -249,7 +249,7 @@ class ModelMatch:
             The entries, and the tensors to fill.
         """
         source, specs, targets = self._source, self.stored.tensors, list[ReadTarget]()
-        read, kept = dict[str, torch.Tensor](), {*self.kept, *self._missing_values}
+        read, kept, reported = dict[str, torch.Tensor](), {*self.kept}, {*self._missing_values}
         document, hidden = source.document("model") or {}, {*self.unexpected}
         entries = {name: decode_small(value) for name, value in document.items() if name not in hidden}
         own = {*self._live.tensors, *self._live.aliases, *self._targets.whole.state}  # not names before PEFT
@@ -259,7 +259,7 @@ class ModelMatch:
                 targets.append(ReadTarget("model", row.stored, tensor))
                 entries |= dict.fromkeys((name for name in row.names if name in own), tensor)
             elif not row.left_to_hooks:
-                kept.update(row.names)
+                (reported if row.problems else kept).update(row.names)
         rows = {name: row for row in self.rows for name in row.names}
         loaded = {name for name, row in rows.items() if row.stored is not None}
         rest = {*self._left_to_hooks, *(name for name in self._known if name.startswith(self._seen))}
@@ -273,7 +273,7 @@ class ModelMatch:
                 entries.setdefault(other, read[key])
         versions = source.document("versions")
         decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
-        return HookedState(entries, frozenset(kept), decoded), targets
+        return HookedState(entries, frozenset(kept), frozenset(reported), decoded), targets
 
     def _allocate_other(self, name: str, row: MatchRow | None) -> torch.Tensor:
         """Return memory for an entry that fits no live tensor; on the meta device if no hook of this rank sees it."""

@@ -97,12 +97,14 @@ class HookedState:
     Attributes:
         entries: stored entries that are not in the modules yet; entries of other stages, and of no module, are on the
             meta device.
-        kept: names of the modules' entries that keep their values.
+        kept: names of the modules' entries that keep their values, since the save has left them out.
+        reported: names of the modules' entries that are left out, as was reported.
         versions: of modules, see ``module_versions``.
     """
 
     entries: dict[str, Any]
     kept: frozenset[str] = frozenset()
+    reported: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None
 
 
@@ -188,8 +190,8 @@ def load_remaining(
     missing, unexpected = _load_each(modules, entries, None if hooked is None else hooked.versions)
     if keep_parameters:
         _check_same(modules, own)
-    filled = live if hooked is None else ()
-    lines = [f"{name}  in model only" for name in missing if name in live]
+    filled, reported = (live, frozenset[str]()) if hooked is None else ((), hooked.reported)
+    lines = [f"{name}  in model only" for name in missing if name in live and clean_fqn(name) not in reported]
     unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
     lines += [f"{name}  in checkpoint only" for name in unmatched]
     if strict and lines:
