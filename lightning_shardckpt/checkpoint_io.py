@@ -37,7 +37,13 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.state_dicts import VERSION, checkpoint_of_states, is_lightning_dict, states_of_checkpoint
+from lightning_shardckpt.state.state_dicts import (
+    KEYS,
+    VERSION,
+    is_lightning_dict,
+    lift_state_dicts,
+    states_of_checkpoint,
+)
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
@@ -278,10 +284,10 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if is_torch_file(path := file_path(path)):
             if is_lightning_dict(checkpoint):
                 return checkpoint
-            of_states = checkpoint_of_states(checkpoint, nested=True, only="model")
-            if of_states is None:
+            lifted = lift_state_dicts(checkpoint, only="model")
+            if KEYS not in lifted:
                 return checkpoint
-            checkpoint = of_states
+            checkpoint = lifted
         return as_trainer_checkpoint(checkpoint, path)
 
     def load_whole(

@@ -20,7 +20,7 @@ from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.state_dicts import to_lightning_dict
+from lightning_shardckpt.state.state_dicts import VERSION, is_lightning_dict, lift_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -68,8 +68,8 @@ def describe_checkpoint(
             "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
         )
     rank_state = checkpoint.get(RANK_STATE)
-    if module is None:
-        checkpoint = to_lightning_dict(checkpoint, of_fabric=is_fabric)
+    if module is None and not (is_lightning_dict(checkpoint) and (VERSION in checkpoint or not is_fabric)):
+        checkpoint = lift_state_dicts(checkpoint)
     described = snapshot(
         {key: value for key, value in checkpoint.items() if key != RANK_STATE},
         module,

@@ -20,9 +20,10 @@ from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_document import HuggingFace
+from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.state_dicts import with_state_dicts
+from lightning_shardckpt.state.state_dicts import lift_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import StorageRouter, is_url
 
@@ -87,9 +88,9 @@ class NestedSave:
         check_loaded([*objects.modules.values(), *objects.optimizers.values()])
         names = names_for(objects, prefix=self._prefix)
         module = objects.root if objects.modules else None
-        checkpoint = checkpoint_of(self._state, objects, names)
-        if not objects.modules:
-            checkpoint = with_state_dicts(checkpoint, self._state)
+        is_state_dict = hasattr(self._state, METADATA)
+        checkpoint = self._state if is_state_dict else checkpoint_of(self._state, objects, names)
+        checkpoint = checkpoint if objects.modules else lift_state_dicts(checkpoint)
         described = snapshot(checkpoint, module)
         _check_members(described, self._group)
         if module is not None and self._group.ranks.rank == 0 and not self._prefix:

@@ -30,7 +30,7 @@ from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import KEYS, checkpoint_of_states, is_lightning_dict, is_weights
+from lightning_shardckpt.state.state_dicts import KEYS, is_lightning_dict, is_weights, lift_state_dicts
 from lightning_shardckpt.state.tensor_bytes import bytes_of, dtype_name, host_bytes, is_host_memory
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 
@@ -180,10 +180,9 @@ def _split(content: Any, path: str, only: str | None) -> CheckpointAndWeights:
     if is_dict and isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list):
         return {"optimizer_states": [content]}, None
     if isinstance(content, Mapping) and not is_weights(content):
-        is_lightnings = is_lightning_dict(content)
-        checkpoint = dict(content) if is_lightnings else checkpoint_of_states(content, nested=True, only=only)
-        state_dict = None if checkpoint is None else checkpoint.pop("state_dict", None)
-        if checkpoint is not None and (isinstance(state_dict, Mapping) or "optimizer_states" in checkpoint):
+        checkpoint = dict(content) if is_lightning_dict(content) else lift_state_dicts(content, only=only)
+        state_dict = checkpoint.pop("state_dict", None)
+        if isinstance(state_dict, Mapping) or "optimizer_states" in checkpoint:
             return checkpoint, state_dict
     if is_weights(content):
         return {}, content

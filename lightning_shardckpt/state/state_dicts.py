@@ -1,13 +1,13 @@
-"""Nested dicts with state dicts of modules and optimizers, as Lightning's checkpoint dict and back.
+"""Flat states with state dicts of modules and optimizers, as Lightning's checkpoint dict and back.
 
-Plain Fabric gives such a nested dict to a CheckpointIO, and its files hold one. A module's state dict is recognized by
+Plain Fabric gives such a state to a CheckpointIO, and its files hold one. A module's state dict is recognized by
 the attribute ``_metadata``, or by its tensors if no value has it; an optimizer's by its two keys.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError, StateError
@@ -76,96 +76,64 @@ def _is_module_state(value: Any) -> bool:
     return isinstance(value, Mapping) and hasattr(value, METADATA)
 
 
-def checkpoint_of_states(states: Mapping[str, Any], *, nested: bool, only: str | None = None) -> dict[str, Any] | None:
-    """Return Lightning's checkpoint dict, as ``nested_dict.checkpoint_of`` does for objects; None without state dicts.
+def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict, in which the state dicts of a flat state are stored as objects would be.
+
+    So a module loads what was saved from its state dict, and the reverse. If no value has the mark of a module's state
+    dict, each dict of tensors counts, since a filter may have copied state dicts to plain dicts.
 
     Args:
-        states: state dicts and values by key.
-        nested: whether to look for state dicts in dicts and lists, too.
+        state: by key, state dicts, lists of these, and values; or the state dict of a module; or the result of
+            ``nested_dict.checkpoint_of`` for a state without modules, whose optimizers stay the only ones.
         only: key of a module; other modules are left out, if it exists.
+
+    Returns:
+        The dict; without state dicts the state itself.
 
     Raises:
         StateError: if a key of the state is reserved, or two modules have an entry of the same name.
     """
-    split = _StateDicts(_is_module_state, nested)
-    rest = split.split_off(states)
-    if not split.modules:  # a filter may have copied them to plain dicts
-        split = _StateDicts(lambda value: False, nested)
-        split.modules |= {(key,): value for key, value in states.items() if is_weights(value)}
-        rest = split.split_off({key: value for key, value in states.items() if (key,) not in split.modules})
-    if not split.modules and not split.optimizers:
-        return None
-    if only is not None and (only,) in split.modules:
-        split.modules = {(only,): split.modules[(only,)]}
-    if reserved := rest.keys() & {*RESERVED}:
-        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
-    prefixes = prefixes_of(split.modules)
-    if split.modules:
-        rest["state_dict"] = join_states({prefixes[path]: state for path, state in split.modules.items()})
-    if split.optimizers:
-        rest["optimizer_states"] = list(split.optimizers.values())
-    modules = {key_of(path): prefix for path, prefix in prefixes.items()}
-    return rest | {KEYS: {"modules": modules, "optimizers": [key_of(path) for path in split.optimizers]}}
-
-
-def with_state_dicts(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict with state dicts of modules stored as the modules would be.
-
-    So a module loads what was saved from its state dict, and the reverse. The state may be a state dict itself. A
-    single dict of tensors counts, too, since filters copy a state dict to a plain dict. If the state has no optimizers,
-    state dicts of optimizers are stored as these would be. Without state dicts of modules, returns the dict unchanged.
-
-    Args:
-        checkpoint: of a nested dict without modules, see ``nested_dict.checkpoint_of``.
-        state: the nested dict.
-    """
     if _is_module_state(state):
         return {"state_dict": state, KEYS: {"modules": {"": ""}, "optimizers": []}}
-    modules: dict[Path, Mapping[str, Any]] = {(k,): value for k, value in state.items() if _is_module_state(value)}
-    modules = modules or {(key,): value for key, value in state.items() if is_weights(value)}
-    if not modules or (len(modules) > 1 and not any(map(_is_module_state, modules.values()))):
-        return checkpoint
-    prefixes, keys = prefixes_of(modules), dict(checkpoint[KEYS])
-    optimizers = {} if keys["optimizers"] else {k: v for k, v in state.items() if is_optimizer_state(v)}
-    rest = {key: value for key, value in checkpoint.items() if (key,) not in modules and key not in optimizers}
-    rest["state_dict"] = join_states({prefixes[path]: value for path, value in modules.items()})
-    keys["modules"] = {key_of(path): prefix for path, prefix in prefixes.items()}
+    keys, items = state.get(KEYS, {"optimizers": []}), dict(_items_of(state))
+    modules = {path: value for path, value in items.items() if _is_module_state(value)}
+    modules = modules or {path: value for path, value in items.items() if len(path) == 1 and is_weights(value)}
+    others = {path: value for path, value in items.items() if path not in modules and is_optimizer_state(value)}
+    optimizers = {} if keys["optimizers"] else others
+    if not modules and not optimizers:
+        return dict(state)
+    lifted = {*modules, *optimizers}
+    rest = {key: kept for key, value in state.items() if (kept := _without(value, key, lifted)) is not _NOTHING}
+    if KEYS not in state and (reserved := rest.keys() & {*RESERVED}):
+        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
+    if only is not None and (only,) in modules:
+        modules = {(only,): modules[(only,)]}
+    prefixes = prefixes_of(modules)
+    if modules:
+        rest["state_dict"] = join_states({prefixes[path]: value for path, value in modules.items()})
     if optimizers:
         rest["optimizer_states"] = list(optimizers.values())
-        keys["optimizers"] = list(optimizers)
-    return rest | {KEYS: keys}
+    places = {key_of(path): prefix for path, prefix in prefixes.items()}
+    return {**rest, KEYS: {"modules": places, "optimizers": [*keys["optimizers"], *map(key_of, optimizers)]}}
 
 
-class _StateDicts:
-    """The state dicts in a nested dict, by path; ``split_off`` collects them and returns the rest."""
+def _items_of(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of a flat state, and the items of lists in their places, by path."""
+    for key, value in state.items():
+        if type(value) is list and value:
+            yield from (((key, number), item) for number, item in enumerate(value))
+        else:
+            yield (key,), value
 
-    def __init__(self, is_module: Callable[[Any], bool], nested: bool) -> None:
-        self.modules: dict[Path, Mapping[str, Any]] = {}
-        self.optimizers: dict[Path, dict[str, Any]] = {}
-        self._is_module, self._nested = is_module, nested
 
-    def split_off(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        rest = {key: self._split(value, (key,)) for key, value in states.items()}
-        return {key: value for key, value in rest.items() if value is not _NOTHING}
-
-    def _split(self, value: Any, path: Path) -> Any:
-        if self._is_module(value):
-            self.modules[path] = value
-            return _NOTHING
-        if is_optimizer_state(value):
-            self.optimizers[path] = value
-            return _NOTHING
-        if not self._nested or type(value) not in (dict, list) or not value:
-            return value
-        counts = len(self.modules), len(self.optimizers)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        rest = {key: self._split(item, (*path, key)) for key, item in items}
-        if (len(self.modules), len(self.optimizers)) == counts:
-            return value
-        kept = {key: item for key, item in rest.items() if item is not _NOTHING}
-        if not kept:
-            return _NOTHING
-        return kept if isinstance(value, dict) else [kept.get(place) for place in range(len(value))]
+def _without(value: Any, key: str, lifted: Container[Path]) -> Any:
+    """Return a value without lifted items, in whose place is None; ``_NOTHING`` if nothing is left."""
+    if (key,) in lifted:
+        return _NOTHING
+    if type(value) is not list or not any((key, number) in lifted for number in range(len(value))):
+        return value
+    items = [None if (key, number) in lifted else item for number, item in enumerate(value)]
+    return items if any(item is not None for item in items) else _NOTHING
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -185,24 +153,8 @@ def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def to_lightning_dict(state: dict[str, Any], *, of_fabric: bool) -> dict[str, Any]:
-    """Return Lightning's checkpoint dict for the argument of ``CheckpointIO.save_checkpoint``.
-
-    Args:
-        state: of a Trainer, which is returned unchanged, or of Fabric, with state dicts of objects.
-        of_fabric: whether Fabric saves: its state may have any key of a Trainer's checkpoint except its version.
-
-    Raises:
-        StateError: as ``checkpoint_of_states`` does.
-    """
-    if is_lightning_dict(state) and (VERSION in state or not of_fabric):
-        return state
-    checkpoint = checkpoint_of_states(state, nested=False)
-    return state if checkpoint is None else checkpoint
-
-
 def states_of_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested dict that was saved as Lightning's checkpoint dict; any other dict unchanged. Changes the dict.
+    """Return the flat state that was saved as Lightning's checkpoint dict; any other dict unchanged. Changes the dict.
 
     Raises:
         FormatError: if the places of modules and optimizers are malformed.
@@ -235,17 +187,15 @@ def has_places(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def insert(state: Any, key: str, value: Any) -> None:
-    """Insert a value into a nested dict at a key of ``key_of``, or a dict into it at ""; creates missing dicts."""
+    """Insert a value into a flat state at a key of ``key_of``, which may be a place in a list; a dict into it at ""."""
+    parent, _, last = key.rpartition("/")
+    items = state.setdefault(parent, []) if parent and last.isdecimal() else None
     if not key:
         state.update(value)
-        return
-    *parents, last = key.split("/")
-    for parent in parents:
-        state = state[int(parent)] if isinstance(state, list) else state.setdefault(parent, {})
-    if isinstance(state, list):
-        state[int(last)] = value
+    elif isinstance(items, list) and int(last) <= len(items):
+        items[int(last) : int(last) + 1] = [value]
     else:
-        state[last] = value
+        state[key] = value
 
 
 def check_keys(keys: Any, path: str) -> dict[str, Any] | None:

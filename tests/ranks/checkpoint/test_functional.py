@@ -151,9 +151,9 @@ def test_without_a_state_everything_is_returned(tmp_path: Path) -> None:
     saved = trained(1)
     save(tmp_path / "a", {"nets": [saved["model"], nn.Linear(2, 2)], "optimizers": [saved["optimizer"]]})
     found = load(tmp_path / "a")
-    assert differing(dict(found["nets"]["0"]), whole(saved["model"])) == []
-    assert list(found["nets"]["1"]) == ["weight", "bias"]
-    names = found["optimizers"]["0"]["param_groups"][0]["params"]
+    assert differing(dict(found["nets"][0]), whole(saved["model"])) == []
+    assert list(found["nets"][1]) == ["weight", "bias"]
+    names = found["optimizers"][0]["param_groups"][0]["params"]
     assert names[0] == "nets.0.embed.weight"
 
 
