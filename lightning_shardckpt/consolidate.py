@@ -31,11 +31,12 @@ from lightning_shardckpt.export.safetensors_export import (
     write_file,
 )
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.assemble import StoredState, open_stored
 from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
+from lightning_shardckpt.sources.open_source import open_source
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
-from lightning_shardckpt.storage.router import check_local, file_path, is_url
+from lightning_shardckpt.storage.router import backend_of, check_local, file_path, is_url
 from lightning_shardckpt.system.text import list_some, progress, size_text
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -169,7 +170,8 @@ def write_export(
         try:
             if not is_url(where) and not folder.is_dir():
                 raise CheckpointNotFoundError(where)
-            stored = stack.enter_context(open_stored(where, storage_options))
+            stored, _ = open_source(where, backend_of(where, storage_options), for_export=True)
+            stack.callback(stored.close)
         except CheckpointNotFoundError:
             if is_url(where):
                 raise
@@ -202,7 +204,7 @@ def _check_output(output: str, source: Path | None, options: Options) -> None:
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
 
-def _write_torch(stored: StoredState, output: str, options: Options, tuning: Tuning) -> None:
+def _write_torch(stored: Source, output: str, options: Options, tuning: Tuning) -> None:
     from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # imports torch
 
     plan = plan_torch(stored, options)
@@ -216,7 +218,7 @@ def _write_torch(stored: StoredState, output: str, options: Options, tuning: Tun
         _log.warning(note)
 
 
-def _export(stored: StoredState, output: str, options: Options, tuning: Tuning) -> None:
+def _export(stored: Source, output: str, options: Options, tuning: Tuning) -> None:
     export, may_replace = plan_export(stored, options), is_replaceable if options.overwrite else lambda path: False
     with ExitStack() as stack:
         advance = stack.enter_context(progress(tensor_nbytes(export)))
@@ -245,7 +247,7 @@ def _describe_problem(folder: Path) -> str:
     )
 
 
-def _warn_of_frozen(where: str, stored: StoredState) -> None:
+def _warn_of_frozen(where: str, stored: Source) -> None:
     if frozen := stored.document("frozen"):
         _log.warning(
             f"{where} was saved with adapters_only=True: {len(frozen)} frozen parameters are not in the output. "

@@ -16,12 +16,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
-from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, document_of, entries_of
+from lightning_shardckpt.sources.source import sharded_source
+from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.system.threads import drain_all
@@ -30,7 +31,6 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 if TYPE_CHECKING:
     import torch
 
-    from lightning_shardckpt.sources.source import Source
 
 # ── slices of a tensor as boxes ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,16 +249,15 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
 
     def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
-        self.path, self._verify = path, verify
-        self._source: Source | None = None
+        self.path = path
         self._checkpoint: Checkpoint | None = None
         foreign_format = detect_format(path) if storage is None else None
         if foreign_format is None:
             self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
-            self._components: Mapping[str, Component] = self._checkpoint.root.components
+            self._source = sharded_source(self._checkpoint, verify)
         else:
             self._source = foreign_format.open(path)
-            self._components = self._source.components()
+        self._components = self._source.components()
         self._keys_by_name: dict[str, tuple[str, str]] = {}
         for component in filter(self._components.__contains__, COMPONENTS):
             stored = self._components[component]
@@ -305,11 +304,8 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return self._checkpoint.root.documents if self._checkpoint is not None else ()
 
     def _document(self, role: str, rank: int = 0) -> Any:
-        if self._checkpoint is not None:
-            return document_of(self._checkpoint, role, rank)
-        assert self._source is not None
-        if role != "trainer":
-            return self._source.document(role)
+        if self._checkpoint is not None or role != "trainer":
+            return self._source.document(role, rank)
         from lightning_shardckpt.state.json_tree import Encoder  # other formats have already imported torch
 
         rest = self._source.trainer(_no_tensor)
@@ -323,23 +319,18 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         """
         import torch  # imported here, since names and shapes don't need it
 
-        from lightning_shardckpt.sources.source import ReadTarget, sharded_source
+        from lightning_shardckpt.sources.reading import ReadTarget, read_targets
         from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
-        if self._source is None:
-            assert self._checkpoint is not None
-            self._source = sharded_source(self._checkpoint, self._verify)
         if box.numel:
             self._source.checked_shape(component, key)
         target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), box=box)
-        self._source.read([target])
+        read_targets(self._source, [target])
         return target.tensor
 
     def close(self) -> None:
         """Close all files."""
-        checkpoint = self._checkpoint or self._source
-        if checkpoint is not None:
-            checkpoint.close()
+        self._source.close()
 
     def __enter__(self) -> OpenCheckpoint:
         return self

@@ -28,7 +28,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import open_on_ranks
-from lightning_shardckpt.sources.source import ReadTarget
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot
@@ -284,7 +284,7 @@ def _load_full(path: str, *, optimizers: bool, verify: bool, weights_only: bool,
             spec = source.components()[component].tensors[key]
             shape = source.checked_shape(component, key)
             target = ReadTarget(component, key, torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype]))
-            source.read([target])
+            read_targets(source, [target])
             return target.tensor
 
         return assemble(source, whole, decode_small, optimizers=optimizers)

@@ -14,8 +14,8 @@ from lightning_shardckpt.checkpoint.model_match import ModelMatch
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
-from lightning_shardckpt.sources.source_view import read_converted
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, read_converted
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small

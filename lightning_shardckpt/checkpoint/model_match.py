@@ -16,8 +16,8 @@ from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.source import ReadTarget, Source, are_equal
-from lightning_shardckpt.sources.source_view import converts
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks

@@ -17,7 +17,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.safetensors_export import Export, plan_export, write_directory
 from lightning_shardckpt.format.index import EXPORT_FOLDER
-from lightning_shardckpt.sources.assemble import StoredCheckpoint
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG
 from lightning_shardckpt.storage.local.posix import sync_directory
 from lightning_shardckpt.storage.protocol import Storage
@@ -44,7 +44,7 @@ def export_beside(path: str, storage: Storage) -> list[str]:
     """
     store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
     with Checkpoint(storage, path) as checkpoint:
-        stored = StoredCheckpoint(checkpoint)
+        stored = sharded_source(checkpoint, for_export=True)
         if stored.document("huggingface") is None:
             raise StateError(
                 "its module has no model of transformers; `python -m lightning_shardckpt.consolidate --format "

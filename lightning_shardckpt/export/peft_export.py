@@ -17,8 +17,8 @@ from lightning_shardckpt.export.safetensors_export import Export, tensor_nbytes,
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor, plan_file
 from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.sources.assemble import StoredCheckpoint
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
@@ -64,7 +64,7 @@ def export_adapters(
     folder, output = file_path(checkpoint_folder), file_path(output)
     check_local(output)
     with open_checkpoint(folder, storage_options=storage_options) as checkpoint:
-        stored, export, paths = StoredCheckpoint(checkpoint), Export([]), []
+        stored, export, paths = sharded_source(checkpoint, for_export=True), Export([]), []
         for selected in _select(checkpoint, adapter, prefix):
             subfolder = "" if selected.name == (adapter or _DEFAULT) else f"{selected.name}/"
             export.tensor_files.append(_plan_weights(subfolder + WEIGHTS, folder, selected, stored.components()))

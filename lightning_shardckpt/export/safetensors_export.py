@@ -21,8 +21,8 @@ from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.assemble import StoredState
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIGS
 from lightning_shardckpt.storage.local.local_outputs import NewFile
@@ -48,7 +48,7 @@ class Export:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_export(stored: StoredState, options: Options) -> Export:
+def plan_export(stored: Source, options: Options) -> Export:
     """Plan the files of an export, and their contents.
 
     Raises:
@@ -68,7 +68,7 @@ def plan_export(stored: StoredState, options: Options) -> Export:
 # ── tensors and their names ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model_tensors(stored: StoredState, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
+def _model_tensors(stored: Source, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
     """Return the tensors of the model, and its ties: further name -> name under which the tensor is written."""
     component = stored.components().get("model")
     if component is None:
@@ -138,7 +138,7 @@ def _check_not_empty(tensors: list[OutputTensor]) -> list[OutputTensor]:
     return tensors
 
 
-def _optimizer_tensors(stored: StoredState, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
+def _optimizer_tensors(stored: Source, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
     """Return the optimizers' tensors, named ``<n>/<name>/<state>``, and their other state, as in FORMAT.md."""
     component, document = stored.components().get("optimizer"), stored.document("optimizer")
     if document is None:
@@ -193,7 +193,7 @@ def _plan_files(
 
 
 def write_file(
-    stored: StoredState, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: Source, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Fill the single file of an export; call ``advance`` with the number of bytes that were written.
 
@@ -204,7 +204,7 @@ def write_file(
 
 
 def write_directory(
-    stored: StoredState, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
+    stored: Source, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
 ) -> None:
     """Write all files of an export into an empty directory; the file that completes it is written last.
 
@@ -242,7 +242,7 @@ def tensor_nbytes(export: Export) -> int:
     return sum(tensor.nbytes for file in export.tensor_files for tensor in file.tensors)
 
 
-def _regions(stored: StoredState, batch: Sequence[OutputFile]) -> list[Region]:
+def _regions(stored: Source, batch: Sequence[OutputFile]) -> list[Region]:
     """Return the regions of some files, which are numbered in the order of ``batch``."""
     regions: list[Region] = []
     for number, file in enumerate(batch):

@@ -22,8 +22,9 @@ from lightning_shardckpt.export.torch_archive import (
     archive_stored,
 )
 from lightning_shardckpt.format.value_checks import check_unpacked
-from lightning_shardckpt.sources.assemble import StoredState, assemble
+from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import decode, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
@@ -48,7 +49,7 @@ class TorchFile:
         return sum(region.nbytes for region in self.regions)
 
 
-def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
+def plan_torch(source: Source, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
     """Plan a file that ``torch.load`` reads by default.
 
     Args:
@@ -87,7 +88,7 @@ def plan_torch(source: StoredState, options: Options, zip64_bytes: int = ZIP64_B
 
 
 def write_torch(
-    source: StoredState,
+    source: Source,
     plan: TorchFile,
     file: int,
     advance: Callable[[int], object],
@@ -103,7 +104,7 @@ def write_torch(
     fill(file, [plan.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
 
 
-def _convert_region(source: StoredState, options: Options, region: Region) -> Region:
+def _convert_region(source: Source, options: Options, region: Region) -> Region:
     """Return the region, with a conversion if the tensor is stored in another dtype."""
     if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
         return region

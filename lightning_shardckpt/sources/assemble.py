@@ -2,85 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
-from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer
 from lightning_shardckpt.state.module_versions import add_versions
-from lightning_shardckpt.storage.router import StorageRouter, is_url
-from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
-
-
-class StoredState(Protocol):
-    """An open checkpoint of any format."""
-
-    @property
-    def tensors(self) -> StoredTensors:
-        """The tensors as bytes in files."""
-
-    def components(self) -> Mapping[str, Component]:
-        """Return the tensors by component."""
-
-    def document(self, role: str) -> Any:
-        """Return the JSON of a role; None if there is none."""
-
-    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return the trainer's state; ``stored`` returns a tensor of the component trainer by key."""
-
-
-class StoredCheckpoint:
-    """An open checkpoint of this package: its tensors as bytes in files, and its documents."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.tensors = WholeTensors(checkpoint)
-
-    def components(self) -> dict[str, Component]:
-        """Return the tensors by component."""
-        return self._checkpoint.root.components
-
-    def document(self, role: str) -> Any:
-        """Return the JSON of a role, from all groups of ranks; None if there is none."""
-        return document_of(self._checkpoint, role)
-
-    def trainer(self, stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return the trainer's state; ``stored`` returns the value to put in place of a tensor."""
-        from lightning_shardckpt.state.json_tree import decode  # imports torch, which nothing else here needs
-
-        state: dict[str, Any] = decode(self.document("trainer") or {}, stored, makes_configs=False)
-        return state
-
-
-@contextmanager
-def open_stored(path: str, storage_options: Mapping[str, Any] | None) -> Iterator[StoredState]:
-    """Open a checkpoint of any format in this process alone; one of this package without importing torch.
-
-    Args:
-        path: of the checkpoint, or a URL.
-        storage_options: for URLs, see ``ShardCkptIO``.
-
-    Raises:
-        CheckpointNotFoundError: describing the content of the path, and suggesting others.
-    """
-    if is_url(path) or detect_format(path) is None:
-        with open_checkpoint(path, storage_options=storage_options) as checkpoint:
-            yield StoredCheckpoint(checkpoint)
-        return
-    from lightning_shardckpt.sources.open_source import open_source  # imports torch
-
-    source, _ = open_source(path, StorageRouter())
-    with closing(source):
-        yield source
 
 
 def assemble(
-    source: StoredState,
+    source: Source,
     tensor: Callable[[str, str], Any],
     decode: Callable[[Any], Any],
     *,

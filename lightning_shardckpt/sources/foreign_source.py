@@ -9,8 +9,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
-
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
@@ -24,7 +22,7 @@ from lightning_shardckpt.format.safetensors_header import (
     starts_of,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
-from lightning_shardckpt.sources.source import Source, host_memory, tables_of
+from lightning_shardckpt.sources.source import Source, tables_of
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.shard_reader import Request, single_run
 from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
@@ -169,10 +167,11 @@ class ForeignTensors:
         """Raise a FormatError if torch lacks a tensor's dtype; the sizes of the files have been checked."""
         self._readable(component, key)
 
-    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
-        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
-        tensor, shape, requests = self._readable(component, key), tuple(local.shape), list[Request]()
-        memory = host_memory(local)
+    def requests(
+        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
+        tensor, requests = self._readable(component, key), list[Request]()
         for one in tensor.boxes:
             for part in parts:
                 common = one.box.intersect(part.box)

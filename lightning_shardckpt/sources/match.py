@@ -26,7 +26,8 @@ from lightning_shardckpt.sources.hf_conversion import (
     hugging_face_models,
 )
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import Source, StoredTensor, are_equal
+from lightning_shardckpt.sources.reading import are_equal
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.sources.source_view import model_names, rename_source
 from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_tree import refuse_tensor

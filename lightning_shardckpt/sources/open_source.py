@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.sources.detect import detect_format
@@ -16,6 +15,9 @@ from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from lightning_shardckpt.distributed.ranks import Ranks  # imports torch, which tools that move bytes don't need
 
 
 class LiveState(Protocol):
@@ -112,9 +114,16 @@ def _digest(source: Source) -> str:
 
 
 def open_source(
-    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True
+    path: str, storage: Storage, *, verify: bool = True, weights_only: bool = True, for_export: bool = False
 ) -> tuple[Source, str]:
-    """Open the source at a path in this process alone. The arguments are as in ``open_on_ranks``.
+    """Open the source at a path in this process alone; one of this package without importing torch.
+
+    Args:
+        path: as in ``open_on_ranks``.
+        storage: as in ``open_on_ranks``.
+        verify: as in ``open_on_ranks``.
+        weights_only: as in ``open_on_ranks``.
+        for_export: as in ``sharded_source``.
 
     Returns:
         The source, which the caller closes, and an identity that is equal if other ranks see the same checkpoint.
@@ -132,5 +141,5 @@ def open_source(
         if is_url(path):
             raise
         raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
-    source = sharded_source(checkpoint, verify, weights_only=weights_only)
+    source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
     return source, checkpoint.root.save_id

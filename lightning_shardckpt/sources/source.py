@@ -1,103 +1,26 @@
-"""Sources of stored state, and the source of this package's checkpoints.
+"""Stored state of any format as one frozen value, and the source of this package's checkpoints. No torch.
 
-Every source, of any format, describes its tensors by the same specs, so that comparing and planning do not depend on
-the format; ``open_source`` detects it.
+Every source describes its tensors by the same specs, so that comparing and planning do not depend on the format;
+``open_source`` detects it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
-
-from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
-from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
-from lightning_shardckpt.state.json_tree import Pickled, decode, lost_values
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
-from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import Files, Request, fetch, single_run
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors, windows
-
-_WINDOW_BYTES = 8 << 20  # of each of two tensors
-
-
-def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.Tensor | None = None) -> bool:
-    """Return whether stored tensors have the same dtype, shape and bytes.
-
-    Args:
-        source: of the tensors.
-        component: of the tensors.
-        keys: of the tensors.
-        like: a live tensor; stored tensors of its shape are compared only within this rank's part of it.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank, if the format has checksums.
-    """
-    specs = [source.components()[component].tensors[key] for key in keys]
-    if any((spec.dtype, spec.shape) != (specs[0].dtype, specs[0].shape) for spec in specs):
-        return False
-    dtype = TORCH_DTYPES[specs[0].dtype]
-    if like is None or tuple(shape_of(like)) != specs[0].shape:
-        like = torch.empty(specs[0].shape, device="meta")
-    for window in windows(tuple(local_tensor(like).shape), _WINDOW_BYTES // dtype.itemsize):
-        first: memoryview | None = None
-        for key in keys:
-            target = ReadTarget(component, key, like, region=window, dtype=dtype)
-            source.read([target])
-            content = bytes_of(target.local)
-            if first is not None and first != content:
-                return False
-            first = content
-    return True
-
-
-_BATCH_BYTES = 64 << 20  # of host copies of device tensors; one larger tensor is a batch of its own
-
-
-@dataclass(slots=True, eq=False)  # not frozen, which would dominate the time: there is one for each tensor
-class ReadTarget:
-    """Memory to fill: the local part of ``tensor``, with its region of the stored tensor ``key``. Treat as immutable.
-
-    Attributes:
-        component: of the stored tensor.
-        key: of the stored tensor.
-        tensor: the live tensor.
-        region: of the local tensor, to fill only that.
-        box: of the stored tensor, to fill a plain tensor with only that.
-        dtype: of the stored tensor, if it differs from the live one's.
-        local: the memory to fill; with ``dtype``, separate host memory.
-    """
-
-    component: str
-    key: str
-    tensor: torch.Tensor
-    region: Box | None = None
-    box: Box | None = None
-    dtype: torch.dtype | None = None
-    local: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        local = local_tensor(self.tensor)
-        local = local if self.region is None else view_at(local, self.region)
-        self.local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
-
-    def parts(self, rank: int) -> tuple[Part, ...]:
-        """Return the boxes to fill, and their offsets in ``local``; ``rank`` is this process's."""
-        if self.box is not None:
-            return (Part(self.box, (0,) * len(self.box.start)),)
-        parts = parts_of(self.tensor, rank)
-        return parts if self.region is None else parts_within(parts, self.region)
+from lightning_shardckpt.transfer.shard_reader import Request, single_run
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
 
 
 class TensorFiles(StoredTensors, Protocol):
@@ -112,8 +35,10 @@ class TensorFiles(StoredTensors, Protocol):
     def check(self, component: str, key: str) -> None:
         """Raise a ShardCkptError if a tensor cannot be read, or no files of its size exist."""
 
-    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
-        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
+    def requests(
+        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
 
 
 class StoredTensor(NamedTuple):
@@ -127,8 +52,8 @@ class StoredTensor(NamedTuple):
 
 Tables: TypeAlias = Mapping[str, Mapping[str, StoredTensor]]
 Aliases: TypeAlias = Mapping[str, Mapping[str, str]]
-Stored: TypeAlias = Callable[[str], torch.Tensor]
-"""Returns a tensor of the component trainer by key."""
+Stored: TypeAlias = Callable[[str], Any]
+"""Returns a tensor of the component trainer by key, or what takes its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,23 +121,6 @@ class Source:
         stored.files.check(stored.component, stored.key)
         return stored.spec.shape
 
-    def read(self, targets: list[ReadTarget]) -> None:
-        """Fill the targets; every block that they touch is read once, and verified before its bytes count as loaded.
-
-        Where there are no checksums, or they are not compared, only sizes, headers and save ids are checked.
-
-        Raises:
-            CorruptionError: naming file, tensor and rank. Some targets are filled then.
-        """
-        by_files: dict[int, tuple[TensorFiles, list[tuple[torch.Tensor, list[Request]]]]] = {}
-        for target in targets:
-            files, component, key, _ = self.table[target.component][target.key]
-            local = target.local
-            requests = files.requests(component, key, target.parts(this_rank()), local)
-            by_files.setdefault(id(files), (files, []))[1].append((local, requests))
-        for files, wanted in by_files.values():
-            fetch_into(files, wanted, verify=files.verify)
-
 
 def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[Tables, Aliases]:
     """Return the tables and the aliases of a source that has all tensors of its files under their stored names."""
@@ -223,26 +131,39 @@ def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def sharded_source(checkpoint: Checkpoint, verify: bool = True, *, weights_only: bool = True) -> Source:
-    """Return a checkpoint directory of this package as a source."""
+def sharded_source(
+    checkpoint: Checkpoint, verify: bool = True, *, weights_only: bool = True, for_export: bool = False
+) -> Source:
+    """Return a checkpoint directory of this package as a source.
+
+    Args:
+        checkpoint: the open checkpoint, which the source closes.
+        verify: whether reads compare checksums.
+        weights_only: refuse pickled objects in the trainer's state.
+        for_export: keep pickled objects and configurations of the trainer's state as they are stored.
+    """
     files = IndexedTensors(checkpoint, verify)
 
     def document(role: str, rank: int) -> Any:
         return document_of(checkpoint, role, rank)
 
     def trainer(stored: Stored) -> dict[str, Any]:
-        return _decode_trainer(checkpoint.path, document("trainer", 0) or {}, stored, weights_only)
+        from lightning_shardckpt.state.json_tree import decode  # imports torch, which tools that move bytes don't need
+
+        content = document("trainer", 0) or {}
+        state: dict[str, Any] = decode(content, stored, unpickles=not weights_only, makes_configs=not for_export)
+        if not for_export:
+            _refuse_pickled(checkpoint.path, state)
+        return state
 
     return Source(checkpoint.path, files, *tables_of(files, checkpoint.root.components), document, trainer, is_own=True)
 
 
-def _decode_trainer(path: str, document: Any, stored: Stored, weights_only: bool) -> dict[str, Any]:
-    """Return the decoded trainer state.
+def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
+    """Raise a StateError for pickled objects in trainer state, outside of hyper-parameters."""
+    from lightning_shardckpt.state.json_tree import Pickled, lost_values
+    from lightning_shardckpt.state.trainer import HYPER_PARAMETERS
 
-    Raises:
-        StateError: with ``weights_only``, for pickled objects outside of hyper-parameters.
-    """
-    state: dict[str, Any] = decode(document, stored, unpickles=not weights_only)
     lost = lost_values({key: value for key, value in state.items() if key not in HYPER_PARAMETERS})
     pickled = [f"{place}  {value.type_name}" for place, value in lost.items() if isinstance(value, Pickled)]
     if pickled:
@@ -252,7 +173,6 @@ def _decode_trainer(path: str, document: Any, stored: Stored, weights_only: bool
             f"  {listed}\nIf you trust its author, load it with weights_only=False, an argument of fit, validate, "
             "test, predict and load."
         )
-    return state
 
 
 class IndexedTensors(WholeTensors):
@@ -271,9 +191,11 @@ class IndexedTensors(WholeTensors):
             file = self.checkpoint.entry(component, key, overlap).file
             self.checkpoint.check_file(component, overlap.writer, file)
 
-    def requests(self, component: str, key: str, parts: tuple[Part, ...], local: torch.Tensor) -> list[Request]:
-        """Return the requests that fill ``local``, of which ``parts`` are regions, from a stored tensor."""
-        shape, checkpoint, memory = tuple(local.shape), self.checkpoint, host_memory(local)
+    def requests(
+        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
+        checkpoint = self.checkpoint
         spec, replica = self.spec(component, key), checkpoint.replicas(component)[key]
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
         if kind not in self._overlaps:
@@ -288,52 +210,3 @@ class IndexedTensors(WholeTensors):
             checkpoint.check_file(component, overlap.writer, entry.file)
             requests.append(Request(key, overlap, entry, shape, run, memory))
         return requests
-
-
-def host_memory(local: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor on the host, to read into; empty for others, which are filled through a copy."""
-    return bytes_of(local) if is_host_memory(local) else memoryview(b"")
-
-
-# ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def fetch_into(files: Files, wanted: Iterable[tuple[torch.Tensor, list[Request]]], *, verify: bool) -> None:
-    """Fill local tensors; device tensors through host copies, a batch at a time.
-
-    For a GPU the copies are pinned, and copied on the current stream while the next batch is read.
-
-    Args:
-        files: of the requests' boxes.
-        wanted: local tensors, each with the requests that fill it.
-        verify: whether to verify the checksum of every block that is touched.
-    """
-    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-    requests: list[Request] = []
-    nbytes = 0  # of the batch
-    for local, own_requests in wanted:
-        new = own_requests
-        if not is_host_memory(local):
-            if nbytes + local.nbytes > _BATCH_BYTES:
-                _flush(files, batch, requests, verify)
-                nbytes = 0
-            host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-            batch.append((local, host))
-            nbytes += host.nbytes
-            memory = bytes_of(host)
-            new = [request._replace(target=memory) for request in own_requests]
-        requests += new
-    _flush(files, batch, requests, verify)
-
-
-def _flush(
-    files: Files,
-    batch: list[tuple[torch.Tensor, torch.Tensor]],
-    requests: list[Request],
-    verify: bool,
-) -> None:
-    fetch(files, requests, verify=verify)
-    for local, host in batch:
-        local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
-    batch.clear()
-    requests.clear()

@@ -8,59 +8,9 @@ from typing import Any
 
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.source import ReadTarget, Source, StoredTensor
-from lightning_shardckpt.state.dtensor_layout import local_tensor, view_at
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.module_versions import rename_versions
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.transfer.whole_tensors import windows
-
-# ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8, whose scales are in other tensors
-_COMPLEX = ("C64", "C128")
-_WINDOW_BYTES, _BATCH_BYTES = 8 << 20, 32 << 20  # of stored elements to convert
-
-
-def converts(stored: str, live: str | None) -> bool:
-    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another.
-
-    >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
-    (True, False, False)
-    """
-    return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
-
-
-def read_converted(source: Source, targets: list[ReadTarget]) -> None:
-    """Read like ``source.read``, with targets of other dtypes, through a bounded amount of memory."""
-    specs = {name: component.tensors for name, component in source.components().items()}
-    converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
-    others = {*converted}
-    source.read([target for target in targets if target not in others] if converted else targets)
-    for batch in _batches(source, converted):
-        source.read(batch)
-        for window in batch:
-            assert window.region is not None
-            view_at(local_tensor(window.tensor), window.region).copy_(window.local)
-
-
-def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
-    """Yield windows of the targets with memory of the stored dtype, in batches of bounded size."""
-    batch: list[ReadTarget] = []
-    for target in targets:
-        dtype = TORCH_DTYPES[source.components()[target.component].tensors[target.key].dtype]
-        for region in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
-            window = ReadTarget(target.component, target.key, target.tensor, region, dtype=dtype)
-            if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _BATCH_BYTES:
-                yield batch
-                batch = []
-            batch.append(window)
-    if batch:
-        yield batch
-
-
-# ── other names ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def model_names(source: Source) -> set[str]:

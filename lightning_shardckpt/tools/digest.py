@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal, get_args
@@ -20,9 +21,10 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.assemble import StoredState, open_stored
+from lightning_shardckpt.sources.open_source import open_source
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.storage.router import file_path
+from lightning_shardckpt.storage.router import backend_of, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.shard_reader import ShardReader
@@ -97,7 +99,9 @@ def digest(
     """
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
-    with open_stored(file_path(path), storage_options) as stored:
+    where = file_path(path)
+    source, _ = open_source(where, backend_of(where, storage_options), for_export=True)
+    with closing(source) as stored:
         tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
         read = _Reading(stored.tensors, advance)
         rows_of: dict[str, list[NamedDigest]] = {}
@@ -167,7 +171,7 @@ class _Reading:
         return hasher.hexdigest()
 
 
-def _hugging_face_parts(stored: StoredState, component: Component) -> list[OutputTensor]:
+def _hugging_face_parts(stored: Source, component: Component) -> list[OutputTensor]:
     """Return the tensors that an export makes of the model's tensors."""
     names = [*component.tensors, *component.aliases]
     model = hf_directory.pick_model(stored.document("huggingface"), names)

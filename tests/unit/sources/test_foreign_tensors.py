@@ -13,7 +13,7 @@ import torch
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, ForeignTensors, foreign_source
-from lightning_shardckpt.sources.source import ReadTarget
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
@@ -46,11 +46,11 @@ def described(**changes: Box) -> ForeignTensor:
 def test_boxes_of_several_files_fill_a_tensor(whole: torch.Tensor, reader: LocalReader) -> None:
     source = foreign_source(ForeignTensors("here", reader, {"model": {"w": described()}}))
     target = torch.empty(700, 301)
-    source.read([ReadTarget("model", "w", target)])
+    read_targets(source, [ReadTarget("model", "w", target)])
     assert torch.equal(target, whole)
     part = torch.zeros(700, 301)
     region = Box((290, 190), (310, 210))
-    source.read([ReadTarget("model", "w", part, region=region)])
+    read_targets(source, [ReadTarget("model", "w", part, region=region)])
     expected = torch.zeros(700, 301)
     expected[290:310, 190:210] = whole[290:310, 190:210]
     assert torch.equal(part, expected)
@@ -64,7 +64,7 @@ def test_columns_and_blocks_are_read_without_what_lies_between_them(tmp_path: Pa
     source = foreign_source(ForeignTensors("here", reader, {"model": {"w": stored}}))
     for region in [Box((0, 0, 0), (300, 20, 64)), Box((7, 13, 0), (9, 40, 64)), Box((0, 39, 0), (300, 40, 64))]:
         target, reader.nbytes = torch.zeros(300, 40, 64), 0
-        source.read([ReadTarget("model", "w", target, region=region)])
+        read_targets(source, [ReadTarget("model", "w", target, region=region)])
         place = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
         assert torch.equal(target[place], tensor[place])
         assert region.numel * 4 <= reader.nbytes <= 1.1 * region.numel * 4

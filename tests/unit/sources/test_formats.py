@@ -29,7 +29,8 @@ from lightning_shardckpt.errors import (
 )
 from lightning_shardckpt.sources import detect
 from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.source import ReadTarget, Source
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import open_path as open_torch_files
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
@@ -49,7 +50,7 @@ def read(source: Source) -> dict[str, Tensor]:
     for key, spec in source.components()["model"].tensors.items():
         dtype = next(t.dtype for t in [*TENSORS.values(), torch.zeros(1)] if _name(t.dtype) == spec.dtype)
         target = ReadTarget("model", key, torch.empty(spec.shape, dtype=dtype))
-        source.read([target])
+        read_targets(source, [target])
         found[key] = target.tensor
     return found
 

@@ -25,8 +25,8 @@ from lightning_shardckpt.sources.hf_conversion import (
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
-from lightning_shardckpt.sources.source import ReadTarget, Source
-from lightning_shardckpt.sources.source_view import read_converted
+from lightning_shardckpt.sources.reading import ReadTarget, read_converted, read_targets
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
 
@@ -157,7 +157,8 @@ def located(source: Source) -> ForeignTensors:
 
 def read(source: Source, tensor: Any) -> Tensor:
     target = ReadTarget("model", "x", torch.empty(tensor.shape))
-    foreign_source(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}})).read([target])
+    converted = foreign_source(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}}))
+    read_targets(converted, [target])
     return target.tensor
 
 

@@ -23,7 +23,8 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, RootIndex
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
-from lightning_shardckpt.sources.source import ReadTarget, sharded_source
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Reader, read_all
@@ -214,7 +215,7 @@ def test_neighbours_are_read_by_one_request_in_any_memory_order(url: str) -> Non
     live = {"a": torch.zeros(300, 200).t(), "b": torch.zeros(200, 300)}
     targets = [ReadTarget("model", key, tensor) for key, tensor in live.items()]
     source = sharded_source(found)
-    source.read(targets)
+    read_targets(source, targets)
     assert live["a"].equal(value) and live["b"].equal(value + 1)
     assert 480_000 <= sum(reads) <= 1.1 * 480_000 and max(reads) >= 480_000
 
