@@ -14,7 +14,7 @@ from lightning_shardckpt.checkpoint.model_match import ModelMatch
 from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.reading import ReadTarget, are_equal, read_converted
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
@@ -66,7 +66,7 @@ class LoadJob:
         self._is_open, self._unfitted = False, list[str]()
         self._components: Mapping[str, Component] = {}
         self._elsewhere = frozenset[str]()
-        self._targets: list[ReadTarget] = []
+        self._read: Callable[[], None]
         self.sources: dict[str, list[int] | None] = {}
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
@@ -111,7 +111,9 @@ class LoadJob:
         self._is_open = True
 
     def match(self, groups: Groups | None = None) -> RankComparison:
-        """Match the stored tensors with the live ones, and plan the reads. Changes no live object. Runs on every rank.
+        """Match the stored tensors with the live ones, plan the reads, and open the files for them. Runs on every rank.
+
+        Changes no live object.
 
         Args:
             groups: the param groups of the whole model, for optimizer state by number; by default this rank's.
@@ -122,7 +124,7 @@ class LoadJob:
         self._open()
         report = self._compare(self.groups() if groups is None else groups)
         if not (self._strict and report["differences"]):
-            self._targets = self._plan()
+            self._read = plan_reads(self.source, self._plan())
         return report
 
     def _compare(self, groups: Groups) -> RankComparison:
@@ -289,7 +291,7 @@ class LoadJob:
 
     def fill(self) -> None:
         """Fill the tensors, verify their bytes on the way, and put optimizer state in place. Runs on every rank."""
-        read_converted(self.source, self._targets)
+        self._read()
         for optimizer in self._optimizers:
             self.notes += optimizer.apply(self.sources)
             self.settings |= optimizer.settings

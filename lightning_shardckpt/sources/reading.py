@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +17,10 @@ from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_ho
 from lightning_shardckpt.transfer.shard_reader import Request, fetch
 from lightning_shardckpt.transfer.whole_tensors import windows
 
-_WINDOW_BYTES = 8 << 20  # of each tensor to compare, or of stored elements to convert
-_CONVERTED_BYTES = 32 << 20  # of windows that are converted after one read
-_BATCH_BYTES = 64 << 20  # of host copies of device tensors; one larger tensor is a batch of its own
+_WINDOW_BYTES, _BATCH_BYTES = 16 << 20, 64 << 20  # of host memory, whose content is converted or copied to a device
+_COMPARED_BYTES = 8 << 20  # of each tensor
+_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8, whose scales are in other tensors
+_COMPLEX = ("C64", "C128")
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which would dominate the time: there is one for each tensor
@@ -31,8 +33,8 @@ class ReadTarget:
         tensor: the live tensor.
         region: of the local tensor, to fill only that.
         box: of the stored tensor, to fill a plain tensor with only that.
-        dtype: of the stored tensor, if it differs from the live one's.
-        local: the memory to fill; with ``dtype``, separate host memory.
+        dtype: of the stored tensor, to fill separate host memory.
+        local: the memory to fill.
     """
 
     component: str
@@ -46,7 +48,9 @@ class ReadTarget:
     def __post_init__(self) -> None:
         local = local_tensor(self.tensor)
         local = local if self.region is None else view_at(local, self.region)
-        self.local = local if self.dtype is None else torch.empty(local.shape, dtype=self.dtype, device="cpu")
+        if self.dtype is not None:
+            local = torch.empty(local.shape, dtype=self.dtype, device="cpu")
+        self.local = local
 
     def parts(self, rank: int) -> tuple[Part, ...]:
         """Return the boxes to fill, and their offsets in ``local``; ``rank`` is this process's."""
@@ -57,61 +61,107 @@ class ReadTarget:
 
 
 def read_targets(source: Source, targets: Iterable[ReadTarget]) -> None:
-    """Fill the targets; every block that they touch is read once, and verified before its bytes count as loaded.
+    """Plan and perform reads at once; see ``plan_reads``."""
+    plan_reads(source, targets)()
 
-    Where there are no checksums, or they are not compared, only sizes, headers and save ids are checked.
+
+def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], None]:
+    """Plan how to fill the targets, and open the files for it.
+
+    Every block that they touch is read once, and verified before its bytes count as loaded. Where there are no
+    checksums, or they are not compared, only sizes, headers and save ids are checked. Floating and complex dtypes are
+    converted. Tensors of other dtypes and on devices are filled through windows of host memory, a batch at a time; on a
+    GPU, a batch is copied on the current stream while the next one is read.
+
+    Returns:
+        A function that performs the reads. It raises a CorruptionError that names file, tensor and rank; then some
+        targets are filled.
 
     Raises:
-        CorruptionError: naming file, tensor and rank. Some targets are filled then.
+        ShardCkptError: if a file is missing, or not the saved one.
     """
-    by_files: dict[int, tuple[TensorFiles, list[tuple[torch.Tensor, list[Request]]]]] = {}
+    direct = dict[int, tuple[TensorFiles, list[Request]]]()
+    copied = list[_Copied]()
     for target in targets:
-        files, component, key, _ = source.table[target.component][target.key]
-        local = target.local
-        memory = bytes_of(local) if is_host_memory(local) else memoryview(b"")  # others are filled through a copy
-        requests = files.requests(component, key, target.parts(this_rank()), tuple(local.shape), memory)
-        by_files.setdefault(id(files), (files, []))[1].append((local, requests))
-    for files, wanted in by_files.values():
-        _fetch_into(files, wanted)
+        files, component, key, spec = source.table[target.component][target.key]
+        local, dtype = target.local, TORCH_DTYPES[spec.dtype]
+        is_direct = target.dtype is not None or (local.dtype is dtype and is_host_memory(local))
+        memory = bytes_of(local) if is_direct else memoryview(b"")
+        requests = files.requests(component, key, target.parts(this_rank()), tuple(local.shape), memory)  # opens files
+        if is_direct:
+            direct.setdefault(id(files), (files, []))[1].extend(requests)
+        else:
+            copied.append(_Copied(target, files, component, key, dtype, requests))
+
+    def read() -> None:
+        for files, wanted in direct.values():
+            fetch(files, wanted, verify=files.verify)
+        for batch in _batches(copied):
+            for files, wanted in batch.requests.values():
+                fetch(files, wanted, verify=files.verify)
+            for local, host in batch.copies:
+                local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
+
+    return read
 
 
-def _fetch_into(files: TensorFiles, wanted: Iterable[tuple[torch.Tensor, list[Request]]]) -> None:
-    """Fill local tensors; device tensors through host copies, a batch at a time.
+class _Copied(NamedTuple):
+    """A target that is filled through host memory of the stored dtype, and the requests for it without memory."""
 
-    For a GPU the copies are pinned, and copied on the current stream while the next batch is read.
+    target: ReadTarget
+    files: TensorFiles
+    component: str
+    key: str
+    dtype: torch.dtype
+    requests: list[Request]
 
-    Args:
-        files: of the requests' boxes.
-        wanted: local tensors, each with the requests that fill it.
-    """
-    batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-    requests: list[Request] = []
-    nbytes = 0  # of the batch
-    for local, own_requests in wanted:
-        new = own_requests
-        if not is_host_memory(local):
-            if nbytes + local.nbytes > _BATCH_BYTES:
-                _flush(files, batch, requests)
-                nbytes = 0
-            host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-            batch.append((local, host))
-            nbytes += host.nbytes
+    def windows(self) -> Iterator[tuple[torch.Tensor, list[Request]]]:
+        """Yield parts of the local tensor, each with the requests that fill it."""
+        target, local = self.target, self.target.local
+        limit = _WINDOW_BYTES // self.dtype.itemsize
+        if local.numel() <= limit:
+            yield local, self.requests
+            return
+        for region in windows(tuple(local.shape), limit):
+            part = ReadTarget(target.component, target.key, target.tensor, region)
+            shape, parts = tuple(part.local.shape), part.parts(this_rank())
+            yield part.local, self.files.requests(self.component, self.key, parts, shape, memoryview(b""))
+
+
+class _Batch:
+    """Local tensors with host memory of the stored dtype, and the requests that fill it by kind of files."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.requests: dict[int, tuple[TensorFiles, list[Request]]] = {}
+
+
+def _batches(targets: Iterable[_Copied]) -> Iterator[_Batch]:
+    """Yield all windows of the targets, in batches of bounded size."""
+    batch = _Batch()
+    for copied in targets:
+        for local, requests in copied.windows():
+            host = torch.empty(local.shape, dtype=copied.dtype, device="cpu", pin_memory=local.is_cuda)
+            if batch.copies and batch.nbytes + host.nbytes > _BATCH_BYTES:
+                yield batch
+                batch = _Batch()
             memory = bytes_of(host)
-            new = [request._replace(target=memory) for request in own_requests]
-        requests += new
-    _flush(files, batch, requests)
+            wanted = batch.requests.setdefault(id(copied.files), (copied.files, []))[1]
+            wanted += [request._replace(target=memory) for request in requests]
+            batch.copies.append((local, host))
+            batch.nbytes += host.nbytes
+    if batch.copies:
+        yield batch
 
 
-def _flush(
-    files: TensorFiles,
-    batch: list[tuple[torch.Tensor, torch.Tensor]],
-    requests: list[Request],
-) -> None:
-    fetch(files, requests, verify=files.verify)
-    for local, host in batch:
-        local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
-    batch.clear()
-    requests.clear()
+def converts(stored: str, live: str | None) -> bool:
+    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another.
+
+    >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
+    (True, False, False)
+    """
+    return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
 
 
 def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.Tensor | None = None) -> bool:
@@ -132,7 +182,7 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
     dtype = TORCH_DTYPES[specs[0].dtype]
     if like is None or tuple(shape_of(like)) != specs[0].shape:
         like = torch.empty(specs[0].shape, device="meta")
-    for window in windows(tuple(local_tensor(like).shape), _WINDOW_BYTES // dtype.itemsize):
+    for window in windows(tuple(local_tensor(like).shape), _COMPARED_BYTES // dtype.itemsize):
         first: memoryview | None = None
         for key in keys:
             target = ReadTarget(component, key, like, region=window, dtype=dtype)
@@ -142,47 +192,3 @@ def are_equal(source: Source, component: str, keys: Sequence[str], like: torch.T
                 return False
             first = content
     return True
-
-
-# ── other dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-_FLOATING = ("F64", "F32", "F16", "BF16")  # not F8, whose scales are in other tensors
-_COMPLEX = ("C64", "C128")
-
-
-def converts(stored: str, live: str | None) -> bool:
-    """Return whether a stored tensor of one dtype may be loaded into a live tensor of another.
-
-    >>> converts("BF16", "F32"), converts("I64", "I32"), converts("F8_E4M3", "BF16")
-    (True, False, False)
-    """
-    return stored == live or any(stored in kind and live in kind for kind in (_FLOATING, _COMPLEX))
-
-
-def read_converted(source: Source, targets: list[ReadTarget]) -> None:
-    """Read like ``read_targets``, with targets of other dtypes, through a bounded amount of memory."""
-    specs = {name: component.tensors for name, component in source.components().items()}
-    converted = [t for t in targets if TORCH_DTYPES[specs[t.component][t.key].dtype] != t.local.dtype]
-    others = {*converted}
-    read_targets(source, [target for target in targets if target not in others] if converted else targets)
-    for batch in _batches(source, converted):
-        read_targets(source, batch)
-        for window in batch:
-            assert window.region is not None
-            view_at(local_tensor(window.tensor), window.region).copy_(window.local)
-
-
-def _batches(source: Source, targets: Sequence[ReadTarget]) -> Iterator[list[ReadTarget]]:
-    """Yield windows of the targets with memory of the stored dtype, in batches of bounded size."""
-    batch: list[ReadTarget] = []
-    for target in targets:
-        dtype = TORCH_DTYPES[source.components()[target.component].tensors[target.key].dtype]
-        for region in windows(tuple(target.local.shape), _WINDOW_BYTES // dtype.itemsize):
-            window = ReadTarget(target.component, target.key, target.tensor, region, dtype=dtype)
-            if batch and sum(t.local.nbytes for t in batch) + window.local.nbytes > _CONVERTED_BYTES:
-                yield batch
-                batch = []
-            batch.append(window)
-    if batch:
-        yield batch

@@ -25,7 +25,7 @@ from lightning_shardckpt.sources.hf_conversion import (
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
-from lightning_shardckpt.sources.reading import ReadTarget, read_converted, read_targets
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames, tied_names
 
@@ -208,5 +208,5 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     source = open_path(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
     target = ReadTarget("model", "net.w", tensor)
-    read_converted(apply_match(source, Match({"net.w": "w"})), [target])
+    read_targets(apply_match(source, Match({"net.w": "w"})), [target])
     assert torch.equal(tensor, value.to(live))

@@ -42,13 +42,18 @@ def values_of(state: dict[str, Any]) -> set[float]:
 
 
 class Replacing:
-    """Saves another checkpoint to the path, past the proxy, when a file whose name has a part is about to be read."""
+    """Saves another checkpoint to the path, past the proxy, when a file whose name has a part is about to be read.
 
-    def __init__(self, s3: Bucket, part: str, *values: float) -> None:
-        self._s3, self._part, self._values = s3, part, list(values)
+    With ``turn``, only before the GET of this number.
+    """
+
+    def __init__(self, s3: Bucket, part: str, *values: float, turn: int | None = None) -> None:
+        self._s3, self._part, self._values, self._turn = s3, part, list(values), turn
 
     def __call__(self, asked: Asked) -> None:
-        if asked.method in ("GET", "HEAD") and self._part in asked.path and self._values:
+        is_read = asked.method in ("GET", "HEAD")
+        is_turn = is_read if self._turn is None else (asked.method, asked.turn) == ("GET", self._turn)
+        if is_turn and self._part in asked.path and self._values:
             save(self._s3, self._values.pop(0))
 
 
@@ -97,9 +102,13 @@ def test_a_load_that_meets_a_third_checkpoint_says_that_it_was_replaced(s3: Buck
 
 
 def test_a_load_of_a_part_says_that_it_was_replaced(s3: Bucket, proxy: Proxy) -> None:
-    """To start again could leave tensors of the first save that the second one lacks."""
+    """To start again could leave tensors of the first save that the second one lacks. The last read is of a tensor."""
     save(s3, 1.0)
-    proxy.harm = Replacing(s3, "model-dist-00000-shard-00002", 2.0)
+    part = "model-dist-00000-shard-00002"
+    load(s3, proxy.port, state_of(0.0))
+    reads = sum(asked.method == "GET" and part in asked.path for asked in proxy.asked)
+    proxy.forget()
+    proxy.harm = Replacing(s3, part, 2.0, turn=reads)
     state = state_of(0.0)
     state["model"].append(nn.Linear(2, 2))
     with pytest.raises(CorruptionError, match=r"after some tensors were filled: .* was replaced or deleted"):
