@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
-from lightning_shardckpt.strategy.epoch_ends import EpochEnds
+from lightning_shardckpt.strategy.epoch_ends import compare_epoch_ends
 from lightning_shardckpt.strategy.lightning_module import (
     ModuleBuild,
     attach_sharded,
@@ -74,7 +74,7 @@ from lightning_shardckpt.strategy.lightning_module import (
     whole_names,
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.resume import DataShare
+from lightning_shardckpt.strategy.resume import DataShare, StopPosition, finish_loaders
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, check_saves
 from lightning_shardckpt.strategy.steps import (
     StepContext,
@@ -121,12 +121,17 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         self._own_steps: TrainerSteps | None = None
         self._failed = False  # in any run
         self._build = ModuleBuild()
-        self._unmark_user_code: Callable[[], None] = lambda: None
-        self._ungather_metrics: Callable[[], None] = lambda: None
-        self._preemption, self._agreement, self._epoch_ends = Preemption(), BatchAgreement(), EpochEnds()
-        self._checkpoints = RunCheckpoints()
+        self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
+        self._preemption, self._agreement = Preemption(), BatchAgreement()
+        self._run: RunCheckpoints | None = None
 
     # --- the sharded module ---
+
+    @property
+    def _checkpoints(self) -> RunCheckpoints:
+        """The checkpoints of the current or last run."""
+        assert self._run is not None, "no run has begun"
+        return self._run
 
     @property
     def _steps(self) -> TrainerSteps:
@@ -175,7 +180,8 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
         share, meeting_s = DataShare.of(self._meshes), self.tuning.exception_meeting_s
-        self._checkpoints.begin(TrainerRun(self._trainer, self._launcher, self._ranks, share, meeting_s))
+        run = TrainerRun(self._trainer, self._launcher, self._ranks, share, meeting_s)
+        self._run = RunCheckpoints(run, StopPosition() if self._run is None else self._run.stop_position)
 
     def _meet(self) -> Ranks:
         """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
@@ -209,10 +215,10 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         assert self.accelerator is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        keep_order_of_training(trainer)
+        self._undo_setup.close()  # of a setup that had no teardown
+        self._undo_setup.callback(keep_order_of_training(trainer))
         if fitting and self.topology.pipeline > 1:
             refuse_averaging_of_modules(trainer)
-        self._checkpoints.begin_setup()
         written_numbers.reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
@@ -222,8 +228,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         )
         self.model = self._module
         if self.topology.world_size > 1:
-            self._ungather_metrics()  # of a setup that had no teardown
-            self._ungather_metrics = gather_metrics_over(self.meshes.data_parallel_group, self._module)
+            self._undo_setup.callback(gather_metrics_over(self.meshes.data_parallel_group, self._module))
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # DTensors need version counters: no_grad instead
@@ -237,8 +242,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         self.barrier()
         self._checkpoints.restore()
         if sharded.pipeline is not None:
-            self._unmark_user_code()
-            self._unmark_user_code = wrap_actions(trainer.profiler, user_code)  # type: ignore[attr-defined]  # set late
+            self._undo_setup.callback(wrap_actions(trainer.profiler, user_code))  # type: ignore[attr-defined]  # set late
             for optimizer in self.optimizers:
                 guard_state(optimizer)
 
@@ -287,8 +291,8 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        clip_shards(self.precision_plugin, self.root_device, self.sharded.ranks_of)
-        unscale_shards(self.precision_plugin, self.root_device)
+        self._undo_setup.callback(clip_shards(self.precision_plugin, self.root_device, self.sharded.ranks_of))
+        self._undo_setup.callback(unscale_shards(self.precision_plugin, self.root_device))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -408,7 +412,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
 
         Collectives in such hooks then use only this rank's values, since the other ranks may still be training.
         """
-        return super()._is_alone or self._checkpoints.answers_alone
+        return super()._is_alone or (self._run is not None and self._run.answers_alone)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
@@ -428,7 +432,8 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         forget_meshes()
         if self._own_steps is not None:
             self._own_steps.reset()
-        self._checkpoints.leave()
+        if self._run is not None:
+            self._run.leave()
         self._ranks.leave(exception)
         self.checkpoint_io.leave(exception)
         abort_unfinished(self.root_device, self.tuning)
@@ -437,7 +442,6 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def teardown(self) -> None:
         """Tear down all but the model, which stays on its device: DTensors cannot leave their mesh's device."""
         assert self.cluster_environment is not None and self.accelerator is not None
-        self._ungather_metrics()
         restore_functions()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -445,10 +449,10 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         self.checkpoint_io.teardown()
         # this rank may host the store, without which the others would end a complete run with an error
         self._ranks.wait_until_read()
-        self._checkpoints.end()
-        self._preemption.unwatch()
-        self._epoch_ends.unwatch()
-        self._unmark_user_code()
+        if self._run is not None:
+            finish_loaders(self._trainer)
+        self._undo_training.close()
+        self._undo_setup.close()
         if self._meshes is not None and not self._failed and dist.is_initialized():
             keep_meshes(self._meshes)
 
@@ -533,12 +537,12 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         check_loaded([self._module])
         is_shared = self.topology.data_parallel > 1
         self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
-        self._preemption.watch(self._trainer)
+        self._undo_training.close()  # of a trial run in this fit
+        self._undo_training.callback(self._preemption.watch(self._trainer))
         check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
-        self._epoch_ends.unwatch()  # of a trial run in this fit
-        self._checkpoints.start()
+        self._undo_training.callback(self._checkpoints.start_training())
         if not self._is_alone:
-            self._epoch_ends.watch(self._trainer, self._ranks)
+            self._undo_training.callback(compare_epoch_ends(self._trainer, self._ranks))
 
     @override
     def on_train_end(self) -> None:

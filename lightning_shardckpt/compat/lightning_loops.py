@@ -6,20 +6,13 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.loop import _Loop
 
 EndBatch = Callable[[], None]
-
-
-class LoggedMeta(Protocol):
-    """The arguments of ``self.log`` for a metric."""
-
-    name: str
-    on_epoch: bool
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -48,8 +41,9 @@ def cycles_loaders(trainer: pl.Trainer) -> bool:
     return loader is not None and "cycle" in loader._mode
 
 
+
 def begin_loaders(trainer: pl.Trainer) -> None:
-    """Begin iterating over the loaders of training now, if Lightning has set them up.
+    """Begin iterating over the loaders of training anew.
 
     Relies on ``_FitLoop._data_fetcher``, whose ``iter`` begins the loaders.
     """
@@ -155,13 +149,6 @@ def take_back_step(fit_loop: dict[str, Any]) -> None:
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def logged_in_training(trainer: pl.Trainer) -> list[LoggedMeta]:
-    """Return the logged metrics of training steps of this epoch.
-
-    Relies on ``_TrainingEpochLoop._results``.
-    """
-    return [metric.meta for metric in trainer.fit_loop.epoch_loop._results.values()]
-
 
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
     """Wrap the end of a batch after its last callback, where the loop validates, logs and counts; return the undo.
@@ -247,8 +234,8 @@ def is_validation_interrupted(fit_loop: Mapping[str, Any]) -> bool:
     return bool(begun and total["completed"] == total["processed"])
 
 
-def resume_validation(trainer: pl.Trainer) -> None:
-    """Make a resumed run begin with the rest of a validation, at any position in its epoch.
+def resume_validation(trainer: pl.Trainer) -> Callable[[], None]:
+    """Make a resumed run begin with the rest of a validation, at any position in its epoch; return the undo.
 
     Relies on ``_TrainingEpochLoop._should_check_val_fx`` and ``_EvaluationLoop.restarted_mid_evaluation``.
     """
@@ -259,6 +246,11 @@ def resume_validation(trainer: pl.Trainer) -> None:
         return loop.val_loop.restarted_mid_evaluation or original(fetcher)
 
     loop._should_check_val_fx = should_check  # type: ignore[method-assign,assignment]  # of one run
+
+    def undo() -> None:
+        loop.__dict__.pop("_should_check_val_fx", None)
+
+    return undo
 
 
 def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
@@ -276,17 +268,6 @@ def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
     """
     trainer.fit_loop._resuming_from_checkpoint = begun
 
-
-def move_in_epoch(trainer: pl.Trainer, batches: int) -> None:
-    """Add ``batches``, which may be negative, to the finished batches of the current epoch, but not to the totals.
-
-    Relies on ``BatchProgress.current``, at which an epoch continues once training starts.
-    """
-    current = trainer.fit_loop.epoch_loop.batch_progress.current
-    current.ready += batches
-    current.started += batches  # type: ignore[attr-defined]  # its subclass
-    current.processed += batches  # type: ignore[attr-defined]
-    current.completed += batches
 
 
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:

@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -34,6 +36,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.data import dim_zero_mean
@@ -89,8 +92,8 @@ class CompilesInside:
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def keep_order_of_training(trainer: pl.Trainer) -> None:
-    """Make Lightning shuffle training batches only if the loader does, as it does in validation.
+def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
+    """Make Lightning shuffle training batches only if the loader does, as it does in validation; return the undo.
 
     Lightning puts a DistributedSampler that always shuffles around the sampler of a training loader, so that a loader
     without ``shuffle=True``, or with a user's sampler, would have another order than on one process. In validation, it
@@ -126,6 +129,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> None:
         return prepared
 
     connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]  # of this Trainer only
+    return partial(_restore_methods, connector, "_prepare_dataloader")
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,11 +301,21 @@ def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextMan
             yield found
 
     profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned
+    return partial(_restore_methods, profiler, "profile")
 
-    def undo() -> None:
-        profiler.__dict__.pop("profile", None)
 
-    return undo
+def replace_clipping(
+    precision: Precision, by_norm: Callable[[Optimizer, float], None], by_value: Callable[[Optimizer, float], None]
+) -> Callable[[], None]:
+    """Replace how a Trainer's precision plugin clips gradients; return the undo."""
+    vars(precision).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value)
+    return partial(_restore_methods, precision, "clip_grad_by_norm", "clip_grad_by_value")
+
+
+def _restore_methods(owner: object, *names: str) -> None:
+    """Restore methods of the class that attributes of an object replace."""
+    for name in names:
+        vars(owner).pop(name, None)
 
 
 # ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

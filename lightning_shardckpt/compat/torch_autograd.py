@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -181,9 +182,10 @@ def unscale(gradients: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tenso
     torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found_inf, inverse_scale)
 
 
-def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> None:
-    """Make ``scaler.unscale_`` and ``scaler.step`` call ``function``; torch has no public way."""
+def replace_unscale(scaler: torch.amp.GradScaler, function: Unscale) -> Callable[[], None]:
+    """Make ``scaler.unscale_`` and ``scaler.step`` call ``function``, and return the undo; torch has no public way."""
     scaler._unscale_grads_ = function  # type: ignore[method-assign,assignment]  # called by position
+    return partial(vars(scaler).pop, "_unscale_grads_", None)
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────

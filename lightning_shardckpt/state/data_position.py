@@ -1,12 +1,12 @@
 """The position of a DataLoader in an epoch, and resuming there.
 
-A sampler draws the order of an epoch from the random state at the start of the epoch; dropout draws from the state at
-the save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them,
-for map-style datasets), and continues with the second state. Random numbers drawn between the load and the first batch
-have no effect. The random state of worker processes is not restored.
+With a DistributedSampler, seed and epoch determine the order of all ranks together. A position in it is a number of
+samples, from which another number of ranks with the same global batch can continue: ``GlobalBatches``.
 
-With a DistributedSampler, the order of all ranks together is known, and a position in it is a number of samples, from
-which another number of ranks or another batch size can continue: ``GlobalBatches``.
+Another sampler draws the order from the random state at the start of the epoch; dropout draws from the state at the
+save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them, for
+map-style datasets), and leaves the process in the state that it had before. The random state of worker processes is not
+restored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, islice
 from typing import Any
@@ -98,16 +98,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
 # ── batches of all ranks ──────────────────────────────────────────────────────────────────────────────────────────────
 # An epoch's order of samples, dealt to data-parallel ranks. Pure: nothing here knows DataLoaders.
 #
-# Each step takes the next samples of the order of all ranks together, whatever the number of ranks and the batch size.
-# So a number of samples is a position in the epoch, and another number of ranks can continue there.
-
-
-@dataclass(frozen=True, slots=True)
-class EpochPosition:
-    """A position in an epoch: the number of used samples of all ranks, and of used batches of each rank."""
-
-    samples: int = 0
-    batches: int = 0
+# Each step takes the next samples of the order of all ranks together, whatever the number of ranks. So a number of
+# samples is a position in the epoch, and another number of ranks with the same global batch can continue there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,89 +167,62 @@ _REPEATED = (
 )
 
 
-class SavedState:
-    """The process's random state at a save, for the loaders that continue from there.
-
-    The loader that continues first restores it. Those after it keep what has been drawn since, such as the random
-    augmentation of the first loader's batch.
-
-    Args:
-        process: the result of ``get_rng_state`` at the save.
-    """
-
-    def __init__(self, process: dict[str, Any]) -> None:
-        self._process: dict[str, Any] | None = process
-
-    def restore(self, current: dict[str, Any]) -> None:
-        """Restore the state at the save, or ``current`` if it was restored before."""
-        set_rng_state(self._process or current)
-        self._process = None
-
-
+@dataclass(frozen=True, slots=True)
 class Resumption:
-    """The start of a loader's next epoch: draw the order from ``start``, skip used batches, continue from ``then``.
+    """Where the next iteration of a loader resumes.
 
-    Args:
-        start: the result of ``random_state`` when the interrupted epoch began; None to begin a new epoch from ``then``.
+    Attributes:
         batches: the number of batches to skip.
-        then: the result of ``random_state`` at the save.
-        saved: the process's state at the save, the same object for all loaders.
-        leader: the resumption of the first loader of several that begin a new epoch together, and draw in turn.
-        epoch_position: skip its number of samples of all ranks, rather than batches of this rank.
+        samples: the number of samples that all ranks have used, of an order of all ranks.
         checksum: of the order of all ranks, for comparison.
+        start: the result of ``random_state`` when the interrupted iteration drew its order; None to draw another one.
+        restore: called before the first batch, to restore the process's random state.
     """
 
-    def __init__(
-        self,
-        start: dict[str, Any] | None,
-        batches: int,
-        then: dict[str, Any],
-        saved: SavedState,
-        leader: Resumption | None = None,
-        epoch_position: EpochPosition | None = None,
-        checksum: int | None = None,
-    ) -> None:
-        self.start, self.batches, self.then, self.saved = start, batches, then, saved
-        self.leader = leader or self
-        self.epoch_position, self.checksum = epoch_position, checksum
-        self.iterated: dict[str, Any] | None = None  # the process's state after all loaders of a new epoch have begun
+    batches: int
+    samples: int
+    checksum: int | None
+    start: dict[str, Any] | None
+    restore: Callable[[], None]
 
 
 class ResumableLoader(IndexedLoader):
     """The class that ``make_resumable`` puts before a DataLoader's own."""
 
-    _epoch_start: dict[str, Any] | None = None
     _resumption: Resumption | None = None
-    _is_next_empty = False
+    _skips_iteration = False
+    _epoch_start: dict[str, Any] | None = None
     _draws_random_numbers = False
     _deals = False
-    _begun = EpochPosition()
+    _begun = (0, 0)  # the batches, and samples of all ranks, before this iteration
     _checksum: int | None = None
 
     def __iter__(self) -> Any:
-        self._epoch_start, self._begun, self._checksum = None, EpochPosition(), None
-        if self._is_next_empty:
-            self._is_next_empty = False
+        self._epoch_start, self._begun, self._checksum = None, (0, 0), None
+        skips, self._skips_iteration = self._skips_iteration, False
+        if skips and not self.persistent_workers:  # they start now, as before the epoch in the uninterrupted run
             return iter(())
-        resumption, iterable = self._resumption, isinstance(self.dataset, IterableDataset)
-        current = get_rng_state()
-        if resumption is not None:
-            self._begin(resumption, resumption.then["process"])
-        if iterable:
-            self._epoch_start, self._draws_random_numbers = random_state(self), False
+        if not skips and self._resumption is None:
+            return self._iterate()
+        current, resumption = random_state(self), self._resumption
+        try:
+            iterator = self._iterate()
+        finally:
+            set_random_state(self, current)
+        return iterator if resumption is None else call_before(resumption.restore, iterator)
+
+    def _iterate(self) -> Iterator[Any]:
+        if not isinstance(self.dataset, IterableDataset):
+            return super().__iter__()
+        resumption, self._resumption = self._resumption, None
+        if resumption is not None and resumption.start is not None:
+            set_random_state(self, resumption.start)
+        self._epoch_start, self._draws_random_numbers = random_state(self), False
         iterator: Iterator[Any] = super().__iter__()
-        if iterable and not self.num_workers:
+        if not self.num_workers:
             iterator = self._note_draws(iterator)
-        if resumption is not None and resumption.start is None:
-            resumption.leader.iterated = get_rng_state()
-        elif resumption is not None and iterable:
-            for _ in islice(iterator, resumption.batches):
-                pass
-            self._continue(resumption, current)
-        elif self._resumption is not None:  # begin comes later: until then, loaders before this one may draw
-            set_rng_state(current)
-        if iterable:
-            self._resumption = None
+        for _ in islice(iterator, 0 if resumption is None else resumption.batches):
+            pass
         return iterator
 
     def index_source(self, sampler: Any) -> IndexSource:
@@ -267,25 +232,24 @@ class ResumableLoader(IndexedLoader):
         return _ResumableIndices(self, sampler)
 
     def begin(self, sampler: Any) -> Iterator[Any]:
-        """Yield the indices of a new epoch, or the rest of an interrupted one."""
+        """Yield the indices of a new epoch, or the rest of an interrupted one, which leaves random states unchanged."""
         resumption, self._resumption = self._resumption, None
-        current = get_rng_state()
-        if resumption is not None:
-            self._begin(resumption, resumption.iterated)  # undoes draws since then
-        self._epoch_start = random_state(self)
         if (division := self.global_batches()) is not None:
-            is_new = resumption is None or resumption.start is None
-            yield from self._deal(division, None if is_new else resumption, current)
+            yield from self._deal(division, resumption)
             return
+        current = random_state(self)
+        if resumption is not None and resumption.start is not None:
+            set_random_state(self, resumption.start)
+        self._epoch_start = random_state(self)
         indices = iter(sampler)
-        if resumption is None or resumption.start is None:
-            yield from indices
-            return
-        first = next(islice(indices, resumption.batches, None), _END)
-        self._continue(resumption, current)
-        if first is not _END:
+        if resumption is not None:
+            first = next(islice(indices, resumption.batches, None), _END)
+            if resumption.start is not None:
+                set_random_state(self, current)
+            if first is _END:
+                return
             yield first
-            yield from indices
+        yield from indices
 
     def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a stream, and note if it draws from the process's generators after its first batch."""
@@ -316,6 +280,12 @@ class ResumableLoader(IndexedLoader):
         return GlobalBatches(sampler.num_replicas, size, drop_last, sampler.drop_last)
 
     @property
+    def samples_of_batch(self) -> int | None:
+        """The number of samples of this rank in a batch; None if unknown."""
+        division = self.global_batches()
+        return self.batch_size if division is None else division.batch_size
+
+    @property
     def samples(self) -> int | None:
         """The number of samples of an epoch of all ranks; None if unknown."""
         sampler = sampler_of(self)
@@ -324,55 +294,23 @@ class ResumableLoader(IndexedLoader):
         except TypeError:
             return None
 
-    def _deal(
-        self, division: GlobalBatches, resumption: Resumption | None, current: dict[str, Any]
-    ) -> Iterator[Any]:
-        """Yield this rank's indices of a new or a resumed epoch; ``current`` is the process's state before it."""
+    def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
+        """Yield this rank's indices of a new or a resumed epoch."""
         sampler = sampler_of(self)
         order = _draw_order_of_all_ranks(sampler)
-        self._checksum, self._begun = checksum_of(order), EpochPosition()
+        self._checksum = checksum_of(order)
         if resumption is not None:
-            batches = resumption.batches
-            self._begun = resumption.epoch_position or EpochPosition(division.used(len(order), batches), batches)
+            self._begun = resumption.batches, resumption.samples
             if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
                 kind = type(wrapped_sampler(sampler) or sampler).__name__
                 warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
-            self._continue(resumption, current)
-        left = order[self._begun.samples :]
+        left = order[self._begun[1] :]
         if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
         batches_of_rank = division.deal(left, sampler.rank)
         yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
 
-    def epoch_position_after(self, position: Mapping[str, Any], batches: int) -> EpochPosition | None:
-        """Return the position after ``batches`` of the run that saved ``position``, for this loader; None if unknown.
-
-        Its number of batches leaves as many steps in the epoch as the remaining samples take with this loader.
-        """
-        saved, division = position.get("order"), self.global_batches()
-        if saved is None or division is None or saved["samples"] != self.samples:
-            return None
-        samples, begun = saved["samples"], EpochPosition(*saved["place"])
-        used = GlobalBatches(*saved["division"]).used(samples - begun.samples, batches - begun.batches)
-        left = samples - begun.samples - used
-        return EpochPosition(samples - left, division.steps(samples) - division.steps(left))
-
-    # --- random states ---
-
-    def _begin(self, resumption: Resumption, process: dict[str, Any] | None) -> None:
-        """Set the random states at the start of the epoch; ``process`` is the process's state if the epoch is new."""
-        if resumption.start is not None:
-            set_random_state(self, resumption.start)
-            return
-        if process is not None and resumption.leader is resumption:
-            set_rng_state(process)
-        if process is resumption.then["process"]:
-            set_own_states(self, resumption.then["own"])
-
-    def _continue(self, resumption: Resumption, current: dict[str, Any]) -> None:
-        """Set the random states after the used batches were skipped; ``current`` is the process's state before that."""
-        resumption.saved.restore(current)
-        set_own_states(self, resumption.then["own"])
+    # --- the position ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict: Lightning looks for this method to learn whether a loader can resume."""
@@ -381,36 +319,62 @@ class ResumableLoader(IndexedLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing; see ``resume``."""
 
-    def resume(self, resumption: Resumption) -> None:
-        """Begin the next epoch as ``resumption`` says."""
-        self._resumption = resumption
+    def position(self, batches: int) -> dict[str, Any]:
+        """Return the state to resume from.
 
-    def make_next_empty(self) -> None:
-        """Make the next iteration empty, since Lightning begins it before the position to resume from is known.
-
-        Lightning would draw a batch of a loader without a length, and lose it. Persistent workers do start then, as
-        they did before the epoch in the uninterrupted run: starting them draws a random number.
+        Args:
+            batches: that this loader has yielded for training since it last began.
         """
-        self._is_next_empty = not self.persistent_workers
-
-    def position(self) -> dict[str, Any]:
-        """Return the state to resume from: random states at the start of this epoch (None before), the seed, sizes."""
-        position: dict[str, Any] = {"epoch_start": self._epoch_start, "own": own_states(self), "seed": seed_of(self)}
-        position |= {"samples": self.samples, "batch_size": self.batch_size}
+        waiting, division = self._resumption, self.global_batches()
+        position = {"own": own_states(self), "seed": seed_of(self), "batches": batches}
+        position |= {"samples": self.samples, "batch_size": self.samples_of_batch}
         if isinstance(self.dataset, IterableDataset):
             position["draws_random_numbers"] = self._draws_random_numbers
-        if (division := self.global_batches()) is not None:
-            resumption = self._resumption
-            begun, checksum = self._begun, self._checksum
-            if resumption is not None and resumption.epoch_position is not None:  # saved before its first batch
-                begun, checksum = resumption.epoch_position, resumption.checksum
-            position["order"] = {
-                "samples": self.samples,
-                "place": list(astuple(begun)),
-                "division": list(astuple(division)),
-                "checksum": checksum,
-            }
-        return position
+        if division is None or self.samples is None:
+            start = self._epoch_start if waiting is None else waiting.start
+            return position | {"epoch_start": start}
+        (done, used), checksum = self._begun, self._checksum
+        if waiting is not None:  # saved before its first batch
+            done, used, checksum = waiting.batches, waiting.samples, waiting.checksum
+        used += division.used(self.samples - used, batches - done)
+        return position | {"order": {"used": used, "checksum": checksum}}
+
+    def resume(self, position: Mapping[str, Any], restore: Callable[[], None], *, same_ranks: bool) -> None:
+        """Begin the next iteration after the used batches.
+
+        Args:
+            position: of the loader that is resumed.
+            restore: called before the first batch.
+            same_ranks: whether this rank has the data of the rank that saved; else no random state fits.
+        """
+        self._restore_states(position, same_ranks=same_ranks)
+        order, start = position.get("order", {}), position.get("epoch_start") if same_ranks else None
+        checksum = order.get("checksum") if position["samples"] == self.samples else None
+        self._resumption = None
+        if order or start is not None or position["batches"]:
+            used = order.get("used", 0)
+            self._resumption = Resumption(position["batches"], used, checksum, start, restore)
+
+    def follow(self, position: Mapping[str, Any], *, same_ranks: bool, skips: bool) -> None:
+        """Begin a new epoch after a finished one.
+
+        Args:
+            position: at the end of the finished epoch.
+            same_ranks: as for ``resume``.
+            skips: whether the next iteration is not that of the new epoch: Lightning begins one before it.
+        """
+        self._restore_states(position, same_ranks=same_ranks)
+        self._resumption, self._skips_iteration = None, skips
+
+    def _restore_states(self, position: Mapping[str, Any], *, same_ranks: bool) -> None:
+        set_seed(self, position["seed"])
+        set_own_states(self, position["own"] if same_ranks else [])
+
+
+def call_before(function: Callable[[], None], iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield the items of an iterator, and call a function before the first one is drawn."""
+    function()
+    yield from iterator
 
 
 class _ResumableIndices:
@@ -494,17 +458,16 @@ def _draw_order_of_all_ranks(sampler: Any) -> list[Any]:
             generator.set_state(own)
 
 
-def batches_of_loader(loader: object, batches: int, *, cycles: bool, length: int | None = None) -> int:
+def batches_of_loader(loader: object, batches: int, *, cycles: bool) -> int:
     """Return how many of an epoch's ``batches`` this loader yielded since it last began.
 
     Args:
         loader: any iterable.
         batches: of the epoch, for all loaders together.
         cycles: whether the loader begins again at its end.
-        length: the number of batches until its end; by default ``len(loader)``, if it has one.
     """
     try:
-        length = len(loader) if length is None else length  # type: ignore[arg-type]  # if it has one
+        length = len(loader)  # type: ignore[arg-type]  # if it has one
     except TypeError:
         return batches
     if not cycles or batches <= length:

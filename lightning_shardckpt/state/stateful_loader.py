@@ -21,7 +21,7 @@ from typing import Any
 from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, sampler_of, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
-    SavedState,
+    call_before,
     checksum_of,
     own_states,
     random_state,
@@ -59,8 +59,8 @@ class Watch:
         draws: the last draws.
         failed: a draw that raised, after which the loader's state is unusable.
         ended: the position of a loader that was shut down after training.
-        resumption: the position to resume the next iteration from, and the process's random state at the save.
-        is_next_empty: whether the next iteration is empty.
+        resumption: the position to resume the next iteration from, and a function to call before its first batch.
+        is_next_empty: whether the next iteration is empty, since Lightning begins one before that of a new epoch.
     """
 
     kind: Any
@@ -70,7 +70,7 @@ class Watch:
     draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
     failed: _Draw | None = None
     ended: dict[str, Any] | None = None
-    resumption: tuple[dict[str, Any], SavedState] | None = None
+    resumption: tuple[dict[str, Any], Callable[[], None]] | None = None
     is_next_empty: bool = False
 
 
@@ -125,23 +125,27 @@ def position_of(loader: StatefulLoader, used: int | None) -> dict[str, Any] | No
     return _current_position(loader) if watch.failed is None else watch.failed.position
 
 
-def make_next_empty(loader: StatefulLoader) -> None:
-    """Make the next iteration empty, since Lightning begins it before the position to resume from is known."""
-    loader.shardckpt_watch.is_next_empty = True
-
-
 def finish(loader: StatefulLoader, used: int | None) -> None:
     """Keep the position of a loader that Lightning is about to shut down."""
     loader.shardckpt_watch.ended = position_of(loader, used)
 
 
-def resume(loader: StatefulLoader, position: dict[str, Any], saved: SavedState) -> None:
-    """Resume the next iteration at ``position``; then restore ``saved``."""
-    loader.shardckpt_watch.resumption = (position, saved)
+def resume(loader: StatefulLoader, position: dict[str, Any], restore: Callable[[], None]) -> None:
+    """Resume the next iteration at ``position``, and call ``restore`` before its first batch."""
+    loader.shardckpt_watch.resumption = position, restore
 
 
-def restore(loader: StatefulLoader, position: dict[str, Any]) -> None:
-    """Put a loader at the end of a finished iteration, so that the next iteration follows it."""
+def follow(loader: StatefulLoader, position: dict[str, Any] | None, *, skips: bool) -> None:
+    """Begin a new epoch after a finished one.
+
+    Args:
+        loader: a watched loader.
+        position: at the end of the finished iteration, which the next one follows; None to begin anew.
+        skips: whether the next iteration is not that of the new epoch: Lightning begins one before it.
+    """
+    loader.shardckpt_watch.resumption, loader.shardckpt_watch.is_next_empty = None, skips
+    if position is None:
+        return
     with preserve_rng():
         _continue(loader, position)
     set_own_states(loader, position["own"])
@@ -159,12 +163,11 @@ def _iterate(loader: StatefulLoader) -> Iterator[Any]:
         draw_orders_within(sampler_of(loader), partial(_drawing_order, loader))
         iterator = watch.kind.__iter__(loader)
         return _draw_all(loader, iterator)
-    position, saved = resumption
-    current = get_rng_state()
-    iterator = _continue(loader, position)
-    saved.restore(current)
+    position, restore = resumption
+    with preserve_rng(every_device=True):
+        iterator = _continue(loader, position)
     set_own_states(loader, position["own"])
-    return _draw_all(loader, iterator)
+    return call_before(restore, _draw_all(loader, iterator))
 
 
 def _state_dict(loader: StatefulLoader) -> Any:

@@ -17,37 +17,29 @@ from lightning_shardckpt.distributed.world import current_world, unequal_batches
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 
-class EpochEnds:
-    """Compares the ends of the epochs of a run; one where all ranks have the number of batches costs nothing."""
+def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:
+    """Compare the ends of the epochs from now on; return the undo. Call it when training starts.
 
-    def __init__(self) -> None:
-        self._undo: Callable[[], None] = lambda: None
+    An epoch in which all ranks have the known number of batches costs nothing.
 
-    def watch(self, trainer: pl.Trainer, ranks: Ranks) -> None:
-        """Compare from now on. Call it when training starts, after `unwatch`.
+    Collective: every rank of ``ranks`` must call it.
+    """
+    length = trainer.num_training_batches
+    are_equal = ranks.step("comparing lengths of loaders", lambda: length, lambda all: len({*all}) == 1)
+    reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set late
+    are_known = are_equal and length != float("inf") and not reloads
+    compared = (-1, 0)
 
-        Collective: every rank of ``ranks`` must call it.
-        """
-        length = trainer.num_training_batches
-        are_equal = ranks.step("comparing lengths of loaders", lambda: length, lambda all: len({*all}) == 1)
-        reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set late
-        are_known = are_equal and length != float("inf") and not reloads
-        compared = (-1, 0)
+    def compare() -> None:
+        nonlocal compared
+        epoch, batches = batches_begun(trainer)
+        if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
+            return  # all ranks end here
+        compared = epoch, batches
+        with current_world().epoch_over():
+            ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
 
-        def compare() -> None:
-            nonlocal compared
-            epoch, batches = batches_begun(trainer)
-            if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
-                return  # all ranks end here
-            compared = epoch, batches
-            with current_world().epoch_over():
-                ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
-
-        self._undo = watch_epoch_ends(trainer, compare, any_rank)
-
-    def unwatch(self) -> None:
-        """Restore Lightning's loops."""
-        self._undo()
+    return watch_epoch_ends(trainer, compare, any_rank)
 
 
 def _refuse_difference(epoch: int, batches: list[int]) -> None:

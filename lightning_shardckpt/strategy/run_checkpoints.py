@@ -1,7 +1,7 @@
 """Save and resume one Trainer's run, in the order of Lightning's hooks.
 
-``restore`` loads the checkpoint of a fit, ``start`` restores every rank's position, ``save`` saves it, also when the
-run ends early. Must not know how modules are sharded or loaded.
+``restore`` loads the checkpoint of a fit, ``start_training`` restores every rank's position, ``save`` saves it, also
+when the run ends early. Must not know how modules are sharded or loaded.
 
 Lightning's handler of SIGTERM (2.6.6) communicates inside the signal handler and handles only rank 0: a signal to
 another rank, or during a collective, hangs. Here the handler only sets a flag; before the next batch all ranks agree,
@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -35,7 +35,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded, is_partly_loaded, mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import copy_state_dict
-from lightning_shardckpt.compat.lightning_loops import batches_drawn, begin_loaders, is_stateful, skip_sigterm_broadcast
+from lightning_shardckpt.compat.lightning_loops import (
+    batches_drawn,
+    is_stateful,
+    repeat_last_batch,
+    skip_sigterm_broadcast,
+)
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     receive_sigterm,
@@ -46,16 +51,15 @@ from lightning_shardckpt.compat.lightning_trainer import (
     upload_note,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
+from lightning_shardckpt.state.data_position import ResumableLoader, batches_done, make_resumable
 from lightning_shardckpt.state.load_hooks import load_remaining
-from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.stateful_loader import StatefulLoader, make_next_empty, watch_state
+from lightning_shardckpt.state.stateful_loader import watch_state
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups
-from lightning_shardckpt.strategy.resume import Continuation, DataShare, StopPosition
+from lightning_shardckpt.strategy.resume import DataShare, ResumePoint, StopPosition
 from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
@@ -66,12 +70,10 @@ class Preemption:
 
     def __init__(self) -> None:
         self._is_told = False
-        self._undo: Callable[[], None] = lambda: None
 
-    def watch(self, trainer: pl.Trainer) -> None:
-        """Install the handler. Call it when training starts, after Lightning's handlers; `unwatch` undoes it."""
+    def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """Install the handler when training starts, after Lightning's handlers; return the undo of Lightning's loop."""
         self._is_told = False
-        self._undo = skip_sigterm_broadcast(trainer)
         previous = sigterm_handler_before(trainer)
 
         def handler(number: int, frame: FrameType | None) -> None:
@@ -81,10 +83,7 @@ class Preemption:
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-    def unwatch(self) -> None:
-        """Restore Lightning's loop."""
-        self._undo()
+        return skip_sigterm_broadcast(trainer)
 
     def agree(self, trainer: pl.Trainer, any_rank: Callable[[bool], bool]) -> None:
         """Make Lightning stop after this batch on all ranks, if one has got the signal. Call it before every batch.
@@ -169,68 +168,49 @@ class TrainerRun:
 
 
 class RunCheckpoints:
-    """The checkpoints of one strategy's runs, one after the other.
+    """The checkpoints of one fit, validate, test or predict.
+
+    Args:
+        run: the run.
+        stop_position: the position at the end of the last fit.
 
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
-        stop_position: the position at the end of the last run.
+        stop_position: the position at the end of the last fit.
     """
 
-    def __init__(self) -> None:
-        self.restored = False
-        self.stop_position = StopPosition()
-        self._run: TrainerRun | None = None
-        self._ending = Ending.NONE
-        self._continuation: Continuation | None = None
-        self._loaders_wait = False
-        self._validation_rng: dict[str, Any] | None = None
+    def __init__(self, run: TrainerRun, stop_position: StopPosition) -> None:
+        self.restored, self.stop_position = False, stop_position
+        self._run, self._ending = run, Ending.NONE
         self._loaded: Loaded | None = None
-        self._place: Callable[[], Continuation] | None = None
-        self._optimizers: LoadedOptimizers | None = None
+        self._resumes: Callable[[], ResumePoint] | None = None
+        self._loaders = 0  # that Lightning has prepared
+        self._validation_rng: Mapping[str, Any] | None = None
+        self._training_rng: Mapping[str, Any] | None = None
+        if run.is_fit:
+            stop_position.reset()
 
-    # --- the start of a run ---
-
-    def begin(self, run: TrainerRun) -> None:
-        """Begin a fit, validate, test or predict."""
-        self._run, self._ending, self.restored = run, Ending.NONE, False
-
-    def begin_setup(self) -> None:
-        """Reset loaded state. Call it in the setup of the strategy, before the load."""
-        self._continuation = self._place = self._loaded = self._optimizers = self._validation_rng = None
-        if self._current.is_fit:
-            self.stop_position.reset()
-
-    @property
-    def _current(self) -> TrainerRun:
-        assert self._run is not None, "no run has begun"
-        return self._run
+    # --- the load ---
 
     @property
     def will_load(self) -> bool:
         """True if the run was given a checkpoint."""
-        return self._current.path_to_resume is not None
+        return self._run.path_to_resume is not None
 
     def needs_weights(self) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
-        run = self._current
-        return needs_weights(run.trainer, run.launcher)
+        return needs_weights(self._run.trainer, self._run.launcher)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
 
         Collective: every rank must call it.
         """
-        run = self._current
+        run = self._run
         if run.is_fit and run.ranks.step("looking for a checkpoint", run.will_resume, any):
-            path = run.path_to_resume
-            restore_modules_and_callbacks(run.trainer, path)
+            restore_modules_and_callbacks(run.trainer, run.path_to_resume)
             keep_param_groups(run.trainer)
             self.restored = True
-            self._read_place()
-
-    def _read_place(self) -> None:
-        if self._place is not None:  # after the load, since hooks may have changed the loops
-            self._continuation, self._place = self._place(), None
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
         """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
@@ -240,13 +220,16 @@ class RunCheckpoints:
             path: of the checkpoint.
             weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
         """
-        run = self._current
+        run = self._run
         weights_only = run.launcher.weights_only if weights_only is None else weights_only
-        loaded = load_checkpoint(io, run.trainer, run.share, path, weights_only=weights_only)
-        checkpoint, rank_state, self._loaded = loaded
+        checkpoint, rank_state, self._loaded = load_checkpoint(
+            io, run.trainer, run.share, path, weights_only=weights_only
+        )
         if run.is_fit and rank_state is not None:
-            self._place = partial(Continuation, checkpoint, rank_state, run.share)
-        self._optimizers = self._loaded.optimizers
+            loops = checkpoint.get("loops")
+            if loops is not None and batches_done(loops) is not None:
+                repeat_last_batch(loops["fit_loop"])
+            self._resumes, self._loaders = partial(ResumePoint.of, checkpoint, rank_state, run.share), 0
         return checkpoint
 
     def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any], names: WholeNames) -> None:
@@ -254,69 +237,69 @@ class RunCheckpoints:
 
         Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
-        if self._loaded is None:
+        if self._loaded is None or (live := self._loaded.live) is None:
             return
-        (path, live, hooked, _), self._loaded = self._loaded, None
+        path, hooked = self._loaded.path, self._loaded.hooked
+        self._loaded = self._loaded._replace(live=None, hooked=None)
 
         def load() -> list[str]:
-            strict, fit = module.strict_loading, self._current.is_fit
+            strict, fit = module.strict_loading, self._run.is_fit
             return load_remaining({"": module}, live, state_dict, hooked, names, strict=strict, keep_parameters=fit)
 
-        is_first = self._current.share.data_rank == 0
+        is_first = self._run.share.data_rank == 0
         with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
-            notes: list[str] = self._current.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
+            notes: list[str] = self._run.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
-        callbacks: list[Callback] = self._current.trainer.callbacks  # type: ignore[attr-defined]  # set late
+        callbacks: list[Callback] = self._run.trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
             state_dict.update(copy_state_dict({name: v for name, v in state_dict.items() if v is live.get(name)}))
 
     @property
     def shows_optimizers(self) -> bool:
         """True if hooks of a fit see the state of optimizers that was loaded."""
-        return self._optimizers is not None
+        return self._loaded is not None and self._loaded.optimizers is not None
 
     def finish_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Check that hooks have left the state of optimizers that they were shown, and set its settings again."""
-        if self._optimizers is not None:
-            self._optimizers.take(states)
-            self._optimizers = None
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.optimizers is not None:
+            loaded.optimizers.take(states)
 
-    # --- the start of training ---
+    # --- training ---
 
     def begin_loader(self, loader: object) -> None:
-        """Make a training loader resumable; if it resumes, it waits until training starts. Call it for every loader."""
-        run = self._run
-        resumable = make_resumable(loader)
-        if run is None or not (run.trainer.training and run.is_fit):
+        """Make a training loader resumable, and give it its position. Call it for every loader, in order."""
+        resumable, trainer = make_resumable(loader), self._run.trainer
+        if not (trainer.training and self._run.is_fit):
             return
-        self._read_place()
         if isinstance(loader, ResumableLoader):
             loader.deal_global_order()
-        elif is_stateful(loader):
-            resumable = watch_state(loader, partial(batches_drawn, run.trainer))
-        if resumable and (self._continuation is not None or run.will_resume()):
-            if isinstance(loader, StatefulLoader):
-                make_next_empty(loader)
-            elif isinstance(loader, ResumableLoader):
-                loader.make_next_empty()
-            self._loaders_wait = True
-        elif not resumable and self._continuation is not None:
-            self._continuation.before_loaders()
+        elif not resumable and is_stateful(loader):
+            watch_state(loader, partial(batches_drawn, trainer))
+        if self._resumes is not None:
+            self._resumes().resume_loader(loader, self._loaders, self._restore_rng)
+        self._loaders += 1
 
-    def start(self) -> None:
-        """Restore the position of the checkpoint. Call it when training starts."""
-        trainer = self._current.trainer
-        self.stop_position.watch(trainer)
-        self._read_place()  # of a load during the fit, such as that of LearningRateFinder
-        if self._continuation is not None:
-            self._continuation.apply(trainer)
-            self._validation_rng = get_rng_state() if self._continuation.validates else None
-        elif self._loaders_wait:
-            begin_loaders(trainer)
-        self._continuation, self._loaders_wait = None, False
+    def start_training(self) -> Callable[[], None]:
+        """Restore the position of the checkpoint, and record that of the run's end; return the undo."""
+        undo, trainer = ExitStack(), self._run.trainer
+        undo.callback(self.stop_position.watch(trainer))
+        if self._resumes is not None:
+            point, self._resumes = self._resumes(), None
+            undo.callback(point.resume_training(trainer))
+            self._validation_rng = point.rng if point.validates else None
+            if point.is_within_epoch and not point.is_over(trainer):
+                self._training_rng = get_rng_state()  # a validation, which Lightning may repeat first, draws numbers
+        return undo.close
+
+    def _restore_rng(self) -> None:
+        """Restore the random state with which training has started, once."""
+        if self._training_rng is not None:
+            set_rng_state(self._training_rng)
+            self._training_rng = None
 
     def start_validation(self) -> None:
         """Restore the random state of an interrupted validation. Call it when a validation starts.
@@ -328,11 +311,6 @@ class RunCheckpoints:
             self._validation_rng = None
 
     # --- saves, and the end of a run ---
-
-    def end(self) -> None:
-        """End a run, before the teardown of its loaders."""
-        if self._run is not None:
-            self.stop_position.end(self._run.trainer)
 
     def save(
         self,
@@ -351,7 +329,7 @@ class RunCheckpoints:
             path: of the checkpoint.
             storage_options: for a URL.
         """
-        run = self._current
+        run = self._run
         trainer = run.trainer
         if trainer.interrupted and is_partly_loaded(trainer.lightning_module):
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: its load failed, and the module is partly loaded")
@@ -375,7 +353,7 @@ class RunCheckpoints:
     @property
     def answers_alone(self) -> bool:
         """True if hooks after an exception run on this rank, and maybe not on the other ranks."""
-        if self._run is None or not self._run.trainer.interrupted or self._run.trainer.received_sigterm:
+        if not self._run.trainer.interrupted or self._run.trainer.received_sigterm:
             return False  # after a signal, all ranks have agreed to stop
         return self._ending in (Ending.NONE, Ending.ALONE)
 

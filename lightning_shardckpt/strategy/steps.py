@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.lightning_trainer import replace_clipping
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
@@ -353,20 +354,21 @@ def autocast_dtype(precision: object) -> torch.dtype | None:
     return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(getattr(precision, "precision", ""))
 
 
-def unscale_shards(precision: object, device: torch.device) -> None:
+def unscale_shards(precision: object, device: torch.device) -> Callable[[], None]:
     """Make a precision plugin's gradient scaler, if there is one, check the shards of all ranks for infinities.
+
+    Returns the undo.
 
     Args:
         precision: of the Trainer or of Fabric.
         device: of the collectives.
     """
     scaler = getattr(precision, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler):
-        unscale_over_ranks(scaler, device)
+    return unscale_over_ranks(scaler, device) if isinstance(scaler, torch.amp.GradScaler) else lambda: None
 
 
-def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -> None:
-    """Make a Trainer's precision plugin clip gradients over all ranks.
+def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -> Callable[[], None]:
+    """Make a Trainer's precision plugin clip gradients over all ranks; return the undo.
 
     Its ``clip_grad_by_norm`` becomes collective: every rank of the world must call it.
 
@@ -375,19 +377,14 @@ def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -
         device: of the collectives.
         ranks_of: returns the number of ranks that have a parameter or a part of it.
     """
-    by_norm = partial(_clip_by_norm, precision, device, ranks_of)
-    precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign]  # of this plugin alone
-    precision.clip_grad_by_value = partial(_clip_by_value, precision)  # type: ignore[method-assign]
 
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        with user_code(False):
+            parameters = list(precision.main_params(optimizer))
+        clip_by_norm(parameters, clip_val, device=device, ranks_of=ranks_of)
 
-def _clip_by_norm(
-    precision: Precision, device: torch.device, ranks_of: RanksOf, optimizer: Optimizer, clip_val: float
-) -> None:
-    with user_code(False):
-        parameters = list(precision.main_params(optimizer))
-    clip_by_norm(parameters, clip_val, device=device, ranks_of=ranks_of)
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        with user_code(False):
+            clip_by_value(precision.main_params(optimizer), clip_val)
 
-
-def _clip_by_value(precision: Precision, optimizer: Optimizer, clip_val: float) -> None:
-    with user_code(False):
-        clip_by_value(precision.main_params(optimizer), clip_val)
+    return replace_clipping(precision, by_norm, by_value)

@@ -55,10 +55,10 @@ def check_io(io: object) -> ShardCkptIO:
 
 
 class Loaded(NamedTuple):
-    """The live state dict, the entries that the module's own code loads, and the optimizers."""
+    """The live state dict (None once it is finished), entries that the module's own code loads, and the optimizers."""
 
     path: str
-    live: dict[str, Any]
+    live: dict[str, Any] | None
     hooked: HookedState | None
     optimizers: LoadedOptimizers | None
 

@@ -167,7 +167,7 @@ def test_a_resumed_epoch_tells_which_of_its_metrics_and_schedulers_miss_a_part(t
         _, means, log, plateaus = rank["steps", PER_EPOCH + 2]
         assert means[0] == pytest.approx(sum(map(sum, losses)) / (2 * (PER_EPOCH - 2)))
         assert (len(log), plateaus) == (1 - number, [])  # on rank 0, once
-        assert all("metrics of epoch 1 will be partial, over its batches from 2 on: per_epoch" in each for each in log)
+        assert all("the whole of epoch 1 will be partial, over its batches from 2 on" in each for each in log)
         assert rank["steps", 2 * PER_EPOCH][2:] == ([], [])  # the epoch is over
         told = [each.partition(",")[0] for each in rank["per_epoch", PER_EPOCH + 2][3]]
         assert told == ["ReduceLROnPlateau will miss the update of epoch 1"][number:]

@@ -74,7 +74,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(trained, DataLoader([torch.ones(4)] * 20), ckpt_path=resume)
+    ranks = torch.distributed.get_world_size() // strategy.get("tensor_parallel_size", 1)
+    trainer.fit(trained, DataLoader([torch.ones(4)] * 2 * ranks), ckpt_path=resume)  # it ends with an epoch
     if save:
         trainer.save_checkpoint(save)
     return {name: tiny.whole(value.detach()).clone() for name, value in trained.state_dict().items()}

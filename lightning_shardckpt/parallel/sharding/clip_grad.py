@@ -124,8 +124,8 @@ def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 # ── loss scaling ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make ``scaler`` unscale this rank's part of gradients, and find infinities of all ranks.
+def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> Callable[[], None]:
+    """Make ``scaler`` unscale this rank's part of gradients, and find infinities of all ranks; return the undo.
 
     Its ``unscale_`` becomes collective: every rank of the world must call it. Not run on CUDA.
     """
@@ -144,7 +144,7 @@ def unscale_over_ranks(scaler: torch.amp.GradScaler, device: torch.device) -> No
             dist.all_reduce(any_inf, op=dist.ReduceOp.MAX)
         return {device: any_inf}
 
-    replace_unscale(scaler, unscale_everywhere)
+    return replace_unscale(scaler, unscale_everywhere)
 
 
 def _local_grads(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat import lightning_loops as compat
 from tests.support.tiny import EXECUTES
-from tests.unit.compat.test_lightning_trainer import Asks, Logs, trainer
+from tests.unit.compat.test_lightning_trainer import Asks, trainer
 
 
 def batches(count: int) -> DataLoader[Any]:
@@ -39,6 +39,7 @@ def test_a_shorter_loader_may_cycle(tmp_path: Path) -> None:
     for mode in ("max_size_cycle", "min_size"):
         trainer(tmp_path, asks).fit(Pairs(), CombinedLoader([batches(2), batches(4)], mode))  # type: ignore[arg-type]
     assert asks.found == [True, False]
+
 
 
 def test_loaders_begin_when_they_are_told(tmp_path: Path) -> None:
@@ -118,11 +119,6 @@ def test_a_step_can_be_taken_back_in_what_a_checkpoint_has_of_a_loop(tmp_path: P
     compat.take_back_step(steps.found[1])
     assert after["_batches_that_stepped"] == before["_batches_that_stepped"]
 
-
-def test_what_was_logged_in_training(tmp_path: Path) -> None:
-    asks = Asks("on_train_batch_end", lambda run: [(m.name, m.on_epoch) for m in compat.logged_in_training(run)])
-    trainer(tmp_path, asks, max_steps=1).fit(Logs(), batches(2))
-    assert asks.found == [[("trained", False)]]
 
 
 def test_the_end_of_a_batch_can_be_wrapped_where_a_validation_is_foreseen(tmp_path: Path) -> None:
@@ -222,15 +218,3 @@ def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path
     run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
     run.fit(BoringModel(), batches(3), ckpt_path=str(path), **EXECUTES)
     assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6
-
-
-def test_moved_epoch_goes_on_with_another_batch_and_has_as_many(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save = Asks("on_train_batch_end", lambda run: run.save_checkpoint(path) if run.global_step == 3 else None)
-    trainer(tmp_path, save, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(BoringModel(), batches(6))
-    move = Asks("on_train_start", lambda run: compat.move_in_epoch(run, -2))
-    steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
-    run = trainer(tmp_path, move, steps, max_epochs=1, max_steps=-1, limit_val_batches=0)
-    with pytest.warns(UserWarning, match="dataloader is not resumable"):
-        run.fit(BoringModel(), batches(6), ckpt_path=str(path), **EXECUTES)
-    assert steps.found == [1, 2, 3, 4, 5] and run.global_step == 8

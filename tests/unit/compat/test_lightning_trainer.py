@@ -53,8 +53,10 @@ def test_lightning_shuffles_in_training_only_what_is_shuffled(sampler: Any) -> N
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
     loader: DataLoader[Any] = DataLoader(range(4), sampler=sampler)  # type: ignore[arg-type]  # a list is one
     of_lightning: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
-    compat.keep_order_of_training(trainer)
+    undo = compat.keep_order_of_training(trainer)
     kept: Any = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+    undo()
+    assert "_prepare_dataloader" not in vars(trainer._data_connector)
     assert of_lightning.sampler.shuffle and kept.sampler.shuffle is isinstance(sampler, RandomSampler)
     assert list(kept.sampler) == (sampler if isinstance(sampler, list) else list(kept.sampler))
 
@@ -293,6 +295,18 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
     run.fit_loop.epoch_loop.max_steps = 2
     run.fit(Sees())
     assert seen == {"hook": [], "step": []}
+
+
+def test_a_trainer_clips_as_it_is_told_until_the_undo(tmp_path: Path) -> None:
+    for name, algorithm in (("by_norm", "norm"), ("by_value", "value")):
+        clipped: list[Any] = []
+        run = trainer(tmp_path, max_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+        clip = {"by_norm": clipped.extend, "by_value": clipped.extend, name: lambda *args, c=clipped: c.append(args[1])}
+        undo = compat.replace_clipping(run.precision_plugin, **clip)
+        run.fit(BoringModel())
+        assert clipped == [0.5]
+        undo()
+        assert not vars(run.precision_plugin).keys() & {"clip_grad_by_norm", "clip_grad_by_value"}
 
 
 def test_the_launcher_starts_the_script_again() -> None:

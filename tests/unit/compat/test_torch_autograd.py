@@ -219,7 +219,7 @@ def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_a
         seen.append((inverse.item(), allow_fp16))
         return {torch.device("cpu"): answer}
 
-    replace_unscale(scaler, function)
+    undo = replace_unscale(scaler, function)
     scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -228,6 +228,8 @@ def test_a_scaler_calls_what_took_the_place_of_its_own_and_skips_a_step_by_its_a
     answer.fill_(1.0)
     scaler.step(optimizer)
     assert len(seen) == 2 and parameter.item() == 1 - 4
+    undo()
+    assert scaler._unscale_grads_ == type(scaler)._unscale_grads_.__get__(scaler)
 
 
 def test_hooks_on_nodes_are_told_before_they_are_registered_and_found_on_those_of_leaves() -> None:
