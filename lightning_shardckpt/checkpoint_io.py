@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -47,7 +47,6 @@ from lightning_shardckpt.state.state_dicts import (
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
-from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
@@ -56,6 +55,23 @@ _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
 )
+
+
+class PickleByArguments:
+    """Base class whose copies and pickles repeat the constructor call: the state of a run belongs to its process."""
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Record the arguments."""
+        self = super().__new__(cls)
+        self.__dict__["_arguments"] = args, kwargs
+        return self
+
+    def __reduce__(self) -> Any:
+        """Return the constructor call."""
+        args, kwargs = self._arguments
+        return partial(type(self), *args, **kwargs), ()
 
 
 class ShardCkptIO(PickleByArguments, CheckpointIO):

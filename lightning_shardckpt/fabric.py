@@ -144,7 +144,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._enable_async()
         written_numbers.reset_numbers()
         if self.topology.data_parallel > 1:
-            self._agreement.values = ReplicatedValues(tuning=self.tuning)
+            self._agreement.values = ReplicatedValues()
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
         if self.meshes.data_parallel_group.size() < self.world_size:  # metrics would count replicas of samples, too

@@ -536,7 +536,7 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def on_train_start(self) -> None:
         check_loaded([self._module])
         is_shared = self.topology.data_parallel > 1
-        self._agreement.values = ReplicatedValues([self._module], self.tuning) if is_shared else None
+        self._agreement.values = ReplicatedValues([self._module]) if is_shared else None
         self._undo_training.close()  # of a trial run in this fit
         self._undo_training.callback(self._preemption.watch(self._trainer))
         check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)

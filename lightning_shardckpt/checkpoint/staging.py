@@ -13,9 +13,9 @@ import torch
 
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.system.memory import allocate_pages
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _ALIGN = 64  # a cache line; also a multiple of every item size
+_WINDOW_BYTES = 64 << 20  # copied from a GPU at a time; torch pins powers of two
 
 
 class _PinnedPages(mmap.mmap):
@@ -98,11 +98,11 @@ class HostWindows:
 
     Args:
         tensors: by an id, roughly in the order in which their bytes are requested.
-        tuning: the largest size of a window of more than one tensor.
+        window_bytes: the largest size of a window of more than one tensor.
     """
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], tuning: Tuning = TUNING) -> None:
-        self._tensors, self._window_bytes = tensors, tuning.device_window_bytes
+    def __init__(self, tensors: Mapping[int, torch.Tensor], window_bytes: int = _WINDOW_BYTES) -> None:
+        self._tensors, self._window_bytes = tensors, window_bytes
         self._order = [tensor_id for tensor_id, tensor in tensors.items() if tensor.is_cuda]
         self._positions = {tensor_id: position for position, tensor_id in enumerate(self._order)}
         self._copies: dict[int, torch.Tensor] = {}

@@ -34,10 +34,12 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.system.tensor_digest import bit_digest
-from lightning_shardckpt.system.tuning import TUNING, Tuning
+from lightning_shardckpt.system.tuning import Tuning
 
 Slots = Mapping[str, Tensor | None]
 
+_COMPARED_BYTES = 256 << 10  # before each batch, of unsharded parameters and of buffers, in turn
+_COMPARED_TENSORS = 16  # at most; each takes about 10 µs
 _LIST_AGAIN = 100  # digests until values are listed again, which takes milliseconds for a thousand modules
 
 
@@ -54,7 +56,6 @@ class ReplicatedValues:
     """The replicated values of some modules, sampled in turn. All ranks must make the same calls."""
 
     roots: list[nn.Module] = field(default_factory=list)
-    tuning: Tuning = TUNING
     _slots: list[tuple[str, Slots, str]] = field(default_factory=list)
     _next: int = 0
     _digests: int = 0  # since values were listed
@@ -81,14 +82,14 @@ class ReplicatedValues:
 
     def _next_values(self) -> Iterator[tuple[str, Tensor]]:
         size = 0
-        for _ in range(min(len(self._slots), self.tuning.compared_tensors)):
+        for _ in range(min(len(self._slots), _COMPARED_TENSORS)):
             fqn, slots, name = self._slots[self._next]
             value = slots.get(name)
             self._next = (self._next + 1) % len(self._slots)
             if _is_plain(value) and value.layout == torch.strided and value.numel():
                 yield fqn, value
                 size += value.nbytes
-                if size >= self.tuning.compared_bytes:
+                if size >= _COMPARED_BYTES:
                     return
 
 

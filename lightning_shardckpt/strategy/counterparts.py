@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Self
 
-from lightning_shardckpt.system.pickle_by_arguments import PickleByArguments
+from lightning_shardckpt.checkpoint_io import PickleByArguments
 
 _PLACED = "the Trainer or Fabric takes it: "
 _ALWAYS = "leave it out: "

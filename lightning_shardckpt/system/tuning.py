@@ -20,7 +20,6 @@ class Tuning:
     fill_threads: int = 4  # only one at a time can write to a file, which is about half of the work
 
     # ── writing files ──
-    device_window_bytes: int = 64 << 20  # copied from a GPU at a time; torch pins powers of two
     writeback_bytes: int = 8 << 20  # no difference from 1 to 32 MiB
 
     # ── object stores ──
@@ -46,10 +45,6 @@ class Tuning:
     agreement_batches: int = 16  # ... at most, in case later batches take longer
     exception_meeting_s: float = 10.0  # within which all ranks that got the same exception start to save
     error_delivery_s: float = 2.0  # that rank 0 waits for the others to read an error
-
-    # ── values that must be equal on all ranks ──
-    compared_bytes: int = 256 << 10  # before each batch, of unsharded parameters and of buffers, in turn
-    compared_tensors: int = 16  # at most; each takes about 10 µs
 
     # ── deferred init ──
     replay_cache_bytes: int = 64 << 20  # real memory that is kept while ops are replayed, unless one op needs more

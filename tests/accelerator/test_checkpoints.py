@@ -14,7 +14,6 @@ import torch
 
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.staging import HostWindows
-from lightning_shardckpt.system.tuning import Tuning
 from tests.accelerator import device
 from tests.accelerator.ranks import require_device, run_on_gpus
 from tests.accelerator.test_training import REPLICAS, TENSOR_PARALLEL
@@ -101,7 +100,7 @@ def test_pinned_memory_of_saves_is_used_again_and_hardly_more_than_their_bytes(t
 def _windows() -> None:
     tensors = {n: torch.full((n % 5, 4), float(n), device="cuda").t() for n in range(24)}
     tensors[24] = torch.ones(3)
-    windows = HostWindows(tensors, Tuning(device_window_bytes=256))
+    windows = HostWindows(tensors, window_bytes=256)
     before = device.counts()["host_waits"]
     held = {n: windows.bytes_of(n) for n in tensors}
     waits = device.counts()["host_waits"] - before
