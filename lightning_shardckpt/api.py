@@ -237,8 +237,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError: if there is no complete checkpoint.
-        KeyError: with ``strict``, for keys of ``state`` that the checkpoint does not have.
-        MismatchError: with ``strict``, listing all other differences.
+        MismatchError: with ``strict``, listing all differences, also keys of ``state`` that the checkpoint does not
+            have.
         CorruptionError: naming file, tensor and rank. Modules and optimizers that are filled in part then refuse to be
             used or saved until they are loaded in full.
     """

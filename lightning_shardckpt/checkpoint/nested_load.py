@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,13 +20,12 @@ from lightning_shardckpt.checkpoint.nested_save import check_state
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.match import fit_to
+from lightning_shardckpt.sources.match import fit_to, map_names
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import model_names, parameters_of, rename_source
+from lightning_shardckpt.sources.source_view import parameters_of
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.load_hooks import LoadHooks, load_remaining, loaded_state_dict
@@ -46,6 +47,23 @@ from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.text import list_some
 
 
+@dataclass(slots=True)
+class _Found:
+    """The parts of a state that a checkpoint has.
+
+    Attributes:
+        missing: keys of the state that it does not have.
+        present: its own keys.
+        dicts: of these, the keys of state dicts.
+        fillable: paths of tensors that match stored ones.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
+    dicts: list[str] = field(default_factory=list)
+    fillable: set[Path] = field(default_factory=set)
+
+
 class NestedLoad:
     """One load into a flat dict, on one rank.
 
@@ -56,10 +74,6 @@ class NestedLoad:
         name: returns the names of the model over all pipeline stages, and the module of the optimizers in a state
             without modules; by default, ranks exchange names if they have different ones.
         keep_parameters: see ``load_remaining``.
-
-    Attributes:
-        missing: keys of the state that the checkpoint does not have, once the load has begun.
-        present: keys of the checkpoint, once the load has begun.
     """
 
     def __init__(
@@ -71,18 +85,11 @@ class NestedLoad:
         name: Callable[[NestedObjects], tuple[WholeNames, nn.Module | None]] | None = None,
         keep_parameters: bool = False,
     ) -> None:
-        self._state, self._prefix, self._given_mapping, self._key_mapping = state, prefix, key_mapping, KeyMapping()
+        self._state, self._prefix, self._key_mapping = state, prefix, key_mapping
         self._name, self._keep_parameters = name, keep_parameters
-        self._objects, self._whole = NestedObjects(), WholeNames()
-        self._own_names, self._are_same = frozenset[str](), True
+        self._objects, self._whole, self._are_same = NestedObjects(), WholeNames(), True
         self._state_dict: dict[str, Any] = {}
-        self._leaves = Leaves()
-        self._optimizers: list[Optimizer] = []
-        self._named: dict[int, str] = {}
-        self._fillable: set[Path] = set()  # paths of tensors that match the stored ones
-        self.missing: list[str] = []
-        self.present: list[str] = []
-        self._dicts: list[str] = []  # keys of the checkpoint that are state dicts
+        self._found = _Found()
 
     # --- agreement, in the order of the calls ---
 
@@ -99,10 +106,10 @@ class NestedLoad:
             StateError: see ``collect_objects``.
             ValueError: for a malformed key mapping.
         """
-        self._key_mapping = KeyMapping.of(self._given_mapping)
+        self._key_mapping = KeyMapping.of(self._key_mapping)
         self._objects = check_state(self._state)
-        self._own_names = names_in(self._objects) if self._name is None else frozenset()
-        return checksum("\n".join(sorted(self._own_names)).encode()), self._objects.keys
+        names = names_in(self._objects) if self._name is None else ()
+        return checksum("\n".join(sorted(names)).encode()), self._objects.keys
 
     def agree(self, views: list[tuple[str, list[str]]]) -> tuple[bool, list[str]]:
         """Return whether all ranks have the same names, and the order of rank 0's objects."""
@@ -116,7 +123,7 @@ class NestedLoad:
     def join(self, ranks: Ranks) -> None:
         """Exchange the names of pipeline stages, if they differ. Collective: every rank must call it."""
         if not self._are_same:
-            own = sorted(self._own_names)
+            own = sorted(names_in(self._objects))
             joined: list[str] = ranks.step("joining names", lambda: own, lambda all_: sorted({*chain(*all_)}))
             self._whole = WholeNames(frozenset(joined))
 
@@ -125,141 +132,76 @@ class NestedLoad:
         objects, owner = self._objects, None
         if self._name is not None:
             self._whole, owner = self._name(objects)
-            self._own_names = names_in(objects, owner)
-        self._state_dict, self._named = objects.state_dict(), names_for(objects, owner, self._whole)
+        self._state_dict, names = objects.state_dict(), names_for(objects, owner, self._whole)
         if not objects.modules and owner is not None:
-            self._whole = _optimizer_names(self._own_names, unwrap(owner), self._whole)
+            self._whole = _optimizer_names(names_in(objects, owner), unwrap(owner), self._whole)
         tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
-        self._leaves, _ = model_leaves(tensors, objects.root if objects.modules else None, self._whole)
-        self._optimizers = list(objects.optimizers.values())
+        leaves, _ = model_leaves(tensors, objects.root if objects.modules else None, self._whole)
+        optimizers = list(objects.optimizers.values())
+        named = all(id(param) in names for optimizer in optimizers for param in _params(optimizer))
         return LoadTargets(
-            self._leaves,
+            leaves,
             frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
-            self._optimizers if self._objects.optimizers else None,
-            {id(p): self._named.get(id(p), f"#{i}") for o in self._optimizers for i, p in enumerate(_params(o))},
+            optimizers if optimizers else None,
+            {id(p): names.get(id(p), f"#{i}") for one in optimizers for i, p in enumerate(_params(one))},
             self._whole,
-            fit_source=self.fit_source,
-            trainer_tensors={key_of(path): tensor.detach() for path, tensor in self._objects.tensors.items()},
-            like=sharded_tensors(self._objects),
+            fit_source=partial(self._fit, leaves, optimizers, named),
+            trainer_tensors={key_of(path): tensor.detach() for path, tensor in objects.tensors.items()},
+            like=sharded_tensors(objects),
             remedy="Pass strict=False",
-            has_model=bool(self._objects.modules),
-            hooks=LoadHooks.of(self._objects.named, self._state_dict),
+            has_model=bool(objects.modules),
+            hooks=LoadHooks.of(objects.named, self._state_dict),
         )
 
-    def fit_source(self, source: Source) -> tuple[Source, list[str]]:
-        """Return a source of the requested state under the live names, and a line for each difference."""
+    # --- matching ---
+
+    def _fit(
+        self, leaves: Leaves, optimizers: list[Optimizer], named: bool, source: Source
+    ) -> tuple[Source, list[str]]:
+        """Return a source of the requested state under the live names, and a line for each difference.
+
+        Takes optimizers that were not stored out of ``optimizers``.
+        """
         source = source.all_modules() if source.all_modules is not None else source
-        self.missing.clear()  # of an earlier start of this load
-        self._fillable.clear()
-        trainer = blank_trainer(source)
+        objects, found, trainer = self._objects, _Found(), blank_trainer(source)
         keys = check_keys(trainer.get(KEYS), source.path)
-        objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
-        self.present = [*objects, *(key for key in trainer if key != KEYS)]
-        wanted = [path for path in (*self._objects.modules, *self._objects.optimizers) if len(path) > 1]
-        paths: list[Path] = [*((key,) for key in trainer), *wanted]
-        self._dicts = [key_of(path) for path in paths if _is_state_dict(trainer, path)]
-        prefixes = self._stored_prefixes(keys, "model" in source.components())
-        numbers = self._stored_numbers(keys, source.document("optimizer"))
-        requested = (*self._objects.tensors, *self._objects.stateful, *self._objects.values)
-        places = places_of(source, keys, self._state, requested, alone=not self._objects.modules)
+        of_objects = [*keys["modules"], *keys["optimizers"]] if keys is not None else []
+        found.present = [*of_objects, *(key for key in trainer if key != KEYS)]
+        paths: list[Path] = [*((key,) for key in trainer), *objects.modules, *objects.optimizers]
+        found.dicts = [key_of(path) for path in dict.fromkeys(paths) if _is_state_dict(trainer, path)]
+        prefixes = _stored_prefixes(objects.prefixes, keys, "model" in source.components(), found)
+        numbers = _stored_numbers([*objects.optimizers], keys, source.document("optimizer"), found)
+        optimizers[:] = [one for path, one in objects.optimizers.items() if key_of(path) not in found.missing]
+        requested = (*objects.tensors, *objects.stateful, *objects.values)
+        places = places_of(source, keys, self._state, requested, alone=not objects.modules)
         if places.modules or places.optimizers:
             source = as_values(source, places)
             trainer = blank_trainer(source)
-        problems = self._compare_rest(trainer)
-        problems += [f"{key}  in the state only" for key in self.missing]
-        if numbers and any(id(p) not in self._named for o in self._optimizers for p in _params(o)):
-            problems += self._unnamed(source)
-        stored_prefixes = {self._objects.prefixes[path]: prefix for path, prefix in prefixes.items()}
-        if not self._objects.modules:
+        problems = _compare_rest(objects, trainer, found)
+        if found.missing:
+            kinds = (found.present, found.missing, found.dicts)
+            present, missing, dicts = (list_some([*map(repr, kind)]) for kind in kinds)
+            there = f"it has {present}" if present else "it has a model alone"
+            hint = f". {dicts} there are state dicts: load them into such, as model.state_dict()" if dicts else ""
+            problems.append(f"the checkpoint does not have {missing} of the state; {there}{hint}")
+        document = source.document("optimizer")
+        if numbers and not named and any(not one["numbered"] for one in document.values()):
+            remedy = "load it together with its module, or build it from named_parameters()"
+            problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
+        self._found = found
+        live_prefixes = {stored: objects.prefixes[path] for path, stored in prefixes.items()}
+        if not objects.modules:
             parameters = parameters_of(source.document("optimizer"), numbers)
-            stored_prefixes = {"": _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)}
-        names, others, left_out = self._names(stored_prefixes, source, problems)
-        live_named = rename_source(source, names, others, numbers, left_out)
-        if not prefixes:
-            return live_named, problems
-        fitted, more = fit_to(live_named, module=self._objects.root, live=self._leaves, whole=self._whole)
-        return fitted, problems + more
+            common = _common_prefix((name.removeprefix(self._prefix) for name in parameters), keys)
+            live_prefixes = {common: ""}
+        mapping, move = KeyMapping.of(self._key_mapping), partial(_move_prefix, prefixes=live_prefixes)
+        renamed, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=numbers)
+        if prefixes:
+            renamed, different = fit_to(renamed, module=objects.root, live=leaves, whole=self._whole)
+            more += different
+        return renamed, problems + more
 
-    def _stored_prefixes(self, keys: dict[str, Any] | None, has_model: bool) -> dict[Path, str]:
-        """Return the prefix of the stored names of each live module that the checkpoint has."""
-        live, prefixes = self._objects.prefixes, {}
-        stored: dict[str, str] = {} if keys is None else keys["modules"]
-        for path, prefix in live.items():
-            if key_of(path) in stored:
-                prefixes[path] = stored[key_of(path)]
-            elif len(live) == len(stored) == 1 and key_of(path) not in self._dicts:
-                prefixes[path] = next(iter(stored.values()))
-            elif keys is None and has_model:
-                prefixes[path] = prefix
-            else:
-                self.missing.append(key_of(path))
-        return prefixes
-
-    def _stored_numbers(self, keys: dict[str, Any] | None, document: Any) -> list[int]:
-        """Return the stored numbers of the live optimizers; drop live optimizers that were not stored."""
-        count = len(document or ())
-        stored: list[str] = (keys["optimizers"] if keys is not None else [])[:count]
-        paths = list(self._objects.optimizers)
-        in_order = len(paths) == count and not set(stored) & set(map(key_of, paths))
-        numbers = []
-        for place, path in enumerate(paths):
-            if key_of(path) in stored:
-                numbers.append(stored.index(key_of(path)))
-            elif in_order and key_of(path) not in self._dicts:
-                numbers.append(place)
-            else:
-                self.missing.append(key_of(path))
-        self._optimizers[:] = [o for path, o in self._objects.optimizers.items() if key_of(path) not in self.missing]
-        return numbers
-
-    def _unnamed(self, source: Source) -> list[str]:
-        document = source.document("optimizer") or {}
-        if all(optimizer["numbered"] for optimizer in document.values()):
-            return []
-        remedy = "load it together with its module, or build it from named_parameters()"
-        return [f"optimizer  its parameters are in no module of the state: {remedy}"]
-
-    def _compare_rest(self, trainer: dict[str, Any]) -> list[str]:
-        problems = []
-        for path in (*self._objects.tensors, *self._objects.stateful, *self._objects.values):
-            try:
-                stored = value_at(trainer, path)
-            except LookupError:
-                self.missing.append(key_of(path))
-                continue
-            live = self._objects.tensors.get(path)
-            if live is None:
-                continue
-            if not isinstance(stored, torch.Tensor):
-                problems.append(f"{key_of(path)}  {type(stored).__name__} in checkpoint, a tensor in the state")
-            elif (stored.shape, stored.dtype) != (live.shape, live.dtype):
-                there, here = (f"{t.dtype} {tuple(t.shape)}" for t in (stored, live))
-                problems.append(f"{key_of(path)}  {there} in checkpoint, {here} in the state")
-            else:
-                self._fillable.add(path)
-        return problems
-
-    def _names(
-        self, stored_prefixes: Mapping[str, str], source: Source, problems: list[str]
-    ) -> tuple[dict[str, str | None], Callable[[str], str | None], list[str]]:
-        """Return the stored name of each live entry, a function from other stored to live names, and those left out."""
-        live_prefixes = {stored: live for live, stored in stored_prefixes.items()}
-        known = [n.removeprefix(self._prefix) for n in model_names(source) if n.startswith(self._prefix)]
-        if wrong := self._key_mapping.suggest(known):
-            raise MismatchError(f"cannot load {source.path!r}: key_mapping: " + "\n  ".join(wrong))
-        unused = self._key_mapping.unused(known)
-        problems += [f"key_mapping: {old!r}  matches no name in the checkpoint" for old in unused]
-        stored_names = self._key_mapping.apply(known)
-
-        def live_name(name: str) -> str | None:
-            new = self._key_mapping(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else ()
-            return _move_prefix(new[0], live_prefixes) if new else None
-
-        names: dict[str, str | None] = {}
-        for name in sorted(self._own_names | self._whole.state):
-            if (moved := _move_prefix(name, stored_prefixes)) is not None:
-                names[name] = self._prefix + stored_names[moved] if moved in stored_names else None
-        return names, live_name, [self._prefix + name for name in known if not self._key_mapping(name)]
+    # --- loading ---
 
     @gc_paused()
     def run(
@@ -279,19 +221,7 @@ class NestedLoad:
             filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
             return mark_partly_loaded(filled, path, is_full, hooks=True)
 
-        try:
-            result = load(path, self, ranks=ranks, options=options, filling=filling, storage=storage)
-        except MismatchError as error:
-            if self.missing and options.strict:
-                present, missing = (list_some([*map(repr, names)]) for names in (self.present, self.missing))
-                there = f"it has {present}" if present else "it has a model alone"
-                remedy = "Pass strict=False to load the rest"
-                if self._dicts:
-                    listed = list_some([*map(repr, self._dicts)])
-                    remedy += f". {listed} there are state dicts: load them into such, as model.state_dict()"
-                problem = f"checkpoint {path!r} does not have {missing} of the state; {there}"
-                raise KeyError(f"{problem}. {remedy}") from error
-            raise
+        result = load(path, self, ranks=ranks, options=options, filling=filling, storage=storage)
 
         def finish() -> list[str]:
             notes = self._finish_modules(result, strict=options.strict)
@@ -314,8 +244,8 @@ class NestedLoad:
     @torch.no_grad()
     def _finish_others(self, trainer: dict[str, Any]) -> None:
         """Move the requested entries of the trainer's state into the objects and the dict."""
-        tensors = {path: self._objects.tensors[path] for path in self._fillable}
-        missing, moved = {*self.missing}, list[Path]()
+        tensors = {path: self._objects.tensors[path] for path in self._found.fillable}
+        missing, moved = {*self._found.missing}, list[Path]()
         for path in (*tensors, *self._objects.stateful, *self._objects.values):
             if key_of(path) in missing:
                 continue
@@ -330,6 +260,61 @@ class NestedLoad:
             moved.append(path)
         for path in moved:  # all at the end, since a list is removed with its last requested item
             remove_at(trainer, path)
+
+
+def _stored_prefixes(
+    live: Mapping[Path, str], keys: dict[str, Any] | None, has_model: bool, found: _Found
+) -> dict[Path, str]:
+    """Return the prefix of the stored names of each live module that the checkpoint has; note the missing ones."""
+    prefixes, stored = dict[Path, str](), {} if keys is None else keys["modules"]
+    for path, prefix in live.items():
+        if key_of(path) in stored:
+            prefixes[path] = stored[key_of(path)]
+        elif len(live) == len(stored) == 1 and key_of(path) not in found.dicts:
+            prefixes[path] = next(iter(stored.values()))
+        elif keys is None and has_model:
+            prefixes[path] = prefix
+        else:
+            found.missing.append(key_of(path))
+    return prefixes
+
+
+def _stored_numbers(live: list[Path], keys: dict[str, Any] | None, document: Any, found: _Found) -> list[int]:
+    """Return the stored numbers of the live optimizers; note the missing ones."""
+    count = len(document or ())
+    stored: list[str] = (keys["optimizers"] if keys is not None else [])[:count]
+    in_order = len(live) == count and not set(stored) & set(map(key_of, live))
+    numbers = []
+    for place, path in enumerate(live):
+        if key_of(path) in stored:
+            numbers.append(stored.index(key_of(path)))
+        elif in_order and key_of(path) not in found.dicts:
+            numbers.append(place)
+        else:
+            found.missing.append(key_of(path))
+    return numbers
+
+
+def _compare_rest(objects: NestedObjects, trainer: dict[str, Any], found: _Found) -> list[str]:
+    """Return a line for each tensor outside of modules that differs; note those that match, and missing entries."""
+    problems = []
+    for path in (*objects.tensors, *objects.stateful, *objects.values):
+        try:
+            stored = value_at(trainer, path)
+        except LookupError:
+            found.missing.append(key_of(path))
+            continue
+        live = objects.tensors.get(path)
+        if live is None:
+            continue
+        if not isinstance(stored, torch.Tensor):
+            problems.append(f"{key_of(path)}  {type(stored).__name__} in checkpoint, a tensor in the state")
+        elif (stored.shape, stored.dtype) != (live.shape, live.dtype):
+            there, here = (f"{t.dtype} {tuple(t.shape)}" for t in (stored, live))
+            problems.append(f"{key_of(path)}  {there} in checkpoint, {here} in the state")
+        else:
+            found.fillable.add(path)
+    return problems
 
 
 def _is_state_dict(trainer: Mapping[str, Any], path: Path) -> bool:

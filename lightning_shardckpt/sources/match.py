@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -29,13 +29,12 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.reading import are_equal
 from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.sources.source_view import model_names, rename_source
-from lightning_shardckpt.sources.state_dict_views import blank_trainer
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state
 from lightning_shardckpt.state.module_versions import rename_versions
 from lightning_shardckpt.state.peft_names import added_names, live_names_in_file
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import KEYS, VERSION, is_weights
+from lightning_shardckpt.state.state_dicts import VERSION
 from lightning_shardckpt.system.text import count_text, list_some
 
 # ── as a source ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -61,7 +60,6 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
         live: its tensors.
         whole: its names over all pipeline stages.
     """
-    refuse_state_dicts(source)
     if not has_weights_only(source):
         return source, []
     ties = whole.ties or [(key, *(a for a, of in live.aliases.items() if of == key)) for key in live.tensors]
@@ -71,36 +69,37 @@ def fit_to(source: Source, *, module: nn.Module, live: Leaves, whole: WholeNames
     return apply_match(source, match, ties), problems
 
 
-def map_names(source: Source, mapping: KeyMapping) -> tuple[Source, list[str]]:
-    """Return the source under the names that the user's mapping gives, and problems, a line each.
+def map_names(
+    source: Source,
+    mapping: KeyMapping,
+    *,
+    prefix: str = "",
+    move: Callable[[str], str | None] | None = None,
+    optimizers: Sequence[int] | None = None,
+) -> tuple[Source, list[str]]:
+    """Return the source under the names that the user's mapping gives, and its unused entries, a line each.
+
+    Args:
+        source: the stored state.
+        mapping: of the user, from stored names without ``prefix``.
+        prefix: of the stored names; others are left out.
+        move: returns the name in the result by mapped name, None to leave it out.
+        optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
 
     Raises:
         MismatchError: if entries of the mapping are the wrong way round, or give a name several times.
     """
-    if mapping.is_empty:
+    if mapping.is_empty and move is None:
         return source, []
-    known = sorted(model_names(source))
+    known = sorted(name.removeprefix(prefix) for name in model_names(source) if name.startswith(prefix))
     if suggestions := mapping.suggest(known):
         raise MismatchError(f"cannot load {source.path!r}: {mapping.option}: " + "\n  ".join(suggestions))
     problems = [f"{mapping.option}: {old!r}  matches no name in the checkpoint" for old in mapping.unused(known)]
-    names: Mapping[str, str | None] = mapping.apply(known)
-    left_out = [name for name in known if not mapping(name)]
-    count = len(source.document("optimizer") or ())
-    return rename_source(source, names, lambda name: None, range(count), left_out), problems
-
-
-def refuse_state_dicts(source: Source) -> None:
-    """Refuse a checkpoint without a model that has state dicts of modules as values."""
-    if "model" in source.components():
-        return
-    state = {key: value for key, value in blank_trainer(source).items() if key != KEYS}
-    found = [key for key, value in state.items() if is_weights(value)]
-    if found or is_weights(state):
-        place = f"state dicts as {found}" if found else "a state dict as the whole state"
-        raise MismatchError(
-            f"{source.path!r} has no model, but {place}: save the module itself instead. To convert "
-            "them, load them into model.state_dict() with `lightning_shardckpt.load`, and save the module."
-        )
+    names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
+    kept = {name: stored for name, stored in names if name is not None}
+    left_out = [prefix + name for name in known if not mapping(name)]
+    numbers = range(len(source.document("optimizer") or ())) if optimizers is None else optimizers
+    return rename_source(source, kept, numbers, left_out), problems
 
 
 def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = ()) -> Source:
@@ -129,9 +128,6 @@ def apply_match(source: Source, match: Match, ties: Iterable[tuple[str, ...]] = 
 # ── matching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_UNCHANGED = KeyMapping()
-
-
 @dataclass(slots=True)
 class Match:
     """Stored tensors matched with the model's.
@@ -145,7 +141,7 @@ class Match:
         values: stored names of entries that are not tensors, by name in the model.
         problems: tensors that cannot be loaded and why, a line each.
         untied: names that are tied in the model and stored with several values; the first is used.
-        unused: entries of the user's mapping that match no stored name.
+        unused: entries of the user's mapping that match no stored name, a line each.
     """
 
     stored: dict[str, str] = field(default_factory=dict)
@@ -193,26 +189,22 @@ class _Candidate:
         return sum(len(self.live[name]) for name in self.hits)
 
 
-def match_model(source: Source, module: nn.Module, whole: WholeNames, mapping: KeyMapping = _UNCHANGED) -> Match:
+def match_model(source: Source, module: nn.Module, whole: WholeNames, option: str = "key_mapping") -> Match:
     """Match the stored tensors with those of a model.
 
     Args:
         source: of the component "model".
         module: the LightningModule, or any stage of a pipeline.
         whole: names of the whole model.
-        mapping: of the user, applied to the stored names first.
+        option: the name of the user's mapping, for errors.
 
     Raises:
-        MismatchError: if nothing matches, several parts of the model match equally, or the mapping has mistakes.
+        MismatchError: if nothing matches, or several parts of the model match equally.
     """
-    refuse_state_dicts(source)
     component = source.components().get("model", Component({}))
     keys = {key: key for key in component.tensors} | component.aliases
-    if suggestions := mapping.suggest(keys):
-        raise MismatchError(f"{mapping.option}: " + "\n  ".join(suggestions))
-    names = mapping.apply(keys)
     state = [name for name in whole.state if not is_extra_state(name)]
-    candidates = list(_candidates(names, state, module))
+    candidates = list(_candidates(keys, state, module))
     best = max(candidates, key=lambda candidate: candidate.score)  # the first of several
     with_adapter = [c for c in candidates if c.has_adapter and len(c.hits) >= len(best.hits)]
     best = max(with_adapter, key=lambda candidate: candidate.score, default=best)
@@ -221,17 +213,15 @@ def match_model(source: Source, module: nn.Module, whole: WholeNames, mapping: K
     if rivals and best.score:
         raise MismatchError(
             f"the weights at {source.path!r} fit {part!r} and {rivals[0].module_name!r} of {type(module).__name__} "
-            f'alike; say which is meant, such as {mapping.option}={{"^": "{part}."}}'
+            f'alike; say which is meant, such as {option}={{"^": "{part}."}}'
         )
     if not best.score:
         raise MismatchError(
             f"no tensor at {source.path!r} has a name that {type(module).__name__} has. Stored are, for example, "
-            f"{sorted(names)[:3]}; the model has {sorted(state)[:3]}. Give a {mapping.option}."
+            f"{sorted(keys)[:3]}; the model has {sorted(state)[:3]}. Give a {option}."
         )
-    match = _make_match(best, {name: keys[old] for name, old in names.items()}, source, whole)
-    values = mapping.apply(source.document("model") or {})
-    match.values = {best.name(name): old for name, old in values.items()}
-    match.unused = mapping.unused(keys)
+    match = _make_match(best, keys, source, whole)
+    match.values = {best.name(name): name for name in source.document("model") or {}}
     return match
 
 
@@ -346,7 +336,7 @@ def report_match(match: Match, path: str) -> list[str]:
         ("not in it, so with first values", match.missing, "tensor", "tensors"),
         ("not in the model", match.unexpected, "tensor", "tensors"),
         ("tied in the model and stored with several values, of which the first is used", match.untied, "tie", "ties"),
-        ("of pretrained_key_mapping, matching no name in it", match.unused, "entry", "entries"),
+        ("unused", match.unused, "entry", "entries"),
     ]
     counted = [(f"{kind}: {count_text(len(names), one, many)}", names) for kind, names, one, many in kinds if names]
     lines = [list_some([kind, *names], 11, "\n  ") for kind, names in counted]

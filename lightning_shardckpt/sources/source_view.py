@@ -30,8 +30,7 @@ def parameters_of(document: Mapping[str, Any] | None, numbers: Iterable[int]) ->
 
 def rename_source(
     source: Source,
-    names: Mapping[str, str | None],
-    others: Callable[[str], str | None],
+    names: Mapping[str, str],
     optimizers: Sequence[int],
     left_out: Collection[str] = (),
 ) -> Source:
@@ -39,25 +38,18 @@ def rename_source(
 
     Args:
         source: the stored state, which the caller closes.
-        names: stored names of the model's entries, by name in the result; None if not stored. Two entries may have the
-            same stored name.
-        others: returns the name in the result of any other stored name; None leaves it out.
+        names: stored names of the model's entries, by name in the result; others are left out. Two entries may have
+            the same stored name.
         optimizers: the numbers of the stored optimizers that are 0, 1, … in the result.
         left_out: stored names that the user leaves out, along with their optimizer state.
 
     Raises:
         MismatchError: for names to leave out of optimizers that number their parameters.
     """
-    components, known = source.components(), model_names(source)
+    components = source.components()
     model = components.get("model", Component({}))
-    stored_names = {name: stored for name, stored in names.items() if stored in known}
-    used = {*names, *stored_names}
-    for stored in known.difference(stored_names.values()):
-        name = others(stored)
-        if name is not None:
-            stored_names[f"{stored} (of the checkpoint)" if name in used else name] = stored
     # owners of ties come first
-    stored_names = dict(sorted(stored_names.items(), key=lambda item: item[1] in model.aliases))
+    stored_names = dict(sorted(names.items(), key=lambda item: item[1] in model.aliases))
     owners: dict[str, str] = {}  # name in the result by stored key: of the key itself, if it has one, else of an alias
     for name, stored in stored_names.items():
         owners.setdefault(model.aliases.get(stored, stored), name)
@@ -78,8 +70,8 @@ def rename_source(
         number, _, rest = key.partition("/")
         if number in numbers:
             param, _, state = rest.rpartition("/")
-            if (name := name_of(param)) is not None:
-                of_optimizers[f"{numbers[number]}/{name}/{state}"] = source.table["optimizer"][key]
+            if (new := name_of(param)) is not None:
+                of_optimizers[f"{numbers[number]}/{new}/{state}"] = source.table["optimizer"][key]
     documents: dict[str, Any] = {"versions": rename_versions(source.document("versions"), stored_names)}
     for role in ("model", "frozen"):
         entries = source.document(role)

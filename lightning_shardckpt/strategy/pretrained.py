@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
+from lightning_shardckpt.sources.match import Match, apply_match, map_names, match_model, report_match
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import load_remaining, loaded_state_dict
@@ -40,35 +39,43 @@ class Pretrained:
     before_checkpoint: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class PretrainedWeights:
     """Stored weights that were compared with a model.
 
-    Args:
-        source: under the stored names; None without weights.
+    Attributes:
+        source: the stored weights; None if there are none.
         match: of the stored names with the model's.
         names: of the parameters and buffers that only these weights fill.
         strict: whether differences that load hooks leave are errors.
     """
 
-    def __init__(self, source: Source | None, match: Match, names: frozenset[str], *, strict: bool) -> None:
-        self._source, self._match, self.names, self._strict = source, match, names, strict
+    source: Source | None = None
+    match: Match = field(default_factory=Match)
+    names: frozenset[str] = frozenset()
+    strict: bool = False
 
     def fill(self, module: nn.Module, whole: WholeNames, ranks: Ranks) -> None:
         """Read this rank's slices of the model, which has been sharded.
 
         Collective: every rank of ``ranks`` must call it.
         """
-        if self._source is None:
+        if self.source is None:
             return
-        path, match, live, modules = self._source.path, self._match, module.state_dict(), {"": module}
-        job = LoadJob(self._source, _targets(module, live, whole, match), strict=False, pick_rank=lambda _: 0)
+        path, live, modules = self.source.path, module.state_dict(), {"": module}
+
+        def fit(source: Source) -> tuple[Source, list[str]]:
+            return apply_match(source, self.match, whole.ties), []
+
+        targets = replace(LoadTargets.of_module(module, live, whole), fit_source=fit, has_trainer=False)
+        job = LoadJob(self.source, targets, strict=False, pick_rank=lambda _: 0)
 
         def read() -> None:
             job.match()
             job.fill()
 
         def load() -> list[str]:
-            loaded, strict = loaded_state_dict(modules, live, job.extra_state, job.hooked), self._strict
+            loaded, strict = loaded_state_dict(modules, live, job.extra_state, job.hooked), self.strict
             return load_remaining(modules, live, loaded, job.hooked, whole, strict=strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {path!r}", read, lambda _: None)
@@ -76,13 +83,6 @@ class PretrainedWeights:
         notes: list[str] = ranks.step(phase, load, lambda every: list(dict.fromkeys(chain(*every))))
         if notes and ranks.rank == 0:
             warnings.warn(f"pretrained weights at {path!r}: " + list_some(notes, between="\n  "), stacklevel=4)
-
-
-def _targets(module: nn.Module, live: Mapping[str, Any], whole: WholeNames, match: Match) -> LoadTargets:
-    def fit(source: Source) -> tuple[Source, list[str]]:
-        return apply_match(source, match, whole.ties), []
-
-    return replace(LoadTargets.of_module(module, live, whole), fit_source=fit, has_trainer=False)
 
 
 @contextmanager
@@ -98,20 +98,20 @@ def compare_pretrained(
         Exception: the error of opening the source, on all ranks.
     """
     if pretrained is None:
-        yield PretrainedWeights(None, Match(), frozenset(), strict=False)
+        yield PretrainedWeights()
         return
     with _open(pretrained.path, ranks, storage) as source:
-        matches: list[tuple[Match, frozenset[str]]] = []
+        weights: list[PretrainedWeights] = []
 
         def compare() -> dict[str, list[str]]:
-            matches.append(_compare(source, module, pretrained))
-            return {"problems": matches[0][0].problems, "report": report_match(matches[0][0], source.path)}
+            weights.append(_compare(source, module, pretrained))
+            return {"problems": weights[0].match.problems, "report": report_match(weights[0].match, source.path)}
 
         phase = f"comparing pretrained weights at {source.path!r} with the model"
         notes = ranks.step(phase, compare, partial(_check_reports, source.path, pretrained.strict))
         for note in notes if ranks.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
-        yield PretrainedWeights(source, *matches[0], strict=pretrained.strict)
+        yield weights[0]
 
 
 @contextmanager
@@ -127,12 +127,15 @@ def _open(path: str, ranks: Ranks, storage: Storage) -> Iterator[Source]:
         yield source
 
 
-def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple[Match, frozenset[str]]:
-    """Return the matching names with all problems, and the names of the tensors that no code of the model loads."""
+def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> PretrainedWeights:
+    """Return the weights; their match has all problems, and their names are those that no code of the model loads."""
     live = module.state_dict()
     state = {clean_fqn(name) for name, value in live.items() if isinstance(value, torch.Tensor)}
     whole = WholeNames(frozenset(state), tuple(map(tuple, tied_names(module))))
-    match = match_model(source, module, whole, pretrained.key_mapping)
+    mapping = pretrained.key_mapping
+    source, unused = map_names(source, mapping, optimizers=())
+    match = match_model(source, module, whole, mapping.option)
+    match.unused = unused
     model = ModelMatch(apply_match(source, match, whole.ties), LoadTargets.of_module(module, live, whole))
     rows = {name: row for row in model.rows for name in row.names}
     match.missing = [name for name in match.missing if name in rows and rows[name].is_missing]
@@ -142,7 +145,8 @@ def _compare(source: Source, module: nn.Module, pretrained: Pretrained) -> tuple
     match.problems += [f"{name}  {fix}" for name in computed]
     different = (row for row in model.rows if not row.is_missing and row.key in match.names)
     match.problems += [f"{row.key}  {problem}" for row in different for problem in row.problems]
-    return match, frozenset(name for name in match.names if name in rows and not model.is_seen(rows[name]))
+    names = frozenset(name for name in match.names if name in rows and not model.is_seen(rows[name]))
+    return PretrainedWeights(source, match, names, pretrained.strict)
 
 
 def _check_reports(path: str, strict: bool, reports: list[dict[str, list[str]]]) -> list[str]:

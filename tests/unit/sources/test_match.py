@@ -24,7 +24,7 @@ from lightning_shardckpt.sources.hf_conversion import (
 )
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, match_model, report_match
+from lightning_shardckpt.sources.match import Match, apply_match, map_names, match_model, report_match
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.model import WholeNames, tied_names
@@ -64,7 +64,9 @@ def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = 
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
     whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
-    return match_model(open_path(str(tmp_path / "w.safetensors")), module, whole, KeyMapping.of(mapping))
+    source, unused = map_names(open_path(str(tmp_path / "w.safetensors")), KeyMapping.of(mapping))
+    assert unused == []
+    return match_model(source, module, whole)
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +132,7 @@ def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -
     with pytest.raises(MismatchError, match=r"fit 'student' and 'teacher' of Module alike; .*=.*student\."):
         fitted(tmp_path, module, ["w", "v"])
     found = fitted(tmp_path, module, ["w", "v"], {"^": "teacher."})
-    assert found.stored == {"teacher.w": "w", "teacher.v": "v"}
+    assert found.stored == {"teacher.w": "teacher.w", "teacher.v": "teacher.v"}
     assert found.missing == ["student.v", "student.w"]
 
 
