@@ -140,11 +140,12 @@ class PythonDocs(pl.LightningDataModule):
         ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
         if self.global_batch_size % ranks:
             raise ValueError(f"global_batch_size {self.global_batch_size} doesn't divide over {ranks} ranks")
-        windows = self._windows()
+        windows = self.windows()
         whole = len(windows) // self.global_batch_size * self.global_batch_size
         return DataLoader(TensorDataset(windows[:whole]), self.global_batch_size // ranks, shuffle=True)
 
-    def _windows(self) -> Tensor:
+    def windows(self) -> Tensor:
+        """Return all windows, one more byte long than the context, in the order of the text."""
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         return tokens.unfold(0, self.context + 1, self.context)

@@ -37,7 +37,8 @@ MIGRATE = DOCS / "guide" / "migrate.md"
 TEXTS = [*pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 BLOCKS = [block for page in pages() for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.code.startswith(SET_UP)]
-SCRIPTS = [block for block in COMMANDS if re.match(r"python examples/(plain_torch|with_fabric)\.py", block.code)]
+RUN_ELSEWHERE = r"python examples/(plain_torch|with_fabric|llama_lora)\.py"
+SCRIPTS = [block for block in COMMANDS if re.match(RUN_ELSEWHERE, block.code)]
 """test_example_scripts.py runs these, in processes of their own."""
 SET_UPS = [block.code.strip() for block in BLOCKS if block.language == "bash" and block.code.startswith(SET_UP)]
 WRITTEN = {"tests/durations.json"}

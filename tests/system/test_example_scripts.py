@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_shardckpt import load_keys, metadata
 from tests.support.pages import blocks, pages
-from tests.support.pool import ROOT
+from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
 
 pytestmark = pytest.mark.slow
@@ -78,3 +82,57 @@ def test_a_fabric_script_goes_on_on_other_topologies_and_ends_when_all_is_writte
     assert "continuing" not in whole and "continuing after step 8" in rest
     assert_close(moved, alone)
     assert sorted(os.listdir(alone.parent)) == ["alone", "fabric"]
+
+
+def test_adapters_continue_on_other_ranks_and_are_merged_into_the_base_model(
+    tmp_path: Path, printed_by: Callable[..., str]
+) -> None:
+    for arguments in documented_commands("llama_lora.py"):
+        printed_by(ROOT / "examples" / "llama_lora.py", *arguments)
+    output = tmp_path / "lightning_logs" / "llama_lora"
+    found = [metadata(output / "checkpoints" / f"step={step}.ckpt") for step in (4, 8)]
+    assert [one.world_size for one in found] == [2, 1]
+    assert not any(name.endswith("base_layer.weight") for one in found for name in one.tensors)
+    base, merged = (load_file(tmp_path / path / "model.safetensors") for path in ("llama", output / "merged"))
+    adapters = load_file(output / "adapter" / "adapter_model.safetensors")
+    assert base.keys() == merged.keys() and len(adapters) == 2 * 7 * 2  # A and B of 7 linear layers in 2 blocks
+    for name, weight in base.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapters:  # alpha / r is 1, and PEFT adds in float32
+            a, b = (adapters[f"{prefix}.lora_{part}.weight"].float() for part in "AB")
+            assert b.abs().max() > 0  # they are zeros before training
+            weight = (weight.float() + b @ a).to(weight.dtype)
+        assert torch.equal(merged[name], weight), name
+
+
+def test_each_complete_checkpoint_is_evaluated_in_another_process(
+    tmp_path: Path, printed_by: Callable[..., str]
+) -> None:
+    losses = run_ranks(1, trained_and_evaluated, str(tmp_path / "run"), init_process_group=False)[0]
+    (tmp_path / "run" / "step=3.ckpt").mkdir()  # being written: it has no root index yet
+    printed = printed_by(ROOT / "examples" / "evaluate.py", "run", "--until=4")
+    assert printed == "".join(f"step {step}: loss {loss:.6f}\n" for step, loss in losses.items())
+
+
+def trained_and_evaluated(folder: str) -> dict[int, float]:
+    """Save a model at two steps; return its losses in this process."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from evaluate import loss
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from text import ByteTransformer, PythonDocs
+
+    losses = {}
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            if trainer.global_step % 2 == 0:
+                trainer.save_checkpoint(f"{folder}/step={trainer.global_step}.ckpt")
+                losses[trainer.global_step] = loss(module, PythonDocs().windows()[:64])
+                module.train()
+
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=1, strategy="sharded", max_steps=4, callbacks=[Saves()], **quiet)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
+        trainer.fit(ByteTransformer(width=16, depth=1), PythonDocs())
+    return losses

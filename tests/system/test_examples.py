@@ -105,7 +105,7 @@ def twin(steps: int) -> list[float]:
     model.configure_model()
     made: Any = model.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    windows, size = PythonDocs()._windows(), PythonDocs().global_batch_size
+    windows, size = PythonDocs().windows(), PythonDocs().global_batch_size
     windows = windows[: len(windows) // size * size]
     losses = []
     for epoch in range(3):
