@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _SUFFIX = ".ckpt"
-_ASIDE = re.compile(r"\.old-[0-9a-f]{16}")
 
 
 class ResolvingLauncher(ScriptLauncher):
@@ -248,7 +246,7 @@ def _exists(path: str, storage: StorageRouter) -> bool:
 
 
 def _list_directory(directory: str, storage: StorageRouter) -> Iterable[str]:
-    """Yield checkpoints in a directory, and checkpoints that an interrupted save moved aside.
+    """Yield the checkpoints in a directory.
 
     In an object store only complete ones, since an interrupted save leaves its parts at the path of the checkpoint.
     """
@@ -256,7 +254,7 @@ def _list_directory(directory: str, storage: StorageRouter) -> Iterable[str]:
         yield from (url for url in storage.remote(directory).list_complete(directory) if url.endswith(_SUFFIX))
     elif os.path.isdir(directory):
         with os.scandir(directory) as entries:
-            yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX) or _ASIDE.fullmatch(e.name))
+            yield from sorted(e.path for e in entries if e.name.endswith(_SUFFIX))
 
 
 @dataclass(frozen=True, slots=True)

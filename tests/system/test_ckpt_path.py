@@ -146,12 +146,6 @@ def test_the_first_run_of_all_starts_from_the_beginning(folder: Path, keeper: pl
     assert resolve_ckpt_path(keeper, "a/path.ckpt") == "a/path.ckpt"
 
 
-def test_one_that_an_interrupted_save_moved_aside_counts(folder: Path, keeper: pl.Trainer) -> None:
-    saved(folder / "a.ckpt", 10)
-    aside = saved(folder / ".old-0123456789abcdef", 20)
-    assert resolve_ckpt_path(keeper, "last") == aside
-
-
 def test_a_plain_file_of_lightning_counts_by_its_step(folder: Path, keeper: pl.Trainer) -> None:
     saved(folder / "a.ckpt", 10)
     torch.save({"state_dict": {}, "optimizer_states": [], "global_step": 20}, folder / "last.ckpt")

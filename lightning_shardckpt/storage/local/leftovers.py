@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local import locks
 from lightning_shardckpt.storage.local.posix import sync_directory
 from lightning_shardckpt.system.text import count_text, size_text
@@ -32,11 +31,6 @@ _DELETE_ATTEMPTS = 3
 def temporary_name(target: str, save_id: str, folder: str | None = None) -> str:
     """Return the path under which the content of ``target`` is written; by default in the folder of the target."""
     return os.path.join(os.path.dirname(target) if folder is None else folder, f".tmp-{_key(target)}-{save_id}")
-
-
-def aside_name(target: str) -> str:
-    """Return the path to which an old checkpoint is moved for a moment if it can't be exchanged with the new one."""
-    return os.path.join(os.path.dirname(target), f".old-{_key(target)}")
 
 
 def is_claim(name: str, temporary: str) -> bool:
@@ -106,27 +100,14 @@ class Claim:
             claim._hold(temporary, machine)
         if claims:
             sync_directory(folder)  # or else a loss of power might bring back the name of what is deleted here
-        now = os.fstat(claim._file).st_mtime  # by the clock of the file system
+        quiet_since = os.fstat(claim._file).st_mtime - QUIET_S  # by the clock of the file system
         for stem, owner in claims.items():
             path = os.path.join(folder, stem)
-            if held[stem] is True:
+            is_dead = owner == machine and held[stem] is False
+            if held[stem] or not (is_dead or _last_change(path, owner) <= quiet_since):
                 claim.living.add(stem[-32:])
-            elif (owner == machine and held[stem] is False) or not _changed_since(path, owner, now - QUIET_S):
-                claim.notes += _remove_leftover(path, owner)
             else:
-                claim.living.add(stem[-32:])
-                claim.notes.append(
-                    f"left {path!r}, maybe of an unfinished save: it changed within the last hour, and locks do not "
-                    "tell whether its process lives; remove it when no save is running"
-                )
-        return claim
-
-    @classmethod
-    def of_removal(cls, temporary: str) -> Claim:
-        """Claim the temporary name of a checkpoint that is about to be deleted."""
-        claim = cls()
-        with locks.locked_directory(os.path.dirname(temporary)):
-            claim._hold(temporary, this_machine())
+                claim.notes += _remove_leftover(path, owner)
         return claim
 
     def _hold(self, temporary: str, machine: str) -> None:
@@ -138,9 +119,14 @@ class Claim:
             self.release()
             raise
 
+    @property
+    def is_held(self) -> bool:
+        """True until ``release``."""
+        return self._file >= 0
+
     def release(self, *, is_done: bool = True) -> None:
         """Release the claim; a temporary that is not ``is_done`` becomes a leftover, which the next save deletes."""
-        if self._file >= 0:
+        if self.is_held:
             if is_done:
                 with suppress(OSError):
                     os.unlink(self._path)
@@ -181,16 +167,15 @@ def _is_held(folder: str, stem: str, owner: str | None) -> bool | None:
 
 def _remove_leftover(path: str, owner: str | None) -> list[str]:
     """Delete a temporary and its claim; return sentences for the user."""
-    notes, exists = list[str](), os.path.lexists(path)
-    description = _describe(path)
-    error = delete(path)
-    if exists:
-        told = f"removed {description}, {os.path.basename(path)}"
-        notes.append(told if error is None else f"could not remove {description}, {path!r}: {error}")
-    if error is None and owner is not None:
+    sizes = [entry.st_size for entry in _contents(path) if stat.S_ISREG(entry.st_mode)]
+    leftover = f"the leftover of an unfinished save, {count_text(len(sizes), 'file')}, {size_text(sum(sizes))}"
+    exists, error = os.path.lexists(path), delete(path)
+    if error is not None:
+        return [f"could not remove {leftover}, {path!r}: {error}"]
+    if owner is not None:
         with suppress(OSError):
             os.unlink(f"{path}.{owner}")
-    return notes
+    return [f"removed {leftover}, {os.path.basename(path)}"] if exists else []
 
 
 def _contents(path: str) -> Iterator[os.stat_result]:
@@ -201,18 +186,9 @@ def _contents(path: str) -> Iterator[os.stat_result]:
             yield os.lstat(os.path.join(path, name))
 
 
-def _changed_since(path: str, owner: str | None, when: float) -> bool:
+def _last_change(path: str, owner: str | None) -> float:
     claim = [] if owner is None else _contents(f"{path}.{owner}")
-    return any(entry.st_mtime > when for entry in (*claim, *_contents(path)))
-
-
-def _describe(path: str) -> str:
-    files = [entry for entry in _contents(path) if stat.S_ISREG(entry.st_mode)]
-    if os.path.islink(path):
-        return "a link that an interrupted save replaced"
-    complete = os.path.exists(os.path.join(path, ROOT_NAME))
-    origin = "a checkpoint that was replaced or deleted" if complete else "the leftover of an unfinished save"
-    return f"{origin}, {count_text(len(files), 'file')}, {size_text(sum(file.st_size for file in files))}"
+    return max((entry.st_mtime for entry in (*claim, *_contents(path))), default=0.0)
 
 
 def delete(path: str) -> OSError | None:

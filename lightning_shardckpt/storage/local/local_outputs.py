@@ -5,27 +5,15 @@ An output is in place and durable when its context ends; after an error in the c
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeAlias
 from uuid import uuid4
 
-from lightning_shardckpt.storage.local import leftovers
-from lightning_shardckpt.storage.local.leftovers import Claim
-from lightning_shardckpt.storage.local.posix import (
-    NO_REPLACE,
-    errors_with_path,
-    keep_owner_and_mode,
-    make_directories,
-    rename_with_flag,
-    status_of,
-    sync_directory,
-)
-from lightning_shardckpt.storage.local.targets import Rename, swap
+from lightning_shardckpt.storage.local.posix import Rename, errors_with_path, rename_with_flag, sync_directory
+from lightning_shardckpt.storage.local.replacement import Replacement, put_directory, put_file, put_new
 
 NewFile: TypeAlias = Callable[[str], AbstractContextManager[int]]
 """Creates a file with a name, which may contain slashes; yields its descriptor."""
@@ -48,13 +36,12 @@ class LocalOutputs:
             FileExistsError: if anything else is at ``path``, or another process is creating it.
             PermissionError: if the file that is there has an owner or group that cannot be kept.
         """
-        publish = _replace_file if overwrite else self._rename_new
-        with self._temporary(path, lambda name: os.close(_make(name)), publish) as (unfinished, notes):
-            file = os.open(unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        publish = put_file if overwrite else partial(put_new, self._rename)
+        with _replacing(path, lambda name: os.close(_make(name)), publish) as new:
+            file = os.open(new.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                yield file, notes
-                with errors_with_path(unfinished):
-                    os.fsync(file)
+                yield file, new.notes
+                os.fsync(file)
             finally:
                 os.close(file)
 
@@ -69,61 +56,31 @@ class LocalOutputs:
             PermissionError: if the directory that is there has an owner or group that cannot be kept.
         """
 
-        def publish(unfinished: str, output: str) -> str | None:
-            if not os.path.isdir(output) or os.path.islink(output) or not replaceable(output):
-                self._rename_new(unfinished, output)
-                return None
-            return swap(unfinished, output, self._rename)
+        def publish(new: str, output: str) -> str | None:
+            if os.path.isdir(output) and not os.path.islink(output) and replaceable(output):
+                return put_directory(self._rename, new, output)
+            put_new(self._rename, new, output)
+            return None
 
-        with self._temporary(path, os.mkdir, publish) as (unfinished, notes):
-            yield partial(_open_new, unfinished), notes
-            for folder, _, names in os.walk(unfinished, topdown=False):
+        with _replacing(path, os.mkdir, publish) as new:
+            yield partial(_open_new, new.path), new.notes
+            for folder, _, names in os.walk(new.path, topdown=False):
                 for name in names:
                     _sync_file(os.path.join(folder, name))
                 sync_directory(folder)
 
-    @contextmanager
-    def _temporary(
-        self, output: str, make: Callable[[str], object], publish: Callable[[str, str], str | None]
-    ) -> Iterator[tuple[str, list[str]]]:
-        """Create a temporary with ``make``, yield it, and rename it with ``publish``.
 
-        ``publish`` returns the path to which it moved the older output, or None; that output is deleted.
-        """
-        output = os.path.abspath(output)
-        status_of(output)
-        make_directories(os.path.dirname(output))
-        status_of(output)  # again, since a name's length is only checked if its parent exists
-        unfinished = leftovers.temporary_name(output, uuid4().hex)
-        claim, is_done = Claim.take(output, unfinished), False
-        try:
-            try:
-                make(unfinished)
-                if not keep_owner_and_mode(output, unfinished, writable=True):
-                    raise PermissionError(
-                        errno.EPERM, "its owner or group can't be kept: delete it, or give another path", output
-                    )
-                with errors_with_path(unfinished):
-                    yield unfinished, claim.notes
-                keep_owner_and_mode(output, unfinished)
-                old = publish(unfinished, output)
-            except BaseException:
-                is_done = leftovers.delete(unfinished) is None
-                raise
-            sync_directory(os.path.dirname(output))
-            error = None if old is None else leftovers.delete(old)
-            is_done = error is None
-            if error is not None:
-                claim.notes.append(f"could not remove the replaced output {old!r}: {error}")
-        finally:
-            claim.release(is_done=is_done)
-
-    def _rename_new(self, source: str, target: str) -> None:
-        if self._rename(source, target, NO_REPLACE):
-            return
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "a file appeared there meanwhile", target)
-        os.rename(source, target)
+@contextmanager
+def _replacing(
+    path: str, make: Callable[[str], object], publish: Callable[[str, str], str | None]
+) -> Iterator[Replacement]:
+    new = Replacement(os.path.abspath(path), uuid4().hex, make)
+    try:
+        with errors_with_path(new.path):
+            yield new
+        new.publish(publish)
+    finally:
+        new.discard()
 
 
 def _sync_file(path: str) -> None:
@@ -137,13 +94,6 @@ def _sync_file(path: str) -> None:
 
 def _make(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _replace_file(source: str, target: str) -> None:
-    entry = status_of(target)
-    if entry is not None and not (stat.S_ISREG(entry.st_mode) or stat.S_ISLNK(entry.st_mode)):
-        raise FileExistsError(errno.EEXIST, "no regular file is there, so it is not replaced", target)
-    os.replace(source, target)
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.storage.protocol import Bytes
 
+Rename = Callable[[str, str, int], bool]
+"""Renames with a flag, or returns False if the file system does not support it."""
 EXCHANGE, NO_REPLACE = 2, 1
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
@@ -109,36 +111,45 @@ def is_mount_point(path: str) -> bool:
     """Return True if a file system is mounted at a path, or a directory of the same one (which ``ismount`` misses)."""
     if os.path.ismount(path):
         return True
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            points = {line.split(b" ")[4] for line in file}
-    except OSError:
-        return False
-    escaped = os.fsencode(os.path.realpath(path))
-    for character in b"\\ \t\n":  # as the kernel writes them
-        escaped = escaped.replace(bytes([character]), b"\\%03o" % character)
-    return escaped in points
+    parent, name = os.path.split(path)
+    before = os.lstat(path)
+    with os.scandir(parent) as entries:  # an entry has the inode below the mount
+        below = [entry.inode() for entry in entries if entry.name == name]
+    return below != [before.st_ino] and os.path.samestat(before, os.lstat(path))  # else it was replaced meanwhile
 
 
-def write_parts(file: int, parts: Iterable[Bytes]) -> None:
-    """Write all parts, many per system call; the iterable is consumed batch by batch."""
-    for _ in _write_batches(file, parts):
-        pass
-
-
-def write_durably(file: int, parts: Iterable[Bytes], writeback_bytes: int = _WRITEBACK_BYTES) -> None:
-    """Write all parts into a new file, and sync it.
+def write_parts(file: int, parts: Iterable[Bytes], *, sync: bool, writeback_bytes: int = _WRITEBACK_BYTES) -> None:
+    """Write all parts into a new file, one after the other, and with ``sync`` make it durable.
 
     The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
     wait for. The file stays in the page cache for a later load.
     """
     dirty_bytes = 0
-    for nbytes in _write_batches(file, parts):
-        dirty_bytes += nbytes
-        if dirty_bytes >= writeback_bytes:
+    for batch in _batches(parts):
+        dirty_bytes += sum(map(len, batch))
+        while batch:
+            count = os.writev(file, batch)
+            while batch and count >= len(batch[0]):
+                count -= len(batch.pop(0))
+            if count:
+                batch[0] = batch[0][count:]
+        if sync and dirty_bytes >= writeback_bytes:
             begin_writeback(file)
             dirty_bytes = 0
-    os.fsync(file)
+    if sync:
+        os.fsync(file)
+
+
+def _batches(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
+    """Yield the parts that are not empty, as many together as one system call takes."""
+    batch, size = list[memoryview](), 0
+    for part in parts:
+        batch += [memoryview(part)] if len(part) else []
+        size += len(part)
+        if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def begin_writeback(file: int) -> bool:
@@ -150,30 +161,6 @@ def begin_writeback(file: int) -> bool:
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     whole = ctypes.c_int64(0), ctypes.c_int64(0)  # offset and length; a length of 0 means to the end
     return sync_file_range is not None and sync_file_range(file, *whole, _WRITE) == 0
-
-
-def _write_batches(file: int, parts: Iterable[Bytes]) -> Iterator[int]:
-    """Write all parts in batches; yield the number of bytes of each batch after it is written."""
-    batch, size = list[Bytes](), 0
-    for part in parts:
-        batch.append(part)
-        size += len(part)
-        if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
-            _write_all(file, batch)
-            yield size
-            batch, size = [], 0
-    _write_all(file, batch)
-    yield size
-
-
-def _write_all(file: int, parts: list[Bytes]) -> None:
-    views = [memoryview(part) for part in parts if len(part)]
-    while views:
-        count = os.writev(file, views[:_BATCH_PARTS])
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:

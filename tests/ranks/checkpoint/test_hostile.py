@@ -334,8 +334,8 @@ def _with_extra(content: bytes) -> bytes:
 # ── what runs in a process of its own ─────────────────────────────────────────────────────────────────────────────
 
 
-# What tools read of the machine, whatever the checkpoint says: memory, mounts, and which boot this is.
-OF_THE_SYSTEM = ("/proc/self/status", "/proc/self/mountinfo", "/proc/sys/kernel/random/boot_id")
+# What tools read of the machine, whatever the checkpoint says: memory, and which boot this is.
+OF_THE_SYSTEM = ("/proc/self/status", "/proc/sys/kernel/random/boot_id")
 
 
 class Watch:

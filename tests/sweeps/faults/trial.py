@@ -244,7 +244,7 @@ def repeated(scenario: Scenario, root: str) -> Iterator[str]:
 def leftovers(root: str) -> list[str]:
     """Temporaries below a root."""
     return sorted(
-        n for _, folders, files in os.walk(root) for n in (*folders, *files) if n.startswith((".tmp-", ".old-"))
+        n for _, folders, files in os.walk(root) for n in (*folders, *files) if n.startswith(".tmp-")
     )
 
 

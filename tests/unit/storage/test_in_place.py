@@ -102,16 +102,13 @@ def test_an_empty_directory_is_filled_and_stays_what_it_is(mode: int, tmp_path: 
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o2770, 0o500])
-@pytest.mark.parametrize("storage", [LOCAL, LocalStorage(rename=without_flags)], ids=["exchange", "two renames"])
-def test_a_checkpoint_is_replaced_by_one_of_its_mode_and_group(
-    storage: LocalStorage, mode: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_replaced_by_one_of_its_mode_and_group(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    put(storage, str(path), a=b"old")
+    put(LOCAL, str(path), a=b"old")
     os.chown(path, -1, other_group())
     os.chmod(path, mode)
     before, inode = properties(path), path.stat().st_ino
-    put(storage, str(path), OTHER_ID, a=b"new")
+    put(LOCAL, str(path), OTHER_ID, a=b"new")
     assert (properties(path), content(LOCAL, str(path))["a"]) == (before, b"new")
     assert path.stat().st_ino != inode and os.listdir(tmp_path) == ["a.ckpt"]
 
@@ -232,6 +229,16 @@ def test_the_current_directory_is_filled_in_place(tmp_path: Path, monkeypatch: p
     put(LOCAL, ".", OTHER_ID, **{SHARD: b"new"})
     assert content(LOCAL, ".")[SHARD] == b"new" and len(os.listdir()) == 2
     assert sorted(os.listdir(tmp_path)) == ["here", "there"]
+
+
+def test_where_names_can_not_be_exchanged_a_checkpoint_is_filled_in_place(tmp_path: Path) -> None:
+    path, storage = tmp_path / "a.ckpt", LocalStorage(rename=without_flags)
+    put(storage, str(path), **{SHARD: b"old"})
+    inode = path.stat().st_ino
+    assert sorted(os.listdir(path)) == [ROOT_NAME, SHARD]
+    put(storage, str(path), OTHER_ID, **{SHARD: b"new"})
+    assert content(LOCAL, str(path))[SHARD] == b"new" and len(os.listdir(path)) == 2
+    assert (path.stat().st_ino, os.listdir(tmp_path)) == (inode, ["a.ckpt"])
 
 
 # ── saves in place ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import begin_writeback, write_durably
+from lightning_shardckpt.storage.local.posix import begin_writeback, write_parts
 from lightning_shardckpt.storage.protocol import Bytes
 from tests.sweeps.faults.inject import Fault, Interposer
 
@@ -37,7 +37,7 @@ def no_open_files() -> Iterator[None]:
 def written(path: Path, parts: Any, writeback_bytes: int = 2 * MB) -> bytes:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        write_durably(file, parts, writeback_bytes)
+        write_parts(file, parts, sync=True, writeback_bytes=writeback_bytes)
     finally:
         os.close(file)
     return path.read_bytes()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +18,10 @@ import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
-from lightning_shardckpt.storage.local import leftovers
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_reader import OPEN_FILES
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
-from lightning_shardckpt.storage.local.targets import Rename
+from lightning_shardckpt.storage.local.posix import EXCHANGE, Rename, rename_with_flag
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 from lightning_shardckpt.storage.router import StorageRouter
@@ -220,9 +216,9 @@ def beside(path: str) -> list[str]:
     return sorted(name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path))
 
 
-def test_publishing_over_a_checkpoint_leaves_nothing_beside_it(path: str, swapping: LocalStorage) -> None:
-    put(swapping, path, a=b"1", gone=b"")
-    put(swapping, path, OTHER_ID, a=b"2")
+def test_publishing_over_a_checkpoint_leaves_nothing_beside_it(path: str) -> None:
+    put(LOCAL, path, a=b"1", gone=b"")
+    put(LOCAL, path, OTHER_ID, a=b"2")
     assert content(LOCAL, path) == {"a": b"2", ROOT_NAME: root_of(OTHER_ID)}
     assert beside(path) == []
 
@@ -237,56 +233,11 @@ def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
         rename_with_flag(str(tmp_path / "a"), str(tmp_path / "c"), EXCHANGE)
 
 
-@pytest.mark.parametrize("crash_at", [1, 2])
-def test_a_crash_between_the_two_renames_leaves_the_old_one_readable(
-    crash_at: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(LOCAL, path, a=b"old")
-    rename, count = os.rename, itertools.count(1)
-
-    def dying(source: str, target: str) -> None:
-        if next(count) == crash_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", dying)
-    killed(lambda: put(LOCAL_WITHOUT_FLAGS, path, OTHER_ID, a=b"new"))
-    monkeypatch.undo()
-    assert os.path.lexists(path) == (crash_at == 1)
-    assert content(LOCAL, path)["a"] == b"old"
-    put(LOCAL, path, "2" * 32, a=b"newer")  # the next save puts everything in order
-    assert content(LOCAL, path)["a"] == b"newer"
-    assert beside(path) == []
-
-
-def test_a_checkpoint_that_was_moved_aside_can_be_removed(path: str) -> None:
-    put(LOCAL, path)
-    os.rename(path, leftovers.aside_name(path))
-    assert ROOT_NAME in content(LOCAL, path)
-    LOCAL.remove(path)
-    assert os.listdir(os.path.dirname(path)) == []
-
-
-def test_a_removed_checkpoint_does_not_come_back_from_aside(path: str) -> None:
-    put(LOCAL, path)
-    shutil.copytree(path, leftovers.aside_name(path))  # as if publish had been killed before its last line
-    LOCAL.remove(path)
-    with pytest.raises(CheckpointNotFoundError, match="nothing at this path"):
-        LOCAL.open(path)
-
-
-def test_what_waits_aside_is_never_taken_for_another_path(path: str) -> None:
-    put(LOCAL, path)
-    os.rename(path, leftovers.aside_name(path))
-    with pytest.raises(CheckpointNotFoundError):
-        LOCAL.open(path + "2")
-
-
 def test_no_temporary_name_looks_like_a_checkpoint_to_lightning(path: str) -> None:
     draft = LOCAL.draft(path, ID)
     draft.begin()
-    names = [*beside(path), os.path.basename(leftovers.aside_name(path))]
-    assert len(names) == 3
+    names = beside(path)
+    assert len(names) == 2
     for name in names:
         assert name.startswith(".") and not name.startswith("last")
         assert "ckpt" not in name
