@@ -36,10 +36,8 @@ from lightning_shardckpt.compat.lightning_loops import (
     is_stream_at_end,
 )
 from lightning_shardckpt.compat.lightning_trainer import (
-    CompilesInside,
     gather_metrics_over,
     keep_order_of_training,
-    log_saves_on_rank_zero,
     refuse_averaging_of_modules,
     set_device,
     set_device_mesh,
@@ -90,9 +88,7 @@ from lightning_shardckpt.system.memory import gc_paused
 __all__ = ["ShardCkptIO", "ShardedStrategy", "load_from_checkpoint"]
 
 
-class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
-    MeshStrategy, CompilesInside, ParallelStrategy
-):
+class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # gives ShardCkptIO, takes any CheckpointIO
     """Trains one LightningModule under any mix of replicated and sharded data parallel, tensor and pipeline parallel.
 
     The module needs no changes: layers are built in ``__init__`` or ``configure_model``, and steps are as usual. A
@@ -144,16 +140,6 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
         """The sharded LightningModule."""
         return self._steps.sharded
 
-    @property
-    def ties(self) -> list[list[str]]:
-        """Clean FQNs of each tied parameter, canonical first."""
-        return self.sharded.ties
-
-    @property
-    def canonical_names(self) -> dict[str, str]:
-        """Maps every registered parameter name to its clean canonical FQN."""
-        return self.sharded.canonical_names
-
     # --- processes ---
 
     @override
@@ -173,7 +159,6 @@ class ShardedStrategy(  # type: ignore[misc]  # gives ShardCkptIO, takes any Che
     def setup_environment(self) -> None:
         """Set up processes; Lightning calls it again for every fit, validate, test and predict."""
         super().setup_environment()
-        log_saves_on_rank_zero()
         if self._meshes is None:
             self._meshes = self._new_meshes()
         assert isinstance(self._launcher, ResolvingLauncher)

@@ -154,9 +154,9 @@ def wrapped_sampler(sampler: object) -> Any | None:
 def last_order(sampler: object) -> list[Any] | None:
     """Return the order that the sampler within a DistributedSamplerWrapper drew last; None for other samplers.
 
-    Relies on ``DistributedSamplerWrapper.dataset._sampler_list``.
+    Relies on ``DistributedSamplerWrapper.dataset``, whose items are the order.
     """
-    return sampler.dataset._sampler_list if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[attr-defined]
+    return [*sampler.dataset] if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[misc]  # it is one
 
 
 def draw_orders_within(sampler: object, around: Callable[[], AbstractContextManager[None]]) -> None:

@@ -6,8 +6,10 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,11 +19,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -74,37 +72,45 @@ def init_process_group(
     Its backend is torch's default for the device, with gloo for CPU tensors beside nccl.
 
     A single process needs no store that others reach: it listens on no port, and sets no environment variable, which
-    the ranks of a program that it starts would use.
-
-    Relies on ``_init_dist_connection``, which sets ``MASTER_ADDR`` and ``MASTER_PORT``, and on
-    ``_destroy_dist_connection``, which destroys NCCL's group at exit.
+    the ranks of a program that it starts would use. Several set ``MASTER_ADDR`` and ``MASTER_PORT``, as in Lightning.
 
     Args:
         environment: has address, rank and world size.
         device: of this process.
         timeout_s: of collectives.
     """
+    if dist.is_initialized():
+        return
     chosen: str = dist.get_default_backend_for_device(device)
     if chosen == "nccl":
         chosen = f"cpu:gloo,{device.type}:nccl"
     bound, timeout = device if device.type != "cpu" else None, timedelta(seconds=timeout_s)
-    is_new = not dist.is_initialized()
-    if is_new and environment.world_size() == 1:
-        dist.init_process_group(
-            chosen, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
-        )
+    rank, size, store = environment.global_rank(), environment.world_size(), None
+    if size == 1:
+        rank, store = 0, HashStore()
     else:
-        _init_dist_connection(environment, chosen, timeout=timeout, device_id=bound)
-    if is_new and chosen.endswith(":nccl"):
-        atexit.register(_destroy_dist_connection)  # as Lightning does for "nccl"
+        os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+    if chosen.endswith(":nccl"):
+        atexit.register(_destroy_group)  # as Lightning does for "nccl": torch warns about a group that is left
+
+
+def _destroy_group() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this must not be interrupted
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
     """Move the state of an optimizer to a device, except state that optimizers keep on the CPU.
 
-    Relies on ``_optimizer_to_device``.
+    These are ``step`` of torch's optimizers; see pytorch issue 74424.
     """
-    _optimizer_to_device(optimizer, device)
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, MutableMapping):
+            state.update({k: move_data_to_device(v, device) for k, v in state.items() if k != "step"})
+        else:  # of an optimizer of the user's
+            optimizer.state[parameter] = move_data_to_device(state, device)
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import re
 import signal
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -53,40 +51,6 @@ Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModul
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """The launcher that starts the same script once for each local process."""
-
-
-def log_saves_on_rank_zero() -> None:
-    """Let Lightning log on rank 0 alone which options a save has; it does so on every rank that saves.
-
-    Relies on the name of the logger, which is that of ``checkpoint_connector``'s module.
-    """
-    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").addFilter(_is_on_rank_zero)
-
-
-def _is_on_rank_zero(record: logging.LogRecord) -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
-class CompilesInside:
-    """Base of a strategy that takes no LightningModule which ``torch.compile`` has wrapped, and says what to do.
-
-    Lightning's own error advises another strategy. Relies on ``Strategy._lightning_module``, which the Trainer assigns
-    before it raises that error, and on ``LightningModule._compiler_ctx``, which it sets when it unwraps the module.
-    """
-
-    @property
-    def _lightning_module(self) -> pl.LightningModule | None:
-        return self.__dict__.get("_lightning_module")
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        if getattr(module, "_compiler_ctx", None) is not None:
-            raise UnsupportedCodeError(
-                f"{type(self).__name__} got torch.compile({type(module).__name__}): the whole module is compiled "
-                "before its parameters are sharded. Pass the module itself, and compile layers or networks inside: "
-                "call layer.compile() for each of them in __init__ or configure_model."
-            )
-        self.__dict__["_lightning_module"] = module
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -433,17 +397,13 @@ def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
                     "dist_reduce_fx, so the states of several data-parallel ranks can't be joined: use "
                     "metric.persistent(False), and save its result"
                 )
-    try:
+    with ExitStack() as synced:
         for one in stored:
-            one.sync(dist_sync_fn=one.dist_sync_fn)
+            synced.enter_context(one.sync_context(dist_sync_fn=one.dist_sync_fn))
             for name, default in one._defaults.items():
                 if isinstance(default, list) and isinstance(state := getattr(one, name), Tensor):
                     setattr(one, name, [state])  # as an update expects it
         yield
-    finally:
-        for one in stored:
-            if one._is_synced:
-                one.unsync()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,21 +170,3 @@ def test_a_resumed_epoch_tells_which_of_its_metrics_and_schedulers_miss_a_part(t
         assert rank["steps", 2 * PER_EPOCH][2:] == ([], [])  # the epoch is over
         told = [each.partition(",")[0] for each in rank["per_epoch", PER_EPOCH + 2][3]]
         assert told == ["ReduceLROnPlateau will miss the update of epoch 1"][number:]
-
-
-def saves_told() -> list[str]:
-    """Return what Lightning logs of a save in this process, during and after a fit."""
-    logger, told = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector"), Told()
-    logger.addHandler(told)
-    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
-    run.fit(tiny.TinyLM(), tiny.loader())
-    with tempfile.TemporaryDirectory() as directory:
-        run.save_checkpoint(run.strategy.broadcast(f"{directory}/a.ckpt"))
-        run.strategy.barrier()
-    logger.removeHandler(told)
-    return told.texts
-
-
-def test_notes_of_a_save_come_from_rank_zero_alone() -> None:
-    first, second = run_ranks(2, saves_told)
-    assert (first, second) == (["`weights_only` was not set, defaulting to `False`."], [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +18,11 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
 
-from lightning_shardckpt import ShardedStrategy
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -118,13 +115,6 @@ class Asks(pl.Callback):
 def trainer(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     defaults = {**QUIET, "max_steps": 2, "default_root_dir": tmp_path, "enable_checkpointing": False}
     return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
-
-
-@pytest.mark.parametrize("method", ["fit", "validate"])
-def test_a_module_that_is_compiled_as_a_whole_is_refused_with_what_works(tmp_path: Path, method: str) -> None:
-    run = trainer(tmp_path, devices=1, strategy=ShardedStrategy())
-    with pytest.raises(UnsupportedCodeError, match=r"torch.compile\(BoringModel\).*call layer.compile\(\) for each"):
-        getattr(run, method)(torch.compile(BoringModel(), backend="eager"))
 
 
 @pytest.fixture
@@ -242,19 +232,6 @@ def test_a_module_says_its_device_and_mesh() -> None:
     mesh = object.__new__(DeviceMesh)
     compat.set_device_mesh(module, mesh)
     assert module.device_mesh is mesh
-
-
-def test_only_rank_zero_logs_which_options_a_save_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compat.log_saves_on_rank_zero()
-    logger = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    run = trainer(tmp_path)
-    run.fit(BoringModel())
-    for rank, count in ((0, 1), (1, 1)):
-        monkeypatch.setattr(rank_zero_only, "rank", rank)
-        run._checkpoint_connector.dump_checkpoint()
-        assert [record.name for record in caplog.records].count(logger.name) == count
 
 
 class Logs(BoringModel):
