@@ -78,7 +78,7 @@ def save(
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
-        storage_options: for URLs, passed to ``fsspec.filesystem``; see ``ShardCkptIO``.
+        storage_options: for URLs, by fsspec's names; see ``ShardCkptIO``.
 
     Raises:
         FileExistsError: on every rank, if something exists at the path and ``overwrite`` is not set.
@@ -132,7 +132,7 @@ def save_async(
             rank's.
         process_group: the ranks that save together; by default all, or this process alone without
             ``torch.distributed``.
-        storage_options: for URLs, passed to ``fsspec.filesystem``; see ``ShardCkptIO``.
+        storage_options: for URLs, by fsspec's names; see ``ShardCkptIO``.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. If it is not awaited, the next

@@ -102,7 +102,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         export: with "huggingface", rank 0 exports the model of each complete checkpoint into a folder ``huggingface``
             in it, for ``from_pretrained``, while training goes on. ``wait``, the next save and the end of the run wait
             for it. The folder is deleted with the checkpoint. If the export fails, a warning says why.
-        storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
+        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
             With ``throttle_uploads: True`` among them, only one rank of each node uploads at a time. Lightning's
             ModelCheckpoint also accesses its ``dirpath``, and takes no such options: configure it by environment
             variables, such as ``AWS_ENDPOINT_URL``.

@@ -85,7 +85,7 @@ def consolidate(
             dict, or the import path of a function. A model of transformers keeps its names: there it only leaves
             tensors out, and selects one of several models. See "Rename tensors" in the documentation.
         overwrite: replace the output of an earlier call, atomically.
-        storage_options: for URLs, passed to ``fsspec.filesystem``, such as ``endpoint_url``, ``key`` and ``secret``.
+        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
 
     Returns:
         The path of the file or directory.

@@ -1,4 +1,4 @@
-"""Choice of the storage backend for a path: the file system, or fsspec for URLs."""
+"""Choice of the storage backend for a path: the file system, or an object store for URLs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import Any
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.remote.objects import ObjectStore, S3Objects, s3_options
+from lightning_shardckpt.storage.remote.objects import ObjectStore
 from lightning_shardckpt.storage.remote.remote_reader import CachedReader
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LOCAL_PROTOCOLS = ("file://", "local://")
-_S3_PROTOCOLS = ("s3", "s3a")
-_MANGLED_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|hdfs|memory|https?):/[^/]")
+_MANGLED_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|memory|https?):/[^/]")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -53,12 +52,12 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 class StorageRouter:
-    """Storage for any path: the file system for paths and ``file://`` URLs, fsspec for other URLs.
+    """Storage for any path: the file system for paths and ``file://`` URLs, object stores for other URLs.
 
     Args:
         local: the storage of the file system; ``LocalStorage`` by default.
-        storage_options: passed to ``fsspec.filesystem`` for URLs, such as ``endpoint_url``, ``key`` and ``secret``; but
-            with ``throttle_uploads: True``, only one process of each machine uploads at a time.
+        storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``; with
+            ``throttle_uploads: True``, only one process of each machine uploads at a time.
         pre_download: a local folder that caches files of URLs: they are copied there before they are read, and reused.
         tuning: of transfers to and from object stores: part sizes, thread counts, attempts, timeouts.
     """
@@ -74,6 +73,7 @@ class StorageRouter:
         self.local: Storage = local or LocalStorage()
         self.visible_within_s = self.local.visible_within_s
         self._options = dict(storage_options or {})
+        self._buckets = dict[str, ObjectStore]()
         self._tuning = tuning
         self._throttles = bool(self._options.pop("throttle_uploads", False))
         self._cache = None if pre_download is None else os.fspath(pre_download)
@@ -81,7 +81,7 @@ class StorageRouter:
     def with_options(self, storage_options: Mapping[str, Any]) -> StorageRouter:
         """Return the same storage with other options for URLs."""
         router = copy(self)
-        router._options = dict(storage_options)
+        router._options, router._buckets = dict(storage_options), {}
         router._throttles = bool(router._options.pop("throttle_uploads", self._throttles))
         return router
 
@@ -90,6 +90,7 @@ class StorageRouter:
 
         Raises:
             ValueError: if the path is a URL that was converted to a ``Path``, or the protocol is unknown.
+            TypeError: for an unknown option.
             ImportError: if a package for the protocol is missing.
         """
         if is_url(path):
@@ -98,21 +99,12 @@ class StorageRouter:
         return self.local
 
     def remote(self, url: str) -> RemoteStorage:
-        """Return the backend of a URL; raises like ``backend``."""
-        turn = partial(machine_upload_lock, self._tuning.turn_wait_s) if self._throttles else nullcontext
-        return RemoteStorage(self._objects(url), turn)
-
-    def _objects(self, url: str) -> ObjectStore:
-        import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only URLs need it
-
-        protocol = url.partition("://")[0]
-        is_s3 = protocol in _S3_PROTOCOLS
-        try:
-            fs, _ = fsspec.core.url_to_fs(url, **(s3_options(self._options) if is_s3 else self._options))
-        except ImportError as error:
-            extra = 'pip install "s3fs>=2026.1"' if is_s3 else "install the package that it names"
-            raise ImportError(f"{url!r} can't be opened: {error}; {extra}") from error
-        return (S3Objects if is_s3 else ObjectStore)(fs, self._tuning)
+        """Return the backend of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
+        bucket = "/".join(url.split("/")[:3])
+        if bucket not in self._buckets:
+            turn = partial(machine_upload_lock, self._tuning.turn_wait_s) if self._throttles else nullcontext
+            self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, turn)
+        return RemoteStorage(self._buckets[bucket])
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
@@ -153,6 +145,6 @@ def _check_not_mangled(path: str) -> None:
 def backend_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage backend of a path or a URL.
 
-    Without ``storage_options``, fsspec's defaults apply: environment variables and ``fsspec.json``.
+    Without ``storage_options``, environment variables and the configuration of the store's own tools apply.
     """
     return StorageRouter(storage_options=storage_options).backend(os.fspath(path))

@@ -25,7 +25,6 @@ class Tuning:
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
     upload_threads: int = 4  # each with a part in memory
-    stream_block_bytes: int = 16 << 20  # of a file that is written through fsspec, other than to S3
     download_window_bytes: int = 8 << 20
     download_threads: int = 8
 

@@ -53,8 +53,8 @@ def execute(parse: Callable[[], Command]) -> int:
 
 
 def add_storage_options(parser: ArgumentParser) -> None:
-    """Add ``--storage_options``, which go to fsspec, to a tool."""
-    known = "for URLs, as fsspec takes them: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
+    """Add ``--storage_options`` for URLs to a tool."""
+    known = "for URLs, by fsspec's names: --storage_options.endpoint_url=http://…, or all as JSON or YAML"
     parser.add_argument("--storage_options", type=dict[str, Any] | None, metavar="OPTIONS", help=known)
 
 

@@ -61,7 +61,7 @@ class MemoryDraft:
         """Keep a copy of the parts."""
         if name in self._files:
             raise FileExistsError(name)
-        self._files[name] = b"".join(parts)
+        self._files[name] = b"".join(map(bytes, parts))
 
     def publish(self) -> None:
         """Show the files at the path."""

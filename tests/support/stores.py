@@ -1,4 +1,4 @@
-"""Stores for the tests: a server that speaks S3, which is moto's in a process of its own, and an odd file system."""
+"""A store for the tests: a server that speaks S3, which is moto's in a process of its own, and a proxy before it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.message import Message
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Lock, Thread
 from typing import Any
-
-import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.system.tuning import Tuning
 
 IMPATIENT = Tuning(retry_attempts=4, retry_pause_s=0.01, retry_longest_pause_s=0.05, retry_total_s=20.0)
 
-
-class Another(MemoryFileSystem):
-    """A file system of which nothing is known but fsspec's interface."""
-
-    protocol = "another"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return str(super()._strip_protocol(path.removeprefix("another://")))
-
-
-fsspec.register_implementation("another", Another, clobber=True)
 
 _SERVER = """
 import sys
@@ -57,7 +43,7 @@ class Bucket:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For s3fs."""
+        """As a user gives them."""
         return {"endpoint_url": f"http://127.0.0.1:{self.port}", "key": "test", "secret": "test"}
 
     @property
@@ -139,6 +125,8 @@ class Asked:
     method: str
     path: str
     turn: int
+    is_conditional: bool = False
+    authorization: str = ""
 
     @property
     def is_part(self) -> bool:
@@ -194,11 +182,12 @@ class Proxy:
         with self._lock:
             return sum(a.method == "PUT" and a.path.partition("?")[0].endswith(name) for a in self.asked) > 1
 
-    def note(self, method: str, path: str, nbytes: int) -> Asked:
+    def note(self, method: str, path: str, nbytes: int, headers: Message) -> Asked:
         with self._lock:
             self._turns[method, path] += 1
             self.received_bytes += nbytes
-            self.asked.append(Asked(method, path, self._turns[method, path]))
+            about = "If-Match" in headers or "If-None-Match" in headers, headers.get("Authorization", "")
+            self.asked.append(Asked(method, path, self._turns[method, path], *about))
             return self.asked[-1]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -220,7 +209,7 @@ class Proxy:
 
             def do(self) -> None:
                 body = self._body()
-                harm = proxy.harm(proxy.note(self.command, self.path, len(body)))
+                harm = proxy.harm(proxy.note(self.command, self.path, len(body), self.headers))
                 if harm == "stall":
                     proxy.released.wait(30)
                 if harm in ("reset", "stall"):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, read_prefix
@@ -20,7 +20,6 @@ from lightning_shardckpt.storage.local.posix import make_directories, write_at
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.storage.remote.objects import ObjectStore
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import run_tasks
 
 # ── a local cache ─────────────────────────────────────────────────────────────────────────────────────────────────────
 # Local copies of a checkpoint's files are made when a file is first read, and kept.
@@ -38,7 +37,7 @@ class CachedReader:
     high_latency = False
 
     def __init__(self, reader: Reader, folder: str, tuning: Tuning = TUNING) -> None:
-        self._reader, self._tuning, self._lock = reader, tuning, threading.Lock()
+        self._reader, self._tuning = reader, tuning
         root = read_all(reader, ROOT_NAME)
         match = _SAVE_ID.search(root)
         save_id = match[1].decode() if match else "unknown"
@@ -55,10 +54,9 @@ class CachedReader:
         if name == ROOT_NAME:
             self._reader.read_into(name, offset, target)
             return
-        with self._lock:
-            if name not in self._downloaded:
-                _download_file(self._reader, name, self.folder, self._tuning)
-                self._downloaded.add(name)
+        if name not in self._downloaded:
+            _download_file(self._reader, name, self.folder, self._tuning)
+            self._downloaded.add(name)
         with closing(LocalReader(self.folder)) as local:
             local.read_into(name, offset, target)
 
@@ -74,37 +72,31 @@ class CachedReader:
         """Do nothing: no file stays open."""
 
 
-def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning = TUNING) -> None:
+def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning) -> None:
     """Download a whole file into a folder, unless this or another process has already done so."""
     size, path = reader.size(name), os.path.join(folder, name)
     if _is_whole(path, size):
         return
     unfinished = path + ".part"
     file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def copy_window(begin: int) -> None:
+        window = memoryview(bytearray(min(tuning.download_window_bytes, size - begin)))
+        reader.read_into(name, begin, window)
+        write_at(file, window, begin)
+
     try:
         if not locks.lock(file, tuning.turn_wait_s):
             raise TimeoutError(f"another process has been downloading {path!r} for {tuning.turn_wait_s:g} s")
         if _is_whole(path, size):  # another rank downloaded it meanwhile
             return
-        _download(reader, name, size, file, tuning)
+        os.ftruncate(file, size)
+        with ThreadPoolExecutor(tuning.download_threads) as threads:
+            list(threads.map(copy_window, range(0, size, tuning.download_window_bytes)))
         os.fsync(file)  # from the rename on, a file of the right size counts as complete
         os.rename(unfinished, path)
     finally:
         locks.release(file)
-
-
-def _download(reader: Reader, name: str, size: int, file: int, tuning: Tuning) -> None:
-    os.ftruncate(file, size)
-    window_bytes = tuning.download_window_bytes
-
-    def copy_window(begin: int) -> None:
-        window = memoryview(bytearray(min(window_bytes, size - begin)))
-        reader.read_into(name, begin, window)
-        write_at(file, window, begin)
-
-    begins = range(0, size, window_bytes)
-    threads = min(tuning.download_threads, len(begins))
-    run_tasks(begins, lambda: nullcontext(copy_window), threads=threads, name="shardckpt-download")
 
 
 def _is_whole(path: str, size: int) -> bool:
@@ -155,32 +147,31 @@ class RemoteReader:
     def __init__(self, objects: ObjectStore, folder: str, root: bytes) -> None:
         self._objects, self._folder, self._root = objects, folder, root
         self._sizes = {ROOT_NAME: len(root)}
-        self._starts: dict[str, bytes] = {}  # the first bytes of files whose header length was read
-        self._lock = threading.Lock()
+        self._starts = {ROOT_NAME: root}  # the first bytes of files
 
     def size(self, name: str) -> int:
         """Return the length of a file in bytes."""
-        with self._lock:
-            size = self._sizes.get(name)
-        if size is None:
+        if name not in self._sizes:
             with self._replacement_named():
-                size = self._objects.stat(f"{self._folder}/{name}").size
-            with self._lock:
-                self._sizes[name] = size
-        return size
+                self._sizes[name] = self._objects.stat(f"{self._folder}/{name}").size
+        return self._sizes[name]
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the file's bytes from ``offset`` on, with one request at most once the size is known."""
+        """Fill ``target`` with the file's bytes from ``offset`` on, with one request at most once the size is known.
+
+        A reader of the length of a header reads the header next, which then usually needs no request of its own.
+        """
         size, stop = self.size(name), offset + len(target)
         if stop > size:
             raise EOFError(f"{name} ends at byte {size}, expected {stop}")
-        is_length = offset == 0 and stop <= 8
-        start = self._root if name == ROOT_NAME else self._read_start(name, size, is_length=is_length)
-        if stop <= len(start):
-            target[:] = start[offset:stop]
-        else:
-            with self._replacement_named():
-                target[:] = self._objects.read(f"{self._folder}/{name}", offset, stop)
+        if offset == 0 and stop <= 8 and name not in self._starts:
+            self._starts[name] = self._read(name, 0, min(size, _START_BYTES))
+        start = self._starts.get(name, b"")
+        target[:] = start[offset:stop] if stop <= len(start) else self._read(name, offset, stop)
+
+    def _read(self, name: str, start: int, stop: int) -> bytes:
+        with self._replacement_named():
+            return self._objects.read(f"{self._folder}/{name}", start, stop)
 
     @contextmanager
     def _replacement_named(self) -> Iterator[None]:
@@ -191,30 +182,17 @@ class RemoteReader:
         try:
             yield
         except FileNotFoundError:
-            root, now = f"{self._folder}/{ROOT_NAME}", b""
+            now = b""
             with suppress(FileNotFoundError):
-                now = self._objects.read(root, 0, self._objects.stat(root).size)
+                now = self._objects.read_json(f"{self._folder}/{ROOT_NAME}")
             if now == self._root:
                 raise
             url = self._objects.url(self._folder)
             raise OSError(errno.ESTALE, f"{url} was replaced or deleted while it was read: open it again") from None
 
-    def _read_start(self, name: str, size: int, *, is_length: bool) -> bytes:
-        """Return the cached start of a file. If ``is_length``, read it first.
-
-        A reader of the header's length reads the header next, which then usually needs no request of its own.
-        """
-        if is_length:
-            with self._replacement_named():
-                start = self._objects.read(f"{self._folder}/{name}", 0, min(size, _START_BYTES))
-            with self._lock:
-                self._starts[name] = start
-        with self._lock:
-            return self._starts.get(name, b"")
-
     def names(self) -> list[str]:
         """Return all entries, sorted, without files and leftovers of other saves to the path."""
-        prefix, names = read_prefix(self._root[:HEAD_BYTES]), sorted(self._objects.names(self._folder))
+        prefix, names = read_prefix(self._root[:HEAD_BYTES]), sorted(self._objects.sizes(self._folder))
         return [
             name for name in names if prefix is None or name.startswith(prefix) or not PREFIXED_NAME.fullmatch(name)
         ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import (
     HEAD_BYTES,
     PREFIXED_NAME,
@@ -15,7 +15,6 @@ from lightning_shardckpt.format.index import (
     prefix_of,
     read_prefix,
 )
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
 from lightning_shardckpt.storage.other_programs import describe_other_program
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.objects import ObjectStat, ObjectStore
@@ -33,16 +32,8 @@ from lightning_shardckpt.system.text import count_text, size_text
 class RemoteDraft:
     """A draft of objects whose names begin with the save's id; the root index is held back until ``publish``."""
 
-    def __init__(
-        self,
-        objects: ObjectStore,
-        path: str,
-        folder: str,
-        save_id: str,
-        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._objects, self._path, self._folder, self._turn = objects, path, folder, turn
-        self.prefix = prefix_of(save_id)
+    def __init__(self, objects: ObjectStore, path: str, folder: str, save_id: str) -> None:
+        self._objects, self._path, self._folder, self.prefix = objects, path, folder, prefix_of(save_id)
         self._before: ObjectStat | None = None
         self._begun = False
         self._root: bytes | None = None
@@ -62,13 +53,13 @@ class RemoteDraft:
             )
         with suppress(FileNotFoundError):
             self._before = self._objects.stat(self._key(ROOT_NAME))
-        foreign = [name for name in self._objects.names(self._folder) if not PREFIXED_NAME.fullmatch(name)]
+        sizes = self._objects.sizes(self._folder)
+        foreign = [name for name, size in sizes.items() if size and not PREFIXED_NAME.fullmatch(name)]
         if self._before is None and foreign:
             raise FileExistsError(
                 f"{self._path!r} is not empty ({foreign[0]!r} …) and holds no checkpoint of this package, so it is not "
                 "replaced; move it or use another path"
             )
-        self._objects.make_folder(self._folder)
         self._begun = True
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
@@ -79,8 +70,7 @@ class RemoteDraft:
         if name == ROOT_NAME:
             self._root = b"".join(parts)
             return
-        with self._turn():
-            self._objects.upload(self._key(self.prefix + name), parts)
+        self._objects.upload(self._key(self.prefix + name), parts)
 
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.
@@ -89,17 +79,21 @@ class RemoteDraft:
             FileExistsError: if another process saved to the path, or removed it, since this save began.
         """
         assert self._root is not None
-        key = self._key(ROOT_NAME)
-        others, replaced = self._others(), self._prefix_at(key)
+        replaced, others = self._replaced_prefix(), self._others()
         self._objects.delete(self._key(name) for name in others if is_export(name))  # which is of the replaced one
+        compared = self._objects.conditional
         try:
-            self._objects.put(key, self._root, None if self._before is None else self._before.tag)
+            self._objects.put(self._key(ROOT_NAME), self._root, None if self._before is None else self._before.tag)
         except FileExistsError:
-            if not self._is_our_root(key):  # else an earlier attempt succeeded, and its answer was lost
-                raise FileExistsError(
-                    f"another process saved to {self._path!r}, or removed it, since this save began; let each job save "
-                    "to paths of its own"
-                ) from None
+            raise FileExistsError(
+                f"another process saved to {self._path!r}, or removed it, since this save began; let each job save to "
+                "paths of its own"
+            ) from None
+        if compared and not self._objects.conditional:
+            self.notes.append(
+                f"the store of {self._path!r} can't compare and write in one step: of two jobs that save to one path "
+                "in the same instant, the later one counts; let each job save to paths of its own"
+            )
         self._begun = False
         try:
             self._delete_others(others, replaced)
@@ -108,60 +102,42 @@ class RemoteDraft:
 
     def discard(self) -> None:
         """Delete this save's objects, as far as possible."""
-        if not self._begun:
-            return
-        with suppress(OSError):
-            ours = [name for name in self._objects.names(self._folder) if name.startswith(self.prefix)]
-            self._objects.delete(map(self._key, ours))
-            self._objects.drop_folder(self._folder)
+        if self._begun:
+            with suppress(OSError):
+                ours = [name for name in self._objects.sizes(self._folder) if name.startswith(self.prefix)]
+                self._objects.delete(map(self._key, ours))
 
     def _others(self) -> dict[str, int]:
-        """Return other saves' objects below the path, with their sizes."""
-        sizes = self._objects.names(self._folder)
+        """Return the sizes of other saves' objects below the path."""
+        sizes = self._objects.sizes(self._folder)
         missing = sorted(name for name in self._written - {ROOT_NAME} if self.prefix + name not in sizes)
-        if missing and self._objects.conditional:
+        if missing:
             raise FileExistsError(
                 f"another process saved to {self._path!r} since this save began, and deleted {missing[0]} of this "
                 "save; let each job save to paths of its own"
             )
         return {n: size for n, size in sizes.items() if is_ours(n) and not n.startswith(self.prefix)}
 
-    def _is_our_root(self, key: str) -> bool:
-        try:
-            return self._objects.read(key, 0, self._objects.stat(key).size) == self._root
-        except FileNotFoundError:
-            return False
+    def _replaced_prefix(self) -> str:
+        """Return the prefix of the checkpoint that was there when this save began, or one that no name has."""
+        head = b""
+        if self._before is not None:
+            with suppress(FileNotFoundError):
+                head = self._objects.read(self._key(ROOT_NAME), 0, min(self._before.size, HEAD_BYTES))
+        return read_prefix(head) or "?"
 
-    def _prefix_at(self, key: str) -> str | None:
-        """Return the prefix of the checkpoint that was there when this save began."""
-        if self._before is None:
-            return None
-        try:
-            return read_prefix(self._objects.read(key, 0, min(self._before.size, HEAD_BYTES)))
-        except FileNotFoundError:
-            return None
+    def _delete_others(self, others: dict[str, int], replaced: str) -> None:
+        """Delete the replaced checkpoint, and objects of saves that can't be committed any more after this commit.
 
-    def _delete_others(self, others: dict[str, int], replaced: str | None) -> None:
-        """Delete the replaced checkpoint, and files of saves that can't be committed any more after this commit.
-
-        If the store has no conditional writes, such a save might still be committed; its files stay, with a note.
+        In a store without conditional puts, such a save might still be committed: its objects stay.
         """
-        dead = {n: s for n, s in others.items() if PREFIXED_NAME.fullmatch(n) and not n.startswith(replaced or "?")}
-        if self._before is None:
-            others = dead
-        if not self._objects.conditional and dead:
-            size = size_text(sum(dead.values()))
-            self.notes.append(
-                f"left {count_text(len(dead), 'file')} of unfinished saves at {self._path!r}, {size}: this store can't "
-                "tell whether another process is saving there"
-            )
-            others = {name: size for name, size in others.items() if name not in dead}
-            dead = {}
-        self._objects.delete(map(self._key, others))
-        if dead:
+        dead = {name for name in others if PREFIXED_NAME.fullmatch(name) and not name.startswith(replaced)}
+        of_replaced = [] if self._before is None else [name for name in others if name not in dead]
+        self._objects.delete(map(self._key, [*of_replaced, *(dead if self._objects.conditional else ())]))
+        if dead and self._objects.conditional:
             self.notes.append(
                 f"removed the leftover of an unfinished save at {self._path!r}: {count_text(len(dead), 'file')}, "
-                f"{size_text(sum(dead.values()))}"
+                f"{size_text(sum(others[name] for name in dead))}"
             )
 
     def _key(self, name: str) -> str:
@@ -169,21 +145,15 @@ class RemoteDraft:
 
 
 _DOWNLOAD = "; checkpoints of other programs can't be read at a URL: download it first"
-_ATTEMPTS = 5  # to open a checkpoint that other processes replace
 
 
 class RemoteStorage:
-    """Checkpoints in an object store; paths are URLs.
-
-    Args:
-        objects: the store.
-        turn: returns a context that a rank holds while it uploads, and in which it may wait for other ranks.
-    """
+    """Checkpoints in an object store; paths are URLs."""
 
     visible_within_s = 10.0
 
-    def __init__(self, objects: ObjectStore, turn: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._objects, self._turn = objects, turn
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
 
     def open(self, path: str) -> RemoteReader:
         """Open the checkpoint at ``path``.
@@ -192,23 +162,15 @@ class RemoteStorage:
             CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
             PermissionError: if the store denies access.
         """
-        folder = self._objects.key(path)
-        root = f"{folder}/{ROOT_NAME}"
-        for _ in range(_ATTEMPTS):
-            try:
-                before = self._objects.stat(root)
-                if before.size > MAX_JSON_BYTES:
-                    raise FormatError(f"{path}/{ROOT_NAME} has {before.size} bytes, more than {MAX_JSON_BYTES}")
-                content = self._objects.read(root, 0, before.size)
-                if self._objects.stat(root) == before:
-                    return RemoteReader(self._objects, folder, content)
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(self._why_none(path, folder)) from None
-        raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
+        folder = self._folder(path)
+        try:
+            return RemoteReader(self._objects, folder, self._objects.read_json(f"{folder}/{ROOT_NAME}"))
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(self._why_none(path, folder)) from None
 
     def draft(self, path: str, save_id: str) -> RemoteDraft:
         """Return a draft of a checkpoint that will appear at ``path``."""
-        return RemoteDraft(self._objects, path, self._objects.key(path), save_id, self._turn)
+        return RemoteDraft(self._objects, path, self._folder(path), save_id)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``: first the root index, then its other files.
@@ -221,11 +183,12 @@ class RemoteStorage:
         Raises:
             CheckpointNotFoundError: if there is none.
         """
-        folder = self._objects.key(path)
-        names = self._objects.names(folder)
+        folder = self._folder(path)
+        names = self._objects.sizes(folder)
         if ROOT_NAME not in names:
             raise CheckpointNotFoundError(self._why_none(path, folder))
-        prefix = read_prefix(self.root_head(path, HEAD_BYTES)) or "?"
+        head = self._objects.read(f"{folder}/{ROOT_NAME}", 0, min(names[ROOT_NAME], HEAD_BYTES))
+        prefix = read_prefix(head) or "?"
         files = [n for n in names if is_ours(n) and (n.startswith(prefix) or not PREFIXED_NAME.fullmatch(n))]
         self._objects.delete(f"{folder}/{name}" for name in files if is_export(name))
         self._objects.delete([f"{folder}/{ROOT_NAME}"])
@@ -233,23 +196,17 @@ class RemoteStorage:
             self._objects.delete([f"{folder}/{name}" for name in files])
         except OSError as error:
             return [f"could not remove all files of the deleted checkpoint {path!r}: {error}"]
-        self._objects.drop_folder(folder)
         return []
 
     def list_complete(self, folder: str) -> list[str]:
         """Return the URLs of the complete checkpoints directly below a folder."""
-        roots = [name for name in self._objects.names(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
+        roots = [name for name in self._objects.sizes(self._objects.key(folder)) if name.endswith(f"/{ROOT_NAME}")]
         names = sorted(name.removesuffix(f"/{ROOT_NAME}") for name in roots)
         return [f"{folder.rstrip('/')}/{name}" for name in names if "/" not in name]
 
     def is_complete(self, path: str) -> bool:
         """Return True if a complete checkpoint is at the path."""
         return self.is_object(f"{path}/{ROOT_NAME}")
-
-    def root_head(self, path: str, nbytes: int) -> bytes:
-        """Return the first bytes of a root index. Raises FileNotFoundError."""
-        key = f"{self._objects.key(path)}/{ROOT_NAME}"
-        return self._objects.read(key, 0, min(self._objects.stat(key).size, nbytes))
 
     def is_object(self, path: str) -> bool:
         """Return True if an object is at the path itself."""
@@ -261,7 +218,7 @@ class RemoteStorage:
 
     def is_empty(self, path: str) -> bool:
         """Return True if no object is below the path."""
-        return not self._objects.names(self._objects.key(path))
+        return not any(self._objects.sizes(self._objects.key(path)).values())
 
     def delete_object(self, path: str) -> None:
         """Delete the object at the path itself."""
@@ -269,18 +226,23 @@ class RemoteStorage:
 
     def add(self, path: str, name: str, parts: Iterable[Bytes]) -> None:
         """Put an object beside the files of a checkpoint, for its export."""
-        with self._turn():
-            self._objects.upload(f"{self._objects.key(path)}/{name}", parts)
+        self._objects.upload(f"{self._objects.key(path)}/{name}", parts)
 
     def remove_export(self, path: str) -> None:
         """Delete the objects of an export."""
         folder = self._objects.key(path)
-        self._objects.delete(f"{folder}/{name}" for name in self._objects.names(folder) if is_export(name))
+        self._objects.delete(f"{folder}/{name}" for name in self._objects.sizes(folder) if is_export(name))
+
+    def _folder(self, path: str) -> str:
+        """Return the key of a checkpoint. Raises ValueError for a bucket alone."""
+        if not (folder := self._objects.key(path)):
+            raise ValueError(f"{path!r} is no path of a checkpoint, such as 's3://bucket/name.ckpt'")
+        return folder
 
     def _why_none(self, path: str, folder: str) -> str:
         if self.is_object(path):
             return f"{path!r} is a file, not a checkpoint of lightning-shardckpt{_DOWNLOAD}"
-        names = self._objects.names(folder)
+        names = self._objects.sizes(folder)
         if not names:
             return f"no checkpoint at {path!r}: there is nothing at this path"
         if (program := describe_other_program(names)) is not None:

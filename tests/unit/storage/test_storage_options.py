@@ -78,11 +78,16 @@ def test_every_tool_takes_them(
     assert "already exists" in capsys.readouterr().err
 
 
-def test_values_are_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[Any]()
-    monkeypatch.setattr("lightning_shardckpt.tools.inspect.inspect", lambda *args, **more: seen.append(more) or {})
-    monkeypatch.setattr("lightning_shardckpt.tools.inspect.render", lambda *args, **more: "")
-    arguments = ["anon=true", "key=AKIA07", 'config_kwargs={"read_timeout": 5}']
-    assert main(["inspect", "s3://b/a", *(f"--storage_options.{one}" for one in arguments)]) == 0
-    expected = {"anon": True, "key": "AKIA07", "config_kwargs": {"read_timeout": 5}}
-    assert seen[0]["storage_options"] == expected
+def test_values_are_yaml(url: str, s3: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*(f"{name}={value}" for name, value in s3.options.items()), 'config_kwargs={"read_timeout": 5}']
+    assert main(["inspect", url, *(f"--storage_options.{one}" for one in [*given, "anon=false"])]) == 0
+    assert main(["inspect", url, *(f"--storage_options.{one}" for one in [*given, "anon=true"])]) == 1
+    assert "check the credentials" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"kye": "test"}, {"client_kwargs": {"kye": "test"}}])
+def test_an_unknown_one_is_a_type_error_that_names_it(given: dict[str, Any], s3: Bucket) -> None:
+    options = {**s3.options, **given}
+    for url in (s3.url("a.ckpt"), "gs://bucket/a.ckpt", "az://bucket/a.ckpt"):
+        with pytest.raises(TypeError, match=rf"unknown storage_options for '{url}': .*kye.*; known are .*token"):
+            lightning_shardckpt.save(url, {"step": 1}, storage_options=options)
