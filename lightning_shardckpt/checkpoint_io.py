@@ -130,7 +130,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         export: Literal["huggingface"] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         pre_download: str | os.PathLike[str] | None = None,
-        key_mapping: dict[str, str | list[str] | None] | Callable[[str], Any] | None = None,
+        key_mapping: dict[str, str | None] | Callable[[str], Any] | None = None,
         pickle_objects: bool = False,
     ) -> None:
         self.save_options = SaveOptions(size_per_shard, replicas)

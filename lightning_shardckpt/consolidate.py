@@ -81,9 +81,9 @@ def consolidate(
             tensors is written to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
         key_mapping: selects and renames tensors: a dict of whole names or regular expressions to new names (None
-            leaves a tensor out), or a function; or texts, each ``OLD=NEW``, the path of a JSON or YAML file with a
-            dict, or the import path of a function. A model of transformers keeps its names: there it only leaves
-            tensors out, and selects one of several models. See "Rename tensors" in the documentation.
+            leaves a tensor out), or a function; or texts, each ``OLD=NEW`` or the path of a JSON or YAML file with a
+            dict. A model of transformers keeps its names: there it only leaves tensors out, and selects one of several
+            models. See "Rename tensors" in the documentation.
         overwrite: replace the output of an earlier call, atomically.
         storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
 

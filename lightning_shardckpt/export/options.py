@@ -16,26 +16,11 @@ SIZE_PER_SHARD = 5000.0
 """Default size of chunks in MB."""
 
 
-def new_name(mapping: KeyMapping, name: str) -> str | None:
-    """Return the name of a tensor in the output; None if it is left out.
-
-    >>> new_name(KeyMapping.of({"^net": "model"}), "net.head.bias")
-    'model.head.bias'
-
-    Raises:
-        ValueError: if the mapping gives several names.
-    """
-    names = mapping(name)
-    if len(names) > 1:
-        raise ValueError(f"key_mapping gives {name!r} the names {list(names)}; in the output, a tensor has one name")
-    return names[0] if names else None
-
-
 def new_names(mapping: KeyMapping, names: Iterable[str]) -> dict[str, str]:
     """Return the names in the output by stored name, of all tensors that are not left out.
 
     Raises:
-        ValueError: if the mapping gives several names, or listing its entries that match no stored name.
+        ValueError: listing the entries of the mapping that match no stored name.
     """
     known = list(names)
     if unused := mapping.unused(known):
@@ -43,12 +28,12 @@ def new_names(mapping: KeyMapping, names: Iterable[str]) -> dict[str, str]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         advice = "".join(f"\n  key_mapping: {line}" for line in mapping.suggest(known))
         raise ValueError(f"no tensor has a name for {', '.join(map(repr, unused))}{hint}{advice}")
-    return {name: new for name in known if (new := new_name(mapping, name)) is not None}
+    return {name: new for name in known if (new := mapping(name)) is not None}
 
 
 def rename_params(mapping: KeyMapping, params: Iterable[str]) -> list[str]:
     """Return the names in the output of an optimizer's parameters, without those that are left out."""
-    return [new for param in params if (new := new_name(mapping, param)) is not None]
+    return [new for param in params if (new := mapping(param)) is not None]
 
 
 def check_unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Options, check_unique, new_name, new_names, rename_params
+from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
@@ -149,7 +149,7 @@ def _optimizer_tensors(stored: Source, options: Options) -> tuple[list[OutputTen
     for key, spec in component.tensors.items() if component is not None else ():
         number, _, rest = key.partition("/")
         param, _, state = rest.rpartition("/")
-        if (new := new_name(options.mapping, param)) is not None:
+        if (new := options.mapping(param)) is not None:
             tensors.append(OutputTensor(f"{number}/{new}/{state}", spec.dtype, spec.shape, ("optimizer", key)))
             names.append((key, tensors[-1].name, key))
     check_unique(names)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.options import Options, check_unique, new_name, new_names, rename_params
+from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
 from lightning_shardckpt.export.safetensors_export import plan_conversion
 from lightning_shardckpt.export.torch_archive import (
     ZIP64_BYTES,
@@ -146,7 +146,7 @@ def _rename_optimizer(optimizer: dict[str, Any], mapping: KeyMapping) -> dict[st
             "an optimizer has numbers for its parameters, so that names cannot be chosen or changed; leave it out"
         )
     groups = [{**group, "params": rename_params(mapping, group["params"])} for group in optimizer["param_groups"]]
-    named = [(new_name(mapping, param), values) for param, values in optimizer["state"].items()]
+    named = [(mapping(param), values) for param, values in optimizer["state"].items()]
     state = {new: values for new, values in named if new is not None}
     return {"state": state, "param_groups": groups}
 

@@ -8,8 +8,8 @@ at once, so they can be swapped. An entry ``old: new`` is
   have: ``"^gpt_neox": "model"``. It may match anywhere in a name. Expressions are applied in one pass from left to
   right; of several matches at the same place the first counts. They do not apply to names with an entry of their own.
 
-``new`` None leaves the tensor out, and a list gives it several names. An expression with None leaves out every name in
-which it is found, also if another expression matches there.
+``new`` None leaves the tensor out. An expression with None leaves out every name in which it is found, also if another
+expression matches there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.system.text import count_text, list_some
 
-NewNames: TypeAlias = "str | Sequence[str] | None"
 KeyMappingLike: TypeAlias = (
-    "KeyMapping | Mapping[str, NewNames] | Callable[[str], NewNames] | str | os.PathLike[str] | "
+    "KeyMapping | Mapping[str, str | None] | Callable[[str], str | None] | str | os.PathLike[str] | "
     "Sequence[str | os.PathLike[str]]"
 )
 """A dict or a function from stored names to new names, or strings that ``KeyMapping.of`` parses."""
@@ -39,15 +37,15 @@ class KeyMapping:
     """New names for stored names.
 
     Attributes:
-        names: new names by stored name; an empty tuple leaves it out.
+        names: new names by stored name; None leaves it out.
         rules: regular expressions and their replacements, for names that are not in ``names``.
         function: maps a stored name like a dict, in place of both.
         option: the name of the option in errors.
     """
 
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rules: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = ()
-    function: Callable[[str], NewNames] | None = None
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    rules: tuple[tuple[re.Pattern[str], str | None], ...] = ()
+    function: Callable[[str], str | None] | None = None
     option: str = "key_mapping"
 
     @property
@@ -60,8 +58,8 @@ class KeyMapping:
         """Return the mapping of a user's argument.
 
         Args:
-            given: a dict or a function; or one or several strings: paths of JSON or YAML files with a dict,
-                ``OLD=NEW`` (``OLD=null`` leaves out), or the import path of a function (``package.module:function``).
+            given: a dict or a function; or one or several strings: paths of JSON or YAML files with a dict, or
+                ``OLD=NEW`` (``OLD=null`` leaves out).
             option: the name of the option in errors.
 
         Raises:
@@ -81,70 +79,61 @@ class KeyMapping:
                 f"{option} takes no pairs such as {pairs[0]!r}: give a dict, from stored names (or regular expressions "
                 "that are found in them) to new names"
             )
-        entries: dict[str, NewNames] = {}
+        entries: dict[str, str | None] = {}
         for text in [os.fspath(one) for one in texts]:
             if os.path.isfile(text):
                 entries |= _entries_in(text, option)
             elif "=" in text:
                 old, _, new = text.rpartition("=")
                 entries.setdefault(old, None if new == "null" else new)
-            elif len(texts) == 1:
-                return cls(function=_import_function(text, option), option=option)
             else:
                 raise ValueError(f"{option} {text!r} is neither a file nor OLD=NEW")
         return cls._of_entries(entries, option)
 
     @classmethod
-    def _of_entries(cls, entries: Mapping[str, NewNames], option: str) -> KeyMapping:
-        names, rules = dict[str, tuple[str, ...]](), list[tuple[re.Pattern[str], tuple[str, ...]]]()
-        for old, value in entries.items():
-            new = _as_tuple(value)
-            if not isinstance(old, str) or not all(isinstance(one, str) for one in new):
-                raise ValueError(f"{option} has {old!r}: {value!r}, but a name must map to a name, names or None")
+    def _of_entries(cls, entries: Mapping[str, str | None], option: str) -> KeyMapping:
+        names, rules = dict[str, str | None](), list[tuple[re.Pattern[str], str | None]]()
+        for old, new in entries.items():
+            if not isinstance(old, str) or not isinstance(new, str | None):
+                raise ValueError(f"{option} has {old!r}: {new!r}, but a name must map to a name or None")
             if not _OF_EXPRESSIONS.intersection(old):
                 names[old] = new
                 continue
             try:
                 pattern = re.compile(old)
-                for one in new:
-                    pattern.sub(one, "")
+                pattern.sub(new or "", "")
             except (re.error, IndexError) as error:
-                raise ValueError(f"{option}: {old!r} is not a regular expression for {value!r}: {error}") from None
+                raise ValueError(f"{option}: {old!r} is not a regular expression for {new!r}: {error}") from None
             rules.append((pattern, new))
         return cls(names, tuple(rules), option=option)
 
-    def __call__(self, name: str) -> tuple[str, ...]:
-        """Return the new names of a stored name; an empty tuple leaves it out.
+    def __call__(self, name: str) -> str | None:
+        """Return the new name of a stored name; None leaves it out.
 
-        >>> swap = KeyMapping.of({"^a": "b", "^b": "a", "scale": None, "one": ["first", "second"]})
-        >>> swap("a.w"), swap("b.w"), swap("scale"), swap("one")
-        (('b.w',), ('a.w',), (), ('first', 'second'))
+        >>> swap = KeyMapping.of({"^a": "b", "^b": "a", "scale": None})
+        >>> swap("a.w"), swap("b.w"), swap("scale")
+        ('b.w', 'a.w', None)
         """
         if self.function is not None:
-            new = _as_tuple(result := self.function(name))
-            if not all(isinstance(one, str) for one in new):
-                raise MismatchError(f"{self.option} returns {result!r} for {name!r}; it must be a name, names or None")
+            new = self.function(name)
+            if not isinstance(new, str | None):
+                raise MismatchError(f"{self.option} returns {new!r} for {name!r}; it must be a name or None")
             return new
         return self.names[name] if name in self.names else self._apply_rules(name)
 
-    def _apply_rules(self, name: str) -> tuple[str, ...]:
-        if any(not new and pattern.search(name) for pattern, new in self.rules):
-            return ()
-        done: tuple[str, ...] = ("",)
-        at = 0
-        while at <= len(name):
-            matches = [(match, new) for pattern, new in self.rules if (match := pattern.search(name, at))]
-            if not matches:
-                break
+    def _apply_rules(self, name: str) -> str | None:
+        if any(new is None and pattern.search(name) for pattern, new in self.rules):
+            return None
+        rules = [(pattern, new) for pattern, new in self.rules if new is not None]
+        done, at = "", 0
+        while matches := [(match, new) for pattern, new in rules if (match := pattern.search(name, at))]:
             match, new = min(matches, key=lambda pair: pair[0].start())
-            before = name[at : match.start()]
-            done = tuple(one + before + match.expand(template) for one in done for template in new)
-            at = match.end()
+            done, at = done + name[at : match.start()] + match.expand(new), match.end()
             if match.end() == match.start():  # an empty match: continue after the next character
-                done, at = tuple(one + name[at : at + 1] for one in done), at + 1
+                done, at = done + name[at : at + 1], at + 1
             if at >= len(name):
                 break
-        return tuple(one + name[at:] for one in done)
+        return done + name[at:]
 
     def apply(self, names: Iterable[str]) -> dict[str, str]:
         """Return the stored name by new name, of all that are not left out.
@@ -154,7 +143,7 @@ class KeyMapping:
         """
         renamed: dict[str, list[str]] = {}
         for name in names:
-            for new in self(name):
+            if (new := self(name)) is not None:
                 renamed.setdefault(new, []).append(name)
         collisions = [f"{new}  of {', '.join(olds)}" for new, olds in renamed.items() if len(olds) > 1]
         if collisions:
@@ -186,9 +175,9 @@ class KeyMapping:
         for old, new in self.names.items():
             if old in known:
                 continue
-            if new and {*new} <= {*known}:
-                turned = f"write {new[0]!r}: {old!r}, from stored names to new ones"
-                lines.append(f"{old!r}: {new[0]!r} is the other way round: {turned}")
+            if new in known:
+                turned = f"write {new!r}: {old!r}, from stored names to new ones"
+                lines.append(f"{old!r}: {new!r} is the other way round: {turned}")
             elif old and (inside := [name for name in known if old in name]):
                 start = "^" if any(name.startswith(old) for name in inside) else "\\b"
                 lines.append(
@@ -198,13 +187,7 @@ class KeyMapping:
         return lines
 
 
-def _as_tuple(new: NewNames) -> tuple[str, ...]:
-    if new is None:
-        return ()
-    return (new,) if isinstance(new, str) or not isinstance(new, Sequence) else tuple(new)
-
-
-def _entries_in(path: str, option: str) -> Mapping[str, NewNames]:
+def _entries_in(path: str, option: str) -> Mapping[str, str | None]:
     import yaml  # type: ignore[import-untyped]  # comes with jsonargparse; no stubs
 
     with open(path, encoding="utf-8") as file:
@@ -215,15 +198,3 @@ def _entries_in(path: str, option: str) -> Mapping[str, NewNames]:
     if not isinstance(entries, dict):
         raise ValueError(f"{option} {path!r} has to be an object of names: stored name → new name")
     return entries
-
-
-def _import_function(path: str, option: str) -> Callable[[str], NewNames]:
-    module, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        function: Callable[[str], NewNames] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{option} {path!r} is neither a file nor OLD=NEW, and no function can be imported from there ({error}); "
-            "give a dict of stored names or regular expressions to new names, or a function from one to the other"
-        ) from error
-    return function

@@ -97,7 +97,7 @@ def map_names(
     problems = [f"{mapping.option}: {old!r}  matches no name in the checkpoint" for old in mapping.unused(known)]
     names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
     kept = {name: stored for name, stored in names if name is not None}
-    left_out = [prefix + name for name in known if not mapping(name)]
+    left_out = [prefix + name for name in known if mapping(name) is None]
     numbers = range(len(source.document("optimizer") or ())) if optimizers is None else optimizers
     return rename_source(source, kept, numbers, left_out), problems
 
