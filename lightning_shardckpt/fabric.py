@@ -37,12 +37,12 @@ from lightning_shardckpt.compat.lightning_fabric import (
 from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
 from lightning_shardckpt.distributed.host_numbers import any_rank, reduce_tensor
 from lightning_shardckpt.distributed.world import raise_if_lost
-from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng, share_rng
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
@@ -108,7 +108,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._sharded = SetUpModules()
         self._running: ShardedModule | None = None
         self._stepped: PipelinedSteps | None = None  # whose backward has not run yet
-        self._deferred: DeferredInit | None = None
+        self._build = Build()
         self._agreement = BatchAgreement()
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]  # Fabric calls one method of it
 
@@ -157,16 +157,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build modules on the CPU, with equal values on all ranks; with ``empty_init``, without memory until setup.
-
-        Until setup, the latter raise for every operation: scripts initialise them inside the context.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(share_rng())
-            if empty_init:
-                self._deferred = self._deferred or DeferredInit(self.tuning, guards=True)
-                stack.enter_context(self._deferred)
-            stack.enter_context(self.precision.module_init_context())
+        """Build modules on the CPU; with ``empty_init``, with values on rank 0 alone until setup, which count there."""
+        with self._build.building(self._ranks, on_one_rank=bool(empty_init)), self.precision.module_init_context():
             yield
 
     @override
@@ -177,7 +169,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module. Collective: every rank of the world must call it."""
         pretrained, self._pretrained = self._pretrained, None
-        sharded = self._shard_module(module, self._deferred, pretrained, precision=self.precision, is_called=True)
+        sharded = self._shard_module(module, self._build, pretrained, precision=self.precision, is_called=True)
+        if self.topology.tensor > 1 and self._build.only_first:
+            broadcast_rng(self.meshes.tensor_group)  # the script may have initialised what rank 0 alone has
         self._sharded.add(sharded)
         if self._agreement.values is not None:
             self._agreement.values.add(sharded.root)

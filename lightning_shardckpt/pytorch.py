@@ -192,7 +192,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Return the context of ``configure_model``, on every stage; only the first one may build."""
-        with self._build.configure(self._module, self.topology, self.root_device, self.tuning):
+        with self._build.configure(self._module, self.topology, self.root_device, self._ranks):
             yield
 
     @override
@@ -243,7 +243,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if pretrained is not None:
             pretrained = None if restores() else replace(pretrained, before_checkpoint=self._checkpoints.will_load)
         sharded = self._shard_module(
-            module, self._build.take_deferred(), pretrained, precision=self.precision_plugin, restores=restores
+            module, self._build.take(), pretrained, precision=self.precision_plugin, restores=restores
         )
         attach_sharded(self._module, sharded)
         for size, group in (

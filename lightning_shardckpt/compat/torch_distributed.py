@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,26 @@ def watch_collectives(watch: Callable[[str, Any], None]) -> Iterator[None]:
         yield
     finally:
         vars(dist).update(originals)
+
+
+@contextmanager
+def distribute_locally() -> Iterator[None]:
+    """Inside, ``distribute_tensor`` cuts each rank's own tensor, and sends nothing; for tensors equal on all ranks.
+
+    Relies on ``placement_types`` calling ``mesh_scatter`` and ``mesh_broadcast`` by these names.
+    """
+    module: Any = import_module("torch.distributed.tensor.placement_types")  # its import is slow
+
+    def scatter(output: Tensor, parts: list[Tensor], mesh: Any, mesh_dim: int = 0, **options: Any) -> None:
+        if not output.is_meta:
+            output.copy_(parts[mesh.get_local_rank(mesh_dim)])
+
+    before = module.mesh_scatter, module.mesh_broadcast
+    module.mesh_scatter, module.mesh_broadcast = scatter, lambda *args, **options: None
+    try:
+        yield
+    finally:
+        module.mesh_scatter, module.mesh_broadcast = before
 
 
 @lru_cache(maxsize=128)  # called several times in a step

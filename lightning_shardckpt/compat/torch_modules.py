@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -134,6 +133,15 @@ class _Itself:
         return _Itself(memo.get(id(module), module))
 
 
+def reset_method(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the method by which a module initializes its parameters, or None.
+
+    Relies on ``_reset_parameters`` of ``nn.MultiheadAttention`` and ``nn.Transformer``, which have no public one.
+    """
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
+
+
 def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the mutable dict of a module's own children."""
     return module._modules
@@ -205,44 +213,6 @@ def without_global_hooks() -> Iterator[None]:
 def clear_hooks(module: nn.Module) -> None:
     """Remove all hooks of a module: forward, backward and state dict hooks."""
     keep_hooks(module, ())
-
-
-@contextmanager
-def replace_parameter_data(replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, ``nn.Parameter(data)`` in this thread becomes ``nn.Parameter(replace(data))``.
-
-    Replaces ``nn.Parameter.__new__`` for all threads; calls of other threads are unchanged.
-    """
-    own, original, thread = vars(nn.Parameter)["__new__"], nn.Parameter.__new__, threading.get_ident()
-
-    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
-        return original(cls, replace(data) if threading.get_ident() == thread else data, requires_grad)
-
-    nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Parameter.__new__ = own  # type: ignore[method-assign]
-
-
-@contextmanager
-def after_unpickling(call: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, call ``call`` with each module that this thread creates by deepcopy or unpickling, without registration.
-
-    Replaces ``nn.Module.__setstate__`` for all threads; calls of other threads are unchanged.
-    """
-    original, thread = nn.Module.__setstate__, threading.get_ident()
-
-    def setstate(module: nn.Module, state: dict[str, Any]) -> None:
-        original(module, state)  # type: ignore[no-untyped-call]
-        if threading.get_ident() == thread:
-            call(module)
-
-    nn.Module.__setstate__ = setstate  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__setstate__ = original  # type: ignore[method-assign]
 
 
 # ── registered tensors ────────────────────────────────────────────────────────────────────────────────────────────────

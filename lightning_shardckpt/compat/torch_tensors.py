@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # ── functions and hooks ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,6 +104,11 @@ def shares_memory(tensor: Tensor) -> bool:
     return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
+def viewed_tensor(view: Tensor) -> Tensor | None:
+    """Return the tensor of which another is a view for autograd; None for other tensors. Relies on ``_base``."""
+    return view._base
+
+
 def storage_uses(tensor: Tensor) -> int:
     """Return the number of tensors over the storage of a plain strided tensor, and of storage objects.
 
@@ -136,9 +140,9 @@ without_modes = _disable_current_modes
 
 
 @contextmanager
-def below_modes() -> Iterator[None]:
-    """Inside, operations reach no mode and no subclass, and record no autograd history."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+def below_functions() -> Iterator[None]:
+    """Inside, no ``__torch_function__`` of modes and subclasses is called, and no autograd history is recorded."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
@@ -157,20 +161,9 @@ def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, 
     ]
 
 
-def is_in_place(func: Overload) -> bool:
-    """Return whether an operator changes its first argument and returns it."""
-    return func._schema.name.endswith("_")
-
-
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return an id of a storage, also on the meta device; unique while the storage is weakly referenced."""
     return int(storage._cdata)
-
-
-def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage of a weak reference, or None if it was freed."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-    return storage
 
 
 # ── files of torch.save ───────────────────────────────────────────────────────────────────────────────────────────────

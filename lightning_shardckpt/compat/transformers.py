@@ -7,10 +7,12 @@ transformers is not imported; its functions are called only if the program has i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -104,18 +106,29 @@ def mark_initialized(tensor: Tensor) -> None:
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def initialize(model: nn.Module, modules: Collection[nn.Module]) -> None:
-    """Initialize the tensors of some modules, as ``from_pretrained`` does for tensors missing in files.
+def initialize(model: nn.Module, module: nn.Module) -> None:
+    """Initialize a module's tensors, as ``from_pretrained`` does for those missing in files, except marked ones.
 
-    Relies on ``initialize_weights``, which skips modules with ``_is_hf_initialized``, and sets it on others.
+    Relies on ``_init_weights``, and on ``guard_torch_init_functions`` of transformers 5 and later.
 
     Args:
-        model: of transformers.
-        modules: to initialize, with all modules that contain them.
+        model: the innermost model of transformers that contains the module, or is it.
+        module: to initialize.
     """
-    for module in model.modules():
-        module.__dict__["_is_hf_initialized"] = module not in modules
-    model.initialize_weights()  # type: ignore[operator]  # a method
+    guard: Any = getattr(sys.modules.get("transformers.initialization"), "guard_torch_init_functions", nullcontext)
+    with torch.no_grad(), guard():
+        model._init_weights(module)  # type: ignore[operator]  # a method
+
+
+def weights_method(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the method of a module that initializes a module inside it, by the name that many took over."""
+    method = getattr(module, "_init_weights", None)
+    return method if callable(method) else None
+
+
+def was_initialized(module: nn.Module) -> bool:
+    """Return whether the constructor of its model initialized a module. Relies on ``_is_hf_initialized``."""
+    return bool(getattr(module, "_is_hf_initialized", False))
 
 
 def has_own_code(kind: type) -> bool:

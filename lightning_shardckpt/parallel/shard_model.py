@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,19 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, parameter_slots
+from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from, convert_tensors, parameter_slots
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.first_values import (
-    CopySlice,
-    allocate,
-    broadcast_weights,
-    fill,
-    initialize_meta,
-    meta_slots,
-    retie,
-)
+from lightning_shardckpt.parallel.first_values.initializers import plan as plan_initialization
+from lightning_shardckpt.parallel.first_values.one_rank import Build, CopySlice, broadcast_weights, send_values
 from lightning_shardckpt.parallel.pipeline.build import Pipeline, refuse_stages, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.sharding.fqn import (
@@ -151,7 +143,7 @@ def shard(
     recipe: Recipe,
     *,
     device: torch.device,
-    values: DeferredInit,
+    build: Build,
     copy_slice: CopySlice,
     loaded: Collection[str] = (),
     restores: Callable[[], bool] = lambda: False,
@@ -166,7 +158,7 @@ def shard(
         meshes: the device meshes of this process.
         recipe: how to shard.
         device: where the module runs.
-        values: has the first values of parameters on the meta device.
+        build: knows which tensors rank 0 alone has; it has compared ``root``.
         copy_slice: copies this rank's slice of a whole value into a parameter.
         loaded: clean FQNs of parameters and buffers that the caller will fill; no value is computed for them.
         restores: returns whether a checkpoint will fill the whole state dict; called only if something has no first
@@ -185,8 +177,11 @@ def shard(
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
-    broadcast_weights(root, device)
-    initialize_meta(root, values, loaded, restores)
+    broadcast_weights(root, device, build.only_first)
+    initialization = plan_initialization(root, build, loaded, restores)
+    build.share_buffers(root, device)
+    values = build.take(root, loaded)
+    built = dict(root.named_parameters(remove_duplicate=False))
     if meshes.topology.pipeline > 1 and is_parallel(root):
         raise UnsupportedCodeError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
@@ -195,28 +190,25 @@ def shard(
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
     plan, engine = TensorPlan(), None
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else device
-    skip = _slots_of(root, loaded)
     if not is_parallel(root):
         plan = _shard_by_plan(root, meshes, recipe, ties)
         units, recomputed = _choose(root, recipe)
         ignored = _ignored(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
-        first_values = values.replay(root, skip=skip)
         outside = _read_in_steps(root, units, device, is_called=is_called)
         _shard_parameters(root, meshes, plan, home, outside, ignored)
         engine = _torch_engine(root, meshes, recipe, device)
         _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
         refuse_nested_tensors(root)
-    else:
-        first_values = values.replay(root, skip=skip)
     _materialize(root, ties, home, device)
-    fill(first_values, copy_slice)
+    send_values(values, root, copy_slice, device)
+    initialization.run(root, copy_slice, device)
     after = dict(root.named_parameters(remove_duplicate=False))
     replaced = {old: after[name] for name, old in before.items() if name in after}
     elsewhere = dict[nn.Parameter, Tensor]()
     if stages is not None:
-        elsewhere |= {old: stages.placeholders[id(old)] for old in before.values() if old not in replaced}
+        elsewhere |= {old: stages.placeholders[id(built[n])] for n, old in before.items() if old not in replaced}
     follow_parameters(root, {**replaced, **elsewhere})
     for old in dict.fromkeys(before.values()):
         retire_parameter(old, replaced.get(old))
@@ -230,7 +222,8 @@ def shard(
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
     if stages is not None:
-        pipeline = stages.build_pipeline(root, gradients, stages.register_absent(before, replaced), device)
+        absent = stages.register_absent(built, {built[name]: new for name, new in after.items() if name in built})
+        pipeline = stages.build_pipeline(root, gradients, absent, device)
     return ShardedModule(
         meshes,
         root,
@@ -244,18 +237,6 @@ def shard(
         holders,
         engine,
     )
-
-
-def _slots_of(root: nn.Module, names: Collection[str]) -> set[tuple[int, str]]:
-    """Return the (id of module, name) of the parameters with these clean FQNs, and of those tied to them."""
-    parameters = root.named_parameters(remove_duplicate=False)
-    filled = {parameter for name, parameter in parameters if clean_fqn(name) in names}
-    return {
-        (id(module), name)
-        for module in root.modules()
-        for name, parameter in parameter_slots(module).items()
-        if parameter is not None and parameter in filled
-    }
 
 
 def _refuse_lazy(root: nn.Module) -> None:
@@ -276,7 +257,7 @@ def _shard_by_plan(root: nn.Module, meshes: Meshes, recipe: Recipe, ties: list[l
     if meshes.topology.tensor == 1:  # a mistake must not wait for the run on more ranks
         return TensorPlan()
     apply_plan(root, plan, meshes.tensor)
-    retie(root, ties)
+    _retie(root, ties)
     return plan
 
 
@@ -399,11 +380,16 @@ def _checkpointed(root: nn.Module, units: list[str], wanted: bool | Sequence[str
     return units
 
 
+@torch.no_grad()
 def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, rest: torch.device) -> None:
     """Allocate tensors on the meta device, parameters on ``device``; move buffers and plain parameters to ``rest``."""
-    if meta_slots(root) or any(buffer.is_meta for buffer in root.buffers()):
-        allocate(root, device)
-        retie(root, ties)
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    if any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
+        convert_tensors(root, real)
+        _retie(root, ties)
     for module in root.modules():
         buffers = buffer_slots(module)
         for name, buffer in buffers.items():
@@ -412,6 +398,33 @@ def _materialize(root: nn.Module, ties: list[list[str]], device: torch.device, r
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(rest)
+
+
+def _retie(root: nn.Module, ties: Iterable[list[str]]) -> None:
+    """Register one parameter under all names of each tie that the module has.
+
+    Raises:
+        TopologyError: if tied parameters are sharded differently.
+    """
+    present = dict(root.named_parameters(remove_duplicate=False))
+    for tie in ties:
+        first, *others = [name for name in tie if name in present] or tie[:1]
+        shared = present.get(first)
+        for name in others:
+            assert shared is not None
+            if _layout(present[name]) != _layout(shared):
+                raise TopologyError(
+                    f"tied parameters are sharded differently: {first} {_layout(shared)}, {name} "
+                    f"{_layout(present[name])}. Give their modules tensor-parallel styles that shard the same dim."
+                )
+            owner, _, attribute = name.rpartition(".")
+            parameter_slots(root.get_submodule(owner))[attribute] = shared
+
+
+def _layout(parameter: Tensor) -> object:
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    return parameter.device_mesh.mesh_dim_names, parameter.placements
 
 
 def _partial_names(root: nn.Module, plan: TensorPlan) -> list[str]:

@@ -18,15 +18,13 @@ from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationSche
 from torch import nn
 
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.first_values import broadcast_weights
+from lightning_shardckpt.parallel.first_values.one_rank import Build, broadcast_weights
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
-from lightning_shardckpt.parallel.sharding.random_streams import share_rng
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.system.tuning import Tuning
 
 _SHARDED = "_shardckpt_sharded"
 
@@ -63,11 +61,11 @@ class ModuleBuild:
     """The builds of the modules of one strategy, one after the other."""
 
     def __init__(self) -> None:
-        self._deferred: DeferredInit | None = None
+        self._build = Build()
 
     @contextmanager
     def configure(
-        self, module: pl.LightningModule, topology: Topology, device: torch.device, tuning: Tuning
+        self, module: pl.LightningModule, topology: Topology, device: torch.device, ranks: Ranks
     ) -> Iterator[None]:
         """Run ``configure_model``; Lightning calls it for fit, validate, …, but only the first call may build.
 
@@ -77,7 +75,7 @@ class ModuleBuild:
             module: the module.
             topology: of the strategy.
             device: of the collectives.
-            tuning: sizes of deferred init.
+            ranks: of the world.
 
         Raises:
             TopologyError: if the module was sharded for another topology.
@@ -88,15 +86,13 @@ class ModuleBuild:
                 yield
             return
         broadcast_weights(module, device)
-        with share_rng():
-            self._deferred = DeferredInit(tuning)
-            with self._deferred:
-                yield
+        with self._build.building(ranks, phase="building the module in configure_model"):
+            yield
 
-    def take_deferred(self) -> DeferredInit | None:
-        """Return the deferred init of the latest module, and forget it."""
-        values, self._deferred = self._deferred, None
-        return values
+    def take(self) -> Build:
+        """Return the build of the latest module, and begin a new one."""
+        build, self._build = self._build, Build()
+        return build
 
 
 # ── Lightning's callbacks ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,14 +30,13 @@ from lightning_shardckpt.distributed.liveness import wait_for_launcher
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import watch_world
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
+from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
 from lightning_shardckpt.parallel.sharding.all_gather import all_gather_tensors
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
 from lightning_shardckpt.parallel.sharding.random_streams import share_rng
-from lightning_shardckpt.parallel.sharding.references import refuse_shared_memory
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
@@ -102,7 +101,7 @@ class MeshStrategy(NamesCounterparts):
     axis_sizes: AxisSizes
     """The requested sizes; ``topology`` has the resolved ones."""
     tuning: Tuning = TUNING
-    """Sizes of deferred init and timeouts of ranks; ``ShardCkptIO.load_options`` has those of a load."""
+    """Timeouts of ranks; ``ShardCkptIO.load_options`` has the sizes of a load."""
 
     def __init__(
         self,
@@ -291,7 +290,7 @@ class MeshStrategy(NamesCounterparts):
     def _shard_module(
         self,
         module: nn.Module,
-        deferred: DeferredInit | None,
+        build: Build,
         pretrained: Pretrained | None,
         *,
         precision: object,
@@ -302,9 +301,7 @@ class MeshStrategy(NamesCounterparts):
 
         Collective: every rank of the world must call it. ``restores`` and ``is_called`` are passed to `shard`.
         """
-        deferred = deferred or DeferredInit(self.tuning)
-        refuse_shared_memory(module)
-        deferred.settle(module)
+        build.compare(module, self._ranks)
         with compare_pretrained(pretrained, module, ranks=self._ranks, storage=self.checkpoint_io.storage) as weights:
             with share_rng():  # some modules initialize their weights only now
                 sharded = shard(
@@ -312,7 +309,7 @@ class MeshStrategy(NamesCounterparts):
                     self.meshes,
                     replace(self._recipe, autocast_dtype=autocast_dtype(precision)),
                     device=self.root_device,
-                    values=deferred,
+                    build=build,
                     copy_slice=copy_slice,
                     loaded=weights.names,
                     restores=restores,

@@ -45,10 +45,6 @@ class Tuning:
     exception_meeting_s: float = 10.0  # within which all ranks that got the same exception start to save
     error_delivery_s: float = 2.0  # that rank 0 waits for the others to read an error
 
-    # ── deferred init ──
-    replay_cache_bytes: int = 64 << 20  # real memory that is kept while ops are replayed, unless one op needs more
-    replay_cache_operands: int = 3  # ... then this many times the largest storage used lately, for trunc_normal_
-
 
 TUNING = Tuning()
 """The default of every ``tuning`` argument."""

@@ -65,7 +65,7 @@ class _CopiesFromDevice(TinyLM):
                 self.wide.copy_(self.table)
 
 
-def _deferred() -> float:
+def _first_values() -> float:
     module = _CopiesFromDevice()
     seen = []
     start = LambdaCallback(on_train_start=lambda *_: seen.append(float(whole(module.wide).double().sum())))
@@ -73,8 +73,8 @@ def _deferred() -> float:
     return seen[0]
 
 
-def test_deferred_values_may_come_from_the_device() -> None:
-    assert run_on_gpus(2, _deferred) == [sum(range(360000))] * 2
+def test_first_values_may_come_from_the_device() -> None:
+    assert run_on_gpus(2, _first_values) == [sum(range(360000))] * 2
 
 
 def _draws() -> None:

@@ -95,8 +95,11 @@ class _SharedStream:
             self._begin = {}
 
 
-def broadcast_rng(group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` the first rank's random state. Collective: every rank of ``group`` must call it."""
+def broadcast_rng(group: dist.ProcessGroup | None) -> None:
+    """Give every rank of ``group``, or of the world, the first rank's random state.
+
+    Collective: every rank of ``group`` must call it.
+    """
     set_rng_state(_broadcast(get_rng_state(every_device=False), group))
 
 

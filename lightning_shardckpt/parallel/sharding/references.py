@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_shardckpt.compat.torch_tensors import below_modes, dispatches, storage_id
+from lightning_shardckpt.compat.torch_tensors import below_functions, dispatches, storage_id
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 _WITHOUT_SHAPE = (UninitializedBuffer, UninitializedParameter)
@@ -29,7 +29,7 @@ def refuse_shared_memory(root: nn.Module) -> None:
     Raises:
         UnsupportedCodeError: naming the first one that does.
     """
-    with below_modes():
+    with below_functions():
         names = {_memory(parameter): name for name, parameter in root.named_parameters()}
         for name, buffer in root.named_buffers():
             memory = _memory(buffer)

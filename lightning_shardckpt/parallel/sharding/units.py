@@ -50,6 +50,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
     memory_id,
     version_of,
+    viewed_tensor,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -314,7 +315,7 @@ def _replace_in_outputs(
             return shards[id(value)]
         if type(value) is not Tensor:
             return value
-        base = value._base if not torch.is_grad_enabled() else None
+        base = viewed_tensor(value) if not torch.is_grad_enabled() else None
         if base is not None and id(base) in shards:
             memory = values_of(base)
             if memory_id(memory) in freed:

@@ -17,6 +17,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     backend_name,
     clone_store,
     default_store,
+    distribute_locally,
     get_if_set,
     group_of_name,
     prefix_store,
@@ -40,6 +41,22 @@ def both() -> list[bool]:
 
 def test_each_rank_has_what_the_simpler_collectives_give() -> None:
     assert run_ranks(2, both) == [[True] * 3] * 2
+
+
+def distributed_locally() -> list[list[float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, own = init_device_mesh("cpu", (2,)), torch.arange(4.0) + 10 * dist.get_rank()
+    with distribute_locally():
+        cut, whole = (distribute_tensor(own.clone(), mesh, [placement]) for placement in (Shard(0), Replicate()))
+    sent = distribute_tensor(own, mesh, [Replicate()])
+    return [tensor.to_local().tolist() for tensor in (cut, whole, sent)]
+
+
+def test_tensors_are_distributed_without_communication_inside_only() -> None:
+    first, second = [0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]
+    assert run_ranks(2, distributed_locally) == [[first[:2], first, first], [second[2:], second, first]]
 
 
 def gathered_and_reduced(device: str) -> list[object]:

@@ -1,4 +1,4 @@
-"""Nested structures are flattened as the pipeline and the deferred construction expect."""
+"""Nested structures are flattened as the pipeline and the build of modules expect."""
 
 from __future__ import annotations
 

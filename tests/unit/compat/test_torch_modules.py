@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lightning_shardckpt.compat.torch_modules import (
     BatchNorm,
     NormWithStatistics,
-    after_unpickling,
     argument_hooks,
     buffer_slots,
     change_hooks,
@@ -44,7 +42,7 @@ from lightning_shardckpt.compat.torch_modules import (
     parameter_slots,
     pre_load_origins,
     refresh_flat_weights,
-    replace_parameter_data,
+    reset_method,
     restore_flat_weights,
     result_hooks,
     run_eagerly,
@@ -210,26 +208,15 @@ def test_hooks_of_all_modules_can_be_left_out_of_a_call() -> None:
         handle.remove()
 
 
-def test_parameters_are_made_of_other_data_inside_and_in_this_thread_only() -> None:
-    found: list[Tensor] = []
-    with replace_parameter_data(lambda data: data + 1):
-        found.append(nn.Parameter(torch.zeros(1)))
-        found.append(nn.Linear(1, 1, bias=False).weight)
-        other = threading.Thread(target=lambda: found.append(nn.Parameter(torch.zeros(1), requires_grad=False)))
-        other.start()
-        other.join()
-    found.append(nn.Parameter(torch.zeros(1)))
-    assert [found[i].item() for i in (0, 2, 3)] == [1, 0, 0]
-    assert type(found[0]) is nn.Parameter and [p.requires_grad for p in found] == [True, True, False, True]
-
-
-def test_deep_copies_are_told_of_inside_only() -> None:
-    seen: list[nn.Module] = []
-    layer = nn.Sequential(nn.Linear(1, 1))
-    with after_unpickling(seen.append):
-        twin = copy.deepcopy(layer)
-    copy.deepcopy(layer)
-    assert {id(module) for module in seen} == {id(module) for module in twin.modules()}
+def test_modules_of_torch_have_a_method_that_initializes_their_parameters() -> None:
+    for module in (nn.Linear(2, 2), nn.LSTM(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1)):
+        parameter = next(module.parameters())
+        version = parameter._version
+        reset = reset_method(module)
+        assert reset is not None
+        reset()
+        assert parameter._version > version
+    assert reset_method(nn.ReLU()) is None
 
 
 def test_slots_are_what_the_module_uses() -> None:

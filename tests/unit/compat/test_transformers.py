@@ -23,6 +23,8 @@ from lightning_shardckpt.compat.transformers import (
     patterns_that_may_be_missing,
     patterns_that_may_be_unexpected,
     revert_function,
+    was_initialized,
+    weights_method,
 )
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8, "intermediate_size": 8}
@@ -123,14 +125,17 @@ def test_a_class_with_code_of_its_own_is_told(mixture: Any) -> None:
     assert has_own_code(CustomModel) and not has_own_code(type(mixture))
 
 
-def test_a_model_initializes_some_modules_as_its_constructor_does_but_for_tensors_that_are_marked(mixture: Any) -> None:
+def test_a_model_initializes_a_module_as_its_constructor_does_but_for_tensors_that_are_marked(mixture: Any) -> None:
     assert is_model(mixture) and not is_model(nn.Linear(1, 1))
     head, norm, embedding = mixture.lm_head, mixture.model.norm, mixture.model.embed_tokens
     with torch.no_grad():
         for module in (head, norm, embedding):
             module.weight.fill_(torch.inf)
     mark_initialized(norm.weight)
-    initialize(mixture, [mixture, mixture.model, norm, head])
+    initialize(mixture, head)
+    initialize(mixture, norm)
     assert head.weight.isfinite().all() and head.weight.unique().numel() > 1
     assert head.weight.std() < 3 * mixture.config.initializer_range
     assert norm.weight.isinf().all() and embedding.weight.isinf().all()
+    assert not was_initialized(nn.Linear(1, 1)) and was_initialized(head)
+    assert weights_method(mixture) == mixture._init_weights and weights_method(nn.Linear(1, 1)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -9,29 +10,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.deferred_init.deferred import DeferredInit
-from lightning_shardckpt.parallel.deferred_init.first_values import initialize_meta
+from lightning_shardckpt.parallel.first_values.initializers import plan
+from lightning_shardckpt.parallel.first_values.one_rank import Build as FirstValues
 
 Build = Callable[[], nn.Module]
 
 
-def filled(build: Build, loaded: Collection[str] = ()) -> dict[str, Tensor]:
+def filled(
+    build: Build, loaded: Collection[str] = (), restores: Callable[[], bool] = lambda: False, seed: int = 7
+) -> dict[str, Tensor]:
     """The values of a module that was built on the meta device, by name."""
-    with torch.device("meta"):
+    values = FirstValues()
+    with values.building(Ranks.alone()), torch.device("meta"):
         module = build()
-    torch.manual_seed(7)
-    deferred = DeferredInit()
-    initialize_meta(module, deferred, loaded)
-    return values(module, deferred, loaded)
-
-
-def values(module: nn.Module, deferred: DeferredInit, loaded: Collection[str] = ()) -> dict[str, Tensor]:
+    values.compare(module, Ranks.alone())
+    torch.manual_seed(seed)
+    planned, found = plan(module, values, loaded, restores), dict[str, Tensor]()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    named = dict(module.named_parameters(remove_duplicate=False))
-    places = {(id(module.get_submodule(fqn.rpartition(".")[0])), fqn.rpartition(".")[2]): fqn for fqn in named}
-    skip = {place for place, fqn in places.items() if fqn in loaded}
-    found = {names[id(named[places[id(m), n]])]: full for m, n, full in deferred.replay(module, skip=skip)}
+    with torch.no_grad():
+        planned.run(module, lambda target, full: found.update({names[id(target)]: full}), torch.device("cpu"))
     return found | {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
 
 
@@ -39,9 +38,15 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+def assert_alike(found: dict[str, Tensor], *expected: dict[str, Tensor]) -> None:
+    """Compare with the oracle under two seeds: what is random must have their spread, all else must be equal."""
+    one, other = expected
+    assert found.keys() == one.keys()
+    random = {name for name in one if not torch.equal(one[name], other[name])}
+    assert [name for name in found.keys() - random if not torch.equal(found[name], one[name])] == []
+    assert [name for name in random if torch.equal(found[name], one[name])] == []
+    spread = {name: (found[name].std() / one[name].std()).item() for name in random if one[name].numel() >= 128}
+    assert [name for name, ratio in spread.items() if not 0.7 < ratio < 1.4] == []
 
 
 # ── modules of others ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -63,9 +68,12 @@ class Attribute(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "error"),
     [
-        (lambda: nn.Linear(3, 4), r"2 of the tensors .* no first values:\n  weight  parameter of Linear\n  bias"),
-        (Scaled, r"2 of .*\n  weight .*\n  scale  buffer of Scaled\nBuild them in configure_model"),
-        (Attribute, r"4 of .*\n  bias_scale  attribute of Attribute\n.*\n.*\n  scales  list of Attribute"),
+        (
+            lambda: nn.ParameterList([torch.ones(1), torch.ones(2)]),
+            r"2 of the tensors .* no first values:\n  0  parameter of ParameterList, which no method fills\n  1",
+        ),
+        (Scaled, r"1 of .*\n  scale  buffer of Scaled, which no method fills\nBuild them in configure_model"),
+        (Attribute, r"2 of .*\n  bias_scale  attribute of Attribute.*\n  scales\[0\]  list of Attribute"),
     ],
 )
 def test_tensors_that_are_not_loaded_are_refused_by_name(build: Build, error: str) -> None:
@@ -79,14 +87,17 @@ def test_what_is_loaded_needs_no_value() -> None:
     ]) == {}  # fmt: skip
 
 
-def test_deferred_modules_beside_those_on_the_meta_device_keep_their_values() -> None:
-    deferred = DeferredInit()
-    with deferred:
-        torch.manual_seed(3)
-        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    initialize_meta(net, deferred, loaded := ["1.weight", "1.bias"])
-    torch.manual_seed(3)
-    assert_same(values(net, deferred, loaded), tensors(nn.Sequential(nn.Linear(2, 2))))
+def test_values_depend_on_the_seed_and_the_name_alone() -> None:
+    first, again, other = (filled(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), seed=s) for s in (1, 1, 2))
+    part = filled(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["0.weight"], seed=1)
+    assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in first)
+    assert part.keys() == first.keys() - {"0.weight"}
+    assert torch.equal(part["1.weight"], first["1.weight"]) and not torch.equal(first["0.weight"], first["1.weight"])
+
+
+def test_a_copy_of_a_module_is_refused_since_its_values_are_those_of_the_original() -> None:
+    with pytest.raises(UnsupportedCodeError, match=r"2 of .*\n  1\.weight  parameter of Linear, which is a copy, or"):
+        filled(lambda: nn.Sequential(layer := nn.Linear(2, 2), copy.deepcopy(layer)))
 
 
 # ── models of transformers ──────────────────────────────────────────────────────────────────────────────────────────
@@ -120,6 +131,11 @@ def config_of(kind: str) -> Any:
     return getattr(transformers, kind), configs[kind]()
 
 
+def seeded(seed: int, build: Build) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     "kind",
@@ -132,12 +148,11 @@ def config_of(kind: str) -> Any:
 def test_models_of_transformers_are_filled_as_from_pretrained_fills_what_files_lack(kind: str) -> None:
     model, config = config_of(kind)
     found = filled(lambda: model(config))
-    torch.manual_seed(7)
-    expected = model.from_pretrained(None, config=config, state_dict={})
-    assert_same(found, tensors(expected))
-    loaded = frozenset(expected.state_dict())
-    others = {name: value for name, value in tensors(expected).items() if name not in loaded}
-    assert_same(filled(lambda: model(config), loaded), others)
+    expected = [seeded(seed, lambda: model.from_pretrained(None, config=config, state_dict={})) for seed in (7, 8)]
+    assert_alike(found, *map(tensors, expected))
+    loaded = frozenset(expected[0].state_dict())
+    others = {name: value for name, value in tensors(expected[0]).items() if name not in loaded}
+    assert_alike(filled(lambda: model(config), loaded), others, others)
 
 
 @pytest.mark.filterwarnings("default")
@@ -146,10 +161,12 @@ def test_a_new_head_gets_the_first_values_of_its_model() -> None:
     base = model(config).bert.state_dict()
     loaded = [f"bert.{name}" for name in base]
     found = filled(lambda: model(config), loaded)
-    torch.manual_seed(7)
-    expected = tensors(model.from_pretrained(None, config=config, state_dict={f"bert.{n}": t for n, t in base.items()}))
+    state = {f"bert.{name}": tensor for name, tensor in base.items()}
+    expected = [
+        tensors(seeded(seed, lambda: model.from_pretrained(None, config=config, state_dict=state))) for seed in (7, 8)
+    ]
     assert found.keys() >= {"classifier.weight", "classifier.bias"}
-    assert_same(found, {name: expected[name] for name in found})
+    assert_alike(found, *({name: tensors[name] for name in found} for tensors in expected))
 
 
 def test_adapters_of_peft_on_the_meta_device_are_refused() -> None:
@@ -162,8 +179,6 @@ def test_adapters_of_peft_on_the_meta_device_are_refused() -> None:
 
 
 def test_what_a_checkpoint_will_fill_may_be_left_without_a_value() -> None:
-    with torch.device("meta"):
-        partly, fully = nn.Sequential(Scaled(), nn.Linear(2, 2)), nn.Linear(2, 2)
-    initialize_meta(fully, DeferredInit(), (), lambda: True)
+    assert filled(lambda: nn.ParameterList([torch.ones(1)]), (), lambda: True) == {}
     with pytest.raises(UnsupportedCodeError, match=r"1 of .*\n  0\.scale  buffer of Scaled"):  # not persistent
-        initialize_meta(partly, DeferredInit(), (), lambda: True)
+        filled(lambda: nn.Sequential(Scaled(), nn.Linear(2, 2)), (), lambda: True)

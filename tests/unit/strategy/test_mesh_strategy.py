@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lightning_shardckpt import FSDP, Pipeline, fabric, pytorch
-from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.strategy.counterparts import COUNTERPARTS
 
@@ -81,14 +80,6 @@ def test_options_that_cannot_be_are_refused_at_once(strategy: type, options: dic
 def test_values_that_cannot_be_are_refused_at_once(value: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         value(**options)
-
-
-def test_fabric_builds_modules_without_memory() -> None:
-    with fabric.ShardedStrategy().module_init_context(empty_init=True):
-        module = nn.Linear(2, 1)
-    assert not module.weight.is_meta
-    with without_torch_function():
-        assert module.weight.is_meta
 
 
 def test_an_option_that_there_is_not_is_one_of_the_class_that_users_know() -> None:

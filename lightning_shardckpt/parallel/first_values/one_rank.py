@@ -1,0 +1,388 @@
+"""Modules that rank 0 builds with values and the others without memory, and the way of the values to all ranks.
+
+1. `Build.building` runs the code that builds. On the other ranks parameters lose their memory when modules register
+   them; the code runs otherwise unchanged, and draws the same random numbers.
+2. `Build.compare` finds out which tensors only rank 0 has, and refuses ranks that built different modules.
+3. `Build.take` frees the module of them, so that it can be sharded, and `send_values` fills what is sharded, one tensor
+   at a time. Tensors that every rank has are broadcast in place, by `broadcast_weights`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lightning_shardckpt.compat.dtensor import local_tensor
+from lightning_shardckpt.compat.torch_distributed import distribute_locally
+from lightning_shardckpt.compat.torch_modules import buffer_slots, parameter_slots
+from lightning_shardckpt.compat.torch_tensors import memory_id
+from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.first_values.without_memory import StandIns, Writes, drop_memory, watch
+from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_rng
+from lightning_shardckpt.parallel.sharding.references import REGISTRIES, refuse_shared_memory, replace_in_attributes
+from lightning_shardckpt.system.tensor_digest import byte_view
+from lightning_shardckpt.system.text import list_some
+
+CopySlice = Callable[[Tensor, Tensor], None]
+"""Copies this rank's slices of the second, full tensor into the first."""
+_LARGEST = 10_000  # items of a container that is searched for tensors
+_REMEDY = (
+    "Build the same module on every rank: its code must not depend on the rank. Code that depends on values of "
+    "parameters belongs into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)."
+)
+
+
+class Place(NamedTuple):
+    """A tensor of a module: a parameter, a buffer, an attribute, or an item of a container in an attribute.
+
+    Attributes:
+        fqn: the name, as registered.
+        kind: "parameter", "buffer", "attribute", or the class of the container.
+        module: the owner.
+        slots: the mapping of the owner that has it under ``name``; of a container's item the owner's attributes.
+    """
+
+    fqn: str
+    kind: str
+    module: nn.Module
+    slots: MutableMapping[str, Any]
+    name: str
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.fqn}  {self.kind} of {type(self.module).__name__}"
+
+    @property
+    def is_without(self) -> bool:
+        """Whether the tensor has no memory on this rank."""
+        return bool(local_tensor(self.tensor).is_meta)
+
+
+def list_places(root: nn.Module) -> Iterator[Place]:
+    """Yield the tensors of ``root``, under all their names; of attributes only plain tensors."""
+    for prefix, module in root.named_modules():
+        prefix = f"{prefix}." if prefix else ""
+        for kind, slots in (("parameter", parameter_slots(module)), ("buffer", buffer_slots(module))):
+            for name, tensor in list(slots.items()):
+                if tensor is not None:
+                    yield Place(prefix + name, kind, module, slots, name, tensor)
+        for name, value in list(vars(module).items()):
+            if type(value) is Tensor:
+                yield Place(prefix + name, "attribute", module, vars(module), name, value)
+            elif name not in REGISTRIES:
+                for path, tensor in _items(value):
+                    yield Place(f"{prefix}{name}{path}", type(value).__name__, module, vars(module), name, tensor)
+
+
+def _items(value: object, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors in containers, with their places."""
+    if type(value) not in (list, tuple, dict) or len(value) > _LARGEST or not depth:  # type: ignore[arg-type]
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):  # type: ignore[arg-type]
+        if type(item) is Tensor:
+            yield f"[{key}]", item
+        else:
+            yield from ((f"[{key}]{path}", tensor) for path, tensor in _items(item, depth - 1))
+
+
+@dataclass(slots=True)
+class Value:
+    """A parameter that only rank 0 has: where it was registered, and its value there, None on other ranks."""
+
+    places: list[Place]
+    shape: torch.Size
+    dtype: torch.dtype
+    full: Tensor | None
+
+
+@dataclass(slots=True)
+class Build:
+    """The builds of modules of one strategy.
+
+    Attributes:
+        writes: the number of in-place writes to tensors that were built without memory, on every rank alike.
+        only_first: the places in words that only rank 0 has, found by `compare`.
+    """
+
+    writes: Writes = field(default_factory=Writes)
+    only_first: frozenset[str] = frozenset()
+    _owners: dict[int, ref[nn.Module]] = field(default_factory=dict)  # by the id of a counted tensor's memory
+    _whole: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = field(default_factory=WeakKeyDictionary)
+
+    @contextmanager
+    def building(self, ranks: Ranks, *, on_one_rank: bool = True, phase: str = "building the module") -> Iterator[None]:
+        """Run code that builds modules, with values on rank 0 alone.
+
+        Collective: every rank of the world must enter it. If the code fails on one rank, all raise.
+
+        Args:
+            ranks: of the world.
+            on_one_rank: False if every rank builds with values.
+            phase: for messages.
+
+        Raises:
+            UnsupportedCodeError: if the code failed on this rank, but not on rank 0, which has the values.
+            RankError: if it failed on another rank.
+        """
+        follows = on_one_rank and dist.is_initialized() and dist.get_rank() > 0
+        error: BaseException | None = None
+        with share_rng():
+            try:
+                with self._watched(follows=follows):
+                    yield
+            except BaseException as raised:
+                error = raised
+            self._agree(ranks, error, phase, on_one_rank=on_one_rank)
+            if dist.is_initialized():
+                broadcast_rng(None)
+
+    def _agree(self, ranks: Ranks, error: BaseException | None, phase: str, *, on_one_rank: bool) -> None:
+        def work() -> str | None:
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            return None if error is None else f"{type(error).__name__}: {error}"
+
+        def lead(errors: list[str | None]) -> list[Any] | None:
+            return next(([rank, text, errors[0] is None] for rank, text in enumerate(errors) if text is not None), None)
+
+        failed = ranks.step(phase, work, lead)
+        if failed is None:
+            return
+        rank, text, only_others = failed
+        if error is not None and not (only_others and on_one_rank):
+            raise error
+        hint = ""
+        if only_others and on_one_rank:
+            hint = (
+                ". Rank 0 alone builds with values. If the code needs values of parameters while it builds, move it "
+                "into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)"
+            )
+        raise UnsupportedCodeError(f"rank {rank} failed while {phase}: {text}{hint}") from error
+
+    @contextmanager
+    def _watched(self, *, follows: bool) -> Iterator[None]:
+        stand_ins, thread = StandIns(), threading.get_ident()
+
+        def register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+            if tensor is None or threading.get_ident() != thread or isinstance(tensor, DTensor):
+                return
+            if tensor.is_meta:
+                self.writes.add(tensor, 0)
+                self._owners.setdefault(memory_id(tensor), ref(module))
+            elif isinstance(tensor, nn.Parameter):
+                if follows:
+                    drop_memory(tensor, stand_ins)
+                else:
+                    self._whole.setdefault(module, {})[name] = tensor
+
+        with ExitStack() as undo:
+            undo.callback(register_module_parameter_registration_hook(register).remove)
+            undo.callback(register_module_buffer_registration_hook(register).remove)
+            undo.enter_context(distribute_locally())
+            undo.enter_context(watch(self.writes, stand_ins, draws=True))
+            yield
+
+    def is_owner(self, place: Place) -> bool:
+        """Return whether a module was the first to register a tensor on the meta device, which others were tied to."""
+        owner = self._owners.get(memory_id(place.tensor)) if self.writes.of(place.tensor) is not None else None
+        return owner is not None and owner() is place.module
+
+    def compare(self, root: nn.Module, ranks: Ranks) -> None:
+        """Find the tensors that only rank 0 has.
+
+        Collective: every rank of ``ranks`` must call it.
+
+        Raises:
+            TopologyError: if the ranks built different modules; names the first difference.
+            UnsupportedCodeError: if a buffer shares the memory of a parameter.
+        """
+        lines, without, from_first = list[str](), list[str](), set[str]()
+        phase = "comparing the modules that the ranks have built"
+
+        def work() -> dict[str, Any]:
+            refuse_shared_memory(root)
+            lines[:], without[:] = _describe(root)
+            names = without if ranks.rank < 2 else []  # what rank 1 has not, the others have not, either
+            return {"all": _digest(lines), "without": _digest(without), "names": names}
+
+        def lead(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            mine = reports[0]["names"]
+            from_first.update(set(reports[-1 if len(reports) == 1 else 1]["names"]).difference(mine))
+            is_same = len({report["all"] for report in reports}) == len({r["without"] for r in reports[1:]} or {0}) == 1
+            return {"same": is_same and from_first <= {str(place) for place in list_places(root)}, "mine": mine}
+
+        found = ranks.step(phase, work, lead)
+        if not found["same"]:
+            ranks.step(phase, lambda: lines, _refuse_difference)
+        self.only_first = frozenset(from_first if ranks.rank == 0 else set(without).difference(found["mine"]))
+
+    @torch.no_grad()
+    def share_buffers(self, root: nn.Module, device: torch.device) -> None:
+        """Give all ranks the buffers, and tensors in attributes, that only rank 0 has.
+
+        Collective: every rank of the world must call it.
+        """
+        shared = dict[int, Tensor]()
+        for place in list_places(root):
+            if place.kind != "parameter" and str(place) in self.only_first and id(place.tensor) not in shared:
+                old = place.tensor
+                value = torch.empty_like(old, device=device) if old.is_meta else old.detach()
+                _broadcast(value := value.to(device).contiguous())
+                shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
+        for place in list_places(root):
+            if place.kind == "buffer" and id(place.tensor) in shared:
+                place.slots[place.name] = shared[id(place.tensor)]
+        replace_in_attributes(root, lambda value: shared.get(id(value), value), _LARGEST)
+
+    def take(self, root: nn.Module, loaded: Collection[str]) -> list[Value]:
+        """Take the parameters that only rank 0 has out of the module, which has tensors without memory then.
+
+        Args:
+            root: the module.
+            loaded: clean FQNs of parameters that need no value.
+        """
+        values, metas = dict[int, Value](), dict[int, Tensor]()
+        places = [p for p in list_places(root) if p.kind == "parameter" and str(p) in self.only_first]
+        skipped = {id(place.tensor) for place in places if clean_fqn(place.fqn) in loaded}
+        for place in places:
+            old, key = place.tensor, id(place.tensor)
+            if key not in values:
+                whole = self._whole.get(place.module, {}).get(place.name, old) if isinstance(old, DTensor) else old
+                full = None if place.is_without else whole.detach()
+                values[key] = Value([], old.shape, old.dtype, full)
+                metas[key] = old if place.is_without or isinstance(old, DTensor) else _without_memory(old)
+            values[key].places.append(place)
+            place.slots[place.name] = metas[key]
+        for module in root.modules():
+            self._whole.pop(module, None)
+        return [value for key, value in values.items() if key not in skipped]
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    made.__dict__.update(vars(parameter))
+    return made
+
+
+def _describe(root: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the parameters and buffers in words, and the places that have no memory on this rank."""
+    lines, without, first = list[str](), list[str](), dict[int, str]()
+    for place in list_places(root):
+        tensor = place.tensor
+        if place.kind in ("parameter", "buffer"):
+            tie, kind = first.setdefault(id(tensor), place.fqn), "DTensor" if isinstance(tensor, DTensor) else ""
+            needs = "with gradient" if tensor.requires_grad else ""
+            lines.append(f"{place} {kind} {tuple(tensor.shape)} {tensor.dtype} {needs} first named {tie}")
+        if place.is_without:
+            without.append(str(place))
+    return lines, without
+
+
+def _digest(lines: list[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _refuse_difference(reports: list[list[str]]) -> None:
+    """Raise a TopologyError that names the first tensors in which a rank differs from rank 0."""
+    for rank, lines in enumerate(reports):
+        differences = [f"{line}  only on rank 0" for line in reports[0] if line not in set(lines)]
+        differences += [f"{line}  only on rank {rank}" for line in lines if line not in set(reports[0])]
+        if differences or lines != reports[0]:
+            listed = list_some(differences or ["the order of tensors"], 10, "\n  ")
+            raise TopologyError(f"rank 0 and rank {rank} have built different modules:\n  {listed}\n{_REMEDY}")
+    raise TopologyError(f"the modules of the ranks differ in the tensors that have no memory. {_REMEDY}")
+
+
+# ── from rank 0 to all ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _broadcast(tensor: Tensor) -> None:
+    """Broadcast rank 0's contiguous tensor over the world; as bytes, since gloo supports neither bool nor fp8."""
+    if tensor.numel():
+        dist.broadcast(byte_view(tensor), src=0)
+
+
+@torch.no_grad()
+def broadcast_weights(root: nn.Module, device: torch.device, only_first: Collection[str] = ()) -> None:
+    """Broadcast rank 0's parameters and buffers in place, one tensor at a time, except DTensors and meta tensors.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        root: the module.
+        device: of the collectives.
+        only_first: places that only rank 0 has, which are left out.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    seen = set[int]()
+    for place in list_places(root):
+        tensor = place.tensor
+        if id(tensor) in seen or tensor.is_meta or isinstance(tensor, DTensor) or str(place) in only_first:
+            continue
+        if place.kind not in ("parameter", "buffer"):
+            continue
+        seen.add(id(tensor))
+        buffer = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+        _broadcast(buffer)
+        if buffer.data_ptr() != tensor.data_ptr():
+            tensor.copy_(buffer)
+
+
+@torch.no_grad()
+def send_values(values: list[Value], root: nn.Module, copy_slice: CopySlice, device: torch.device) -> None:
+    """Send the values to all ranks, one after the other; each copies its slices, and rank 0 frees the whole.
+
+    Collective: every rank of the world must call it. ``values`` is emptied.
+
+    Raises:
+        TopologyError: if sharding has changed the global shape of a parameter.
+    """
+    present = set(root.modules())
+    while values:
+        value = values.pop(0)
+        full = torch.empty(value.shape, dtype=value.dtype, device=device) if value.full is None else value.full
+        _broadcast(full := full.to(device).resolve_conj().resolve_neg().contiguous())
+        parameter = find_parameter(present, value.places)
+        if parameter is not None:
+            fill(parameter, value.places[0].fqn, full, copy_slice)
+
+
+def find_parameter(present: Collection[nn.Module], places: Iterable[Place]) -> Tensor | None:
+    """Return the parameter that a module of ``present`` has now at the first of some places, if there is one."""
+    for place in places:
+        if place.kind == "parameter" and place.module in present:
+            found = parameter_slots(place.module).get(place.name)
+            if found is not None:
+                return found
+    return None
+
+
+def fill(parameter: Tensor, fqn: str, full: Tensor, copy_slice: CopySlice) -> None:
+    """Copy this rank's slices of a value into a parameter.
+
+    Raises:
+        TopologyError: if sharding has changed the parameter's global shape.
+    """
+    if parameter.shape != full.shape:
+        raise TopologyError(
+            f"the parameter {fqn} has shape {tuple(parameter.shape)} after it was sharded, {tuple(full.shape)} as "
+            "built; a tensor-parallel plan must keep global shapes"
+        )
+    copy_slice(parameter, full)

@@ -1,0 +1,394 @@
+"""A module that rank 0 builds, and whose values it sends, is bit-equal to the same code run on one process, the oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils._pytree import tree_flatten_with_path
+
+from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.fabric import ShardedStrategy
+from tests.support.pool import run_ranks
+
+Build = Callable[[], nn.Module]
+
+
+# ── what is built ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+
+
+class NanoGPT(nn.Module):
+    """Initialises itself as nanoGPT does: a pass over all modules, then one over the residual projections."""
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, width, padding_idx=3)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.lm_head = nn.Linear(width, 50, bias=False)
+        self.wte.weight = self.lm_head.weight
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8))
+        self.apply(self._init_weights)
+        for name, p in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * layers))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            torch.nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            torch.nn.init.zeros_(module.bias)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def convolutions() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose1d(4, 2, 3), nn.GroupNorm(2, 4))
+    nn.init.dirac_(model[0].weight)
+    return model
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False)
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(4, 6, num_layers=2, bidirectional=True, proj_size=3)
+
+
+class Scales(nn.Module):
+    """0-dim and empty parameters, made in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
+        self.scale = nn.Parameter(torch.ones([]) * torch.log(torch.tensor(1 / 0.07)))
+        self.none = nn.Parameter(torch.empty(0))
+        self.legacy = nn.Parameter(torch.Tensor(3, 4))
+        nn.init.xavier_normal_(self.legacy)
+        self.frozen = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
+        self.register_parameter("absent", None)
+
+
+class Slices(nn.Module):
+    """Writes through views, aliases, ``.data`` and copies, before and after registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = torch.randn(6, 4)
+        self.w = nn.Parameter(w)
+        w[0].fill_(7.0)  # an alias that the parameter shares memory with
+        self.w.data[1:3, ::2].normal_(1.0, 2.0)
+        self.w.data[:, 3] = torch.linspace(0, 1, 6)
+        with torch.no_grad():
+            self.w.mul_(0.5)
+            self.w[5].copy_(self.w[4])
+            self.w[self.w > 1.5] = -1.0
+            self.w.t()[2].exponential_()
+        self.v = nn.Parameter(self.w.detach().clone() * torch.rand(4))
+        self.u = nn.Parameter(torch.empty(4, 6))
+        self.u.data = self.w.data.t().contiguous()
+        self.w.data.add_(1)
+        self.x = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64).t())
+        self.x.data.uniform_(-1, 1)
+        self.register_buffer("w0", self.w.detach().clone())
+        self.plain = self.v.detach() + 1
+
+
+class Inits(nn.Module):
+    """Every initialiser of torch.nn.init."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        init = nn.init
+        functions: list[Callable[[Tensor], Any]] = [
+            init.uniform_, init.normal_, init.ones_, init.zeros_, init.eye_, init.xavier_uniform_, init.xavier_normal_,
+            init.kaiming_uniform_, init.kaiming_normal_, init.orthogonal_, init.trunc_normal_,
+            lambda w: init.trunc_normal_(w, a=-0.2, b=0.1), lambda w: init.trunc_normal_(w, a=1, b=2),
+            lambda w: init.sparse_(w, 0.4), lambda w: init.constant_(w, 3.25),
+        ]  # fmt: skip
+        for i, function in enumerate(functions):
+            for j, shape in enumerate([(9, 20), (20, 9)]):
+                parameter = nn.Parameter(torch.empty(shape))
+                function(parameter)
+                self.register_parameter(f"p{i}_{j}", parameter)
+
+
+class Reads(nn.Module):
+    """Construction that depends on values, as timm's drop-path rates do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
+        self.w = nn.Parameter(torch.randn(4, 4))
+        if self.w.sum() > 0:
+            nn.init.zeros_(self.w[0].data)
+        self.values = (self.w[1, 2].item(), self.w.tolist(), self.w.detach().numpy().tolist(), repr(self.w.data))
+        self.count = len(self.w[self.w > 0])
+        self.v = nn.Parameter(self.w[self.w > 0])
+        while self.v.data.max() > 0.5:
+            self.v.data.mul_(0.9)
+        self.seen = (self.w.device.type, self.w.is_meta, self.w.is_cpu, self.w.to("cpu") is self.w)
+        self.same_device = nn.Parameter(torch.ones(2, device=self.w.device))
+        self.numpy = np.asarray(self.v.detach()).sum()
+
+
+class Copies(nn.Module):
+    """Values that come from outside torch's factories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        array = np.arange(12, dtype=np.float32).reshape(3, 4)
+        self.w = nn.Parameter(torch.empty(3, 4))
+        self.w.data.copy_(torch.from_numpy(array))
+        array[:] = 0  # the copy was made before
+        self.v = nn.Parameter(torch.from_numpy(array))
+        array[1] = 5  # shares memory with the parameter
+        self.u = nn.Parameter(torch.zeros(3))
+        self.u.data = torch.tensor([1.0, 2.0, 3.0])
+        self.t = nn.Parameter(torch.zeros(4))
+        self.t.data = torch.from_numpy(array[2])
+        array[2] = 6
+        loaded = torch.zeros(5)
+        loaded.numpy()[:] = 4  # no operation that could be logged
+        self.s = nn.Parameter(loaded)
+        self.copied = copy.deepcopy(mlp())
+        self.load = nn.Linear(3, 2)
+        self.load.load_state_dict({"weight": torch.full((2, 3), 0.5), "bias": torch.arange(2.0)})
+
+
+class Generators(nn.Module):
+    """Explicit generators, reseeding, and operations whose use of random numbers depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.a = nn.Parameter(torch.randn(30, generator=generator))
+        self.b = nn.Parameter(torch.empty(30).normal_(generator=generator))
+        self.c = nn.Parameter(torch.poisson(self.a.detach().exp()))
+        self.d = nn.Parameter(torch.bernoulli(torch.rand(40)))
+        self.e = nn.Parameter(torch.normal(self.a.detach(), self.b.detach().abs()))
+        self.f = nn.Parameter(torch.randperm(17).float())
+        self.g = nn.Parameter(torch.multinomial(torch.rand(9), 4).double())
+        torch.manual_seed(99)
+        self.h = nn.Parameter(nn.functional.dropout(torch.rand(50), 0.3))
+        with torch.random.fork_rng(devices=[]):
+            self.i = nn.Parameter(torch.rand(3))
+        self.j = nn.Parameter(torch.rand(3).geometric_(0.3))
+
+
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(4, 4)
+        self.to_half = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.to_half[1].weight = self.to_half[0].weight
+        self.to_half.to(torch.bfloat16)
+        torch.set_default_dtype(torch.float64)
+        try:
+            self.wide = nn.Linear(3, 3)
+            self.promoted = nn.Parameter(torch.arange(3) / 2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        self.double().float()
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+        self.net(torch.randn(3, 5))
+        self.skipped = nn.utils.skip_init(nn.Linear, 4, 4)
+        nn.init.kaiming_normal_(self.skipped.weight)
+        nn.init.zeros_(self.skipped.bias)
+
+
+class Rotated(nn.Module):
+    """Complex numbers, flips, concatenation and stacking on the way to parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        freqs = torch.outer(torch.arange(6), 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+        self.freqs_cis = torch.polar(torch.ones_like(freqs), freqs)
+        self.real = nn.Parameter(torch.view_as_real(self.freqs_cis).flatten(1))
+        q, k = torch.randn(4, 4), torch.randn(4, 4)
+        self.qk = nn.Parameter(torch.cat([q, k.flip(0)]))
+        self.stacked = nn.Parameter(torch.stack([nn.init.orthogonal_(torch.empty(3, 3)) for _ in range(2)]))
+        self.parts = nn.ParameterList(self.qk.detach().chunk(2))
+        self.dict = nn.ParameterDict({"a": torch.rand(2)})
+        self.tables = {"cos": [torch.cos(freqs)]}
+
+
+class Operations(nn.Module):
+    """Operations with paths of their own in torch: indices, scalars on the tensor's device, lists, ``out=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 4))
+        w = self.w.data
+        w[0, 1] = 2.0
+        w[torch.tensor([1, 3]), 2] = torch.tensor([5.0, 6.0])
+        w[:, w.sum(0) > 1] *= 0.5
+        w[[1, 5]] += w[range(2)] * w[[True, True, *[False] * 4]]
+        w[[0], 1:3] = w[np.array([4]), np.int64(2)].unsqueeze(1)
+        w[:, [3]] = w.new_tensor([0.5])
+        w.masked_fill_(w.abs() < 0.1, 9.0).clamp_(max=1.5)
+        w.scatter_(0, torch.randint(0, 6, (1, 4)), 0.25)
+        w.index_fill_(1, torch.tensor([0]), -1.0).index_add_(0, torch.tensor([2]), torch.rand(1, 4))
+        self.where = nn.Parameter(torch.where(w > 0, 1.0, w))
+        self.out = nn.Parameter(torch.empty(4, 6))
+        torch.add(w.t(), 1, out=self.out.data)
+        self.list = nn.ParameterList(torch.rand(3) for _ in range(3))
+        torch._foreach_mul_([p.data for p in self.list], 0.5)
+        self.vector = nn.Linear(3, 3)
+        vector = nn.utils.parameters_to_vector(self.vector.parameters())
+        nn.utils.vector_to_parameters(vector * 2, self.vector.parameters())
+        self.pruned = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+        self.swapped = nn.Linear(2, 2)
+        self.swapped.load_state_dict({"weight": torch.rand(2, 2), "bias": torch.rand(2)}, assign=True)
+        values, indices = torch.topk(w.flatten(), 5)
+        self.topk = nn.Parameter(values)
+        self.register_buffer("indices", indices)
+        self.einsum = nn.Parameter(torch.einsum("ij,kj->ik", w, self.w.detach()))
+        self.svd = nn.Parameter(torch.linalg.svd(w, full_matrices=False).S)
+        self.grown = nn.Parameter(torch.ones(2))
+        self.grown.data.resize_(4).fill_(3.0)
+
+
+class Anchored(nn.Linear):
+    """Copies of its weights in a buffer, an attribute and containers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("initial", self.weight.clone())
+        self.norm = self.weight.detach().norm()
+        self.anchors = [parameter.detach().clone() for parameter in self.parameters()]
+        self.scales = {"weight": (self.weight.detach().std(), 2)}
+
+
+def normed() -> nn.Module:
+    layer = parametrizations.weight_norm(nn.Linear(6, 4))
+    orthogonal = parametrizations.orthogonal(nn.Linear(5, 5))
+    old = nn.utils.spectral_norm(nn.Linear(5, 5))
+    return nn.Sequential(layer, orthogonal, parametrizations.spectral_norm(nn.Linear(5, 5)), old)
+
+
+def half_default() -> nn.Module:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return NanoGPT()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def hugging_face(kind: str, **overrides: Any) -> Build:
+    def build() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        sizes = {
+            "Llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+            "GPT2": {"bos_token_id": 1, "eos_token_id": 1, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+            "T5": {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+            "Mamba": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        }[kind]  # fmt: skip
+        config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=60, **overrides)
+        heads = {"T5": "Seq2SeqLM"}
+        return getattr(transformers, f"AutoModelFor{heads.get(kind, 'CausalLM')}").from_config(config)
+
+    return build
+
+
+BUILDS: dict[str, Build] = {
+    "mlp": mlp, "convolutions": convolutions, "transformer": transformer, "lstm": lstm, "nanogpt": NanoGPT,
+    "scales": Scales, "slices": Slices, "inits": Inits, "reads": Reads, "copies": Copies, "generators": Generators,
+    "casts": Casts, "lazy": Lazy, "rotated": Rotated, "operations": Operations,
+    "anchored": Anchored, "normed": normed, "half_default": half_default,
+    "llama": hugging_face("Llama", tie_word_embeddings=False),
+    "llama_tied": hugging_face("Llama", tie_word_embeddings=True),
+    "gpt2": hugging_face("GPT2"), "t5": hugging_face("T5"), "mamba": hugging_face("Mamba"),
+}  # fmt: skip
+READ = ("reads", "operations", "normed")
+"""Builds that read values of parameters: all ranks must have them."""
+REAL = ("lazy",)
+"""Builds whose parameters get memory after they are registered, which all ranks have then."""
+
+
+# ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        containers = {name: x for name, x in vars(module).items() if not isinstance(x, nn.Module) and name[0] != "_"}
+        yield from ((f"{prefix}.{path}", x) for path, x in tree_flatten_with_path(containers)[0] if type(x) is Tensor)
+
+
+def differences(model: nn.Module, oracle: nn.Module) -> list[str]:
+    found, expected = dict(named(model)), dict(named(oracle))
+    if list(found) != list(expected):
+        return ["names"]
+    wrong = [name for name in expected if not same_bits(found[name], expected[name])]
+    wrong += [name for name in expected if found[name].requires_grad != expected[name].requires_grad]
+    first, of_oracle = ({id(x): name for name, x in reversed(tensors.items())} for tensors in (found, expected))
+    return wrong + [n for n in expected if first[id(found[n])] != of_oracle[id(expected[n])]]
+
+
+def build_all(names: list[str], empty_init: bool) -> dict[str, list[str]]:
+    """What differs from the oracle, by build: tensors, ties and random numbers, or the error."""
+    strategy = ShardedStrategy(data_parallel_shard_size=1, data_parallel_replicate_size=2)
+    (fabric := Fabric(accelerator="cpu", devices=2, strategy=strategy)).launch()
+    found = {}
+    for name in names:
+        torch.manual_seed(1234)
+        oracle = BUILDS[name]()
+        state = torch.get_rng_state()
+        torch.manual_seed(1234)
+        try:
+            with fabric.init_module(empty_init=empty_init):
+                model = BUILDS[name]()
+            without = dist.get_rank() > 0 and empty_init and name not in REAL
+            wrong = [] if any(p.is_meta for p in model.parameters()) == without else ["memory"]
+            wrong += [] if torch.equal(torch.get_rng_state(), state) else ["random numbers"]
+            fabric.setup_module(model)
+            found[name] = wrong + differences(model, oracle)
+        except UnsupportedCodeError as error:
+            found[name] = [str(error)]
+    return found
+
+
+@pytest.mark.filterwarnings("default")
+def test_modules_that_rank_0_builds_are_those_of_one_process() -> None:
+    names = [name for name in BUILDS if name not in READ]
+    assert run_ranks(2, build_all, names, True) == [{name: [] for name in names}] * 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_code_that_reads_values_while_it_builds_is_refused_with_the_remedy() -> None:
+    for found in run_ranks(2, build_all, list(READ), True):
+        assert [name for name, texts in found.items() if "init_module(empty_init=False)" not in "".join(texts)] == []
+    assert run_ranks(2, build_all, list(READ), False) == [{name: [] for name in READ}] * 2
