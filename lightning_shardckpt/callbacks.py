@@ -41,7 +41,7 @@ class CheckpointMonitor(Callback):
                 f"CheckpointMonitor logs saves of ShardCkptIO, but this Trainer saves with {type(io).__name__}: use "
                 "ShardedStrategy, or give the Trainer plugins=[ShardCkptIO()]"
             )
-        io.saves.finished.clear()
+        io.finished.clear()
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -59,8 +59,8 @@ class CheckpointMonitor(Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         io = trainer.strategy.checkpoint_io
-        while isinstance(io, ShardCkptIO) and io.saves.finished:
-            save = io.saves.finished.popleft()
+        while isinstance(io, ShardCkptIO) and io.finished:
+            save = io.finished.popleft()
             values = {"seconds": save.seconds, "blocked_seconds": save.blocked_seconds, "bytes": float(save.nbytes)}
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 logger.log_metrics({f"save/{name}": value for name, value in values.items()}, step=save.step)

@@ -7,9 +7,11 @@ it, this is the CheckpointIO of one of Lightning's own strategies, which call it
 from __future__ import annotations
 
 import os
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -19,7 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load
+from lightning_shardckpt.checkpoint.background import Background
+from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load, save, save_async
 from lightning_shardckpt.checkpoint.checkpoint_options import (
     LoadOptions,
     Replicas,
@@ -28,7 +31,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import run_info
-from lightning_shardckpt.checkpoint.save_series import SaveSeries, remove_any
+from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.beside_checkpoint import export_beside
@@ -46,6 +49,7 @@ from lightning_shardckpt.state.state_dicts import (
 )
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
@@ -55,6 +59,24 @@ _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
 )
+_KEPT = 100
+
+
+@dataclass(slots=True)
+class FinishedSave:
+    """A complete save, with times measured on this rank.
+
+    Attributes:
+        step: of training, if the saved state has one.
+        seconds: from the call until the checkpoint was complete on all ranks.
+        blocked_seconds: in which the call blocked training; set when it has returned.
+        nbytes: of all files of the checkpoint, over all ranks.
+    """
+
+    step: int | None
+    seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    nbytes: int = 0
 
 
 class PickleByArguments:
@@ -138,7 +160,11 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             raise ValueError(f'export is "huggingface" or None, got {export!r}')
         if adapters_only and export is not None:
             raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
-        self.saves = SaveSeries(use_async, None if export is None else export_beside)
+        self.is_async, self._exports = use_async, export is not None
+        self.background: Background | None = None  # while saves are asynchronous, or for exports
+        self._saves_in_background = self._has_noted_waiting = False
+        self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
+        self._plans = PlanCache()
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
@@ -187,7 +213,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         try:
             self.wait()
         finally:
-            self.saves.disable()
+            self._save_synchronously()
             self._attached = Attached()
 
     def leave(self, error: BaseException) -> None:
@@ -198,7 +224,10 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         Args:
             error: the exception; failures of the queued saves are added to it as notes.
         """
-        self._warn(self.saves.leave(error))
+        if self.background is not None:
+            self.background.leave(error)
+        self._warn(self._notes())
+        self._save_synchronously()
 
     # --- save ---
 
@@ -237,11 +266,33 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             notes.extend(described.notes)
             return described
 
-        if self.saves.background is None and attached.module is None:  # otherwise the strategy enables it
-            self.saves.enable(Ranks.alone())
-        run, ranks = run_info(checkpoint, dict(attached.topology)), attached.ranks
-        notes += self.saves.save(path, describe, ranks=ranks, run=run, options=self.save_options, storage=storage)
-        self._warn(notes)
+        if self.background is None and attached.module is None:  # otherwise the strategy enables it
+            self.enable_async(Ranks.alone())
+        if self.background is None and self._exports:
+            self.background = Background(Ranks.alone())  # for exports only
+        background, run = self.background, run_info(checkpoint, dict(attached.topology))
+        began, finished = time.monotonic(), FinishedSave(run.step)
+
+        def complete(nbytes: int) -> None:
+            finished.seconds, finished.nbytes = time.monotonic() - began, nbytes
+            self.finished.append(finished)
+
+        shared: dict[str, Any] = {"ranks": attached.ranks, "run": run, "options": self.save_options}
+        shared |= {"storage": storage, "plans": self._plans, "on_complete": complete}
+        saved = list[str]()
+        try:
+            if background is not None and self._saves_in_background:
+                save_async(path, describe, background=background, **shared)
+            else:
+                if background is not None:
+                    background.settle(attached.ranks, before=path)
+                saved += save(path, describe, **shared)
+            if background is not None and self._exports and attached.ranks.rank == 0:
+                export = partial(export_beside, absolute_path(path), storage)
+                background.follow(path, export, "not exported for transformers")
+        finally:
+            finished.blocked_seconds = time.monotonic() - began
+        self._warn([*notes, *(["\n".join(saved)] if saved else []), *self._notes()])
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:
@@ -252,6 +303,20 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
 
     # --- asynchronous saves ---
 
+    def enable_async(self, ranks: Ranks) -> None:
+        """Save asynchronously until ``teardown`` or ``leave``, if that was chosen.
+
+        Args:
+            ranks: the ranks that save together; for exclusive use by the writing thread.
+        """
+        if self.is_async:
+            if self.background is not None:
+                self.background.drain()
+            self.background, self._saves_in_background = Background(ranks), True
+
+    def _save_synchronously(self) -> None:
+        self.background, self._saves_in_background = None, False
+
     def wait(self) -> None:
         """Wait until all asynchronous saves are complete (durable with ``sync_files``) and all removals are done.
 
@@ -261,9 +326,23 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             Exception: the failure of a save, on every rank; each failure is raised once.
         """
         try:
-            self.saves.wait(self._attached.ranks)
+            if self.background is not None:
+                self.background.settle(self._attached.ranks)
         finally:
-            self._warn(self.saves.notes())
+            self._warn(self._notes())
+
+    def _notes(self) -> list[str]:
+        """Return what the background has noted for the user since the last call, as one text, or none."""
+        if self.background is None:
+            return []
+        notes = self.background.notes()
+        if self.background.waited and not self._has_noted_waiting:
+            self._has_noted_waiting = True
+            notes.append(
+                "a save waited until the one before was written: saves come faster than they can be written, or two "
+                "callbacks save in one step. This warning is shown once."
+            )
+        return ["\n".join(notes)] if notes else []
 
     def _warn(self, notes: Iterable[str]) -> None:
         if self._attached.ranks.rank == 0:
@@ -377,12 +456,36 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         an asynchronous save, the removal waits until the save is complete; if the save fails, the checkpoint at
         ``path`` stays, with a warning.
         """
-        remove = partial(remove_any, absolute_path(path), self.storage)  # the removal may wait, and a chdir come first
-        if self.saves.background is None:
+        remove = partial(_remove_any, absolute_path(path), self.storage)  # it may wait, and a chdir come first
+        if self.background is None:
             self._warn(remove())
         else:
-            self.saves.background.remove(file_path(path), remove)
-            self._warn(self.saves.notes())
+            self.background.remove(file_path(path), remove)
+            self._warn(self._notes())
+
+
+def _remove_any(path: str, storage: Storage) -> list[str]:
+    """Delete the checkpoint, link, plain file or object at a path or URL, if there is one.
+
+    Does not raise OSErrors, so that training goes on.
+
+    Returns:
+        Sentences about files that could not be deleted.
+    """
+    try:
+        if is_url(path):
+            store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
+            if isinstance(store, RemoteStorage) and store.is_object(path):
+                store.delete_object(path)
+                return []
+            return [] if isinstance(store, RemoteStorage) and store.is_empty(path) else store.remove(path)
+        if os.path.isfile(path) and not os.path.islink(path):
+            os.unlink(path)
+        elif os.path.lexists(path):
+            return storage.remove(path)
+    except OSError as error:
+        return [f"not removed: {error}"]
+    return []
 
 
 def as_trainer_checkpoint(checkpoint: dict[str, Any], path: str, *, fitting: bool = True) -> dict[str, Any]:

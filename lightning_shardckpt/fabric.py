@@ -81,7 +81,7 @@ class ShardCkptIO(TrainerCkptIO):
         Collective with ``use_async``, since only rank 0 may have pending saves: every rank must call it.
         Arguments and errors are as in ``lightning_shardckpt.ShardCkptIO``.
         """
-        if self.saves.is_async and dist.is_available() and dist.is_initialized():
+        if self.is_async and dist.is_available() and dist.is_initialized():
             drain_all()
             any_rank(False)
         return super().load_checkpoint(path, map_location, weights_only)

@@ -39,8 +39,8 @@ def attached(state: State, ranks: Ranks, **options: Any) -> ShardCkptIO:
     """A CheckpointIO of a strategy that trains ``state``."""
     io = ShardCkptIO(**options)
     io.attach(ranks, state.model, {})
-    if io.saves.is_async:
-        io.saves.enable(Ranks.of_default_group())
+    if io.is_async:
+        io.enable_async(Ranks.of_default_group())
     return io
 
 

@@ -174,7 +174,6 @@ class Agreement(TypedDict):
     save_id: str
     groups: list[list[list[int]]]
     """Ranks that hold the same tensors, as ranges: one group, or one for each pipeline stage."""
-    """The record of the model that is written a second time."""
     tables: str
     """The tables of all groups as a root index without files; empty if there is one group, whose ranks all have it."""
 
@@ -199,7 +198,6 @@ class WriteReport(TypedDict):
     elements: int
     shard_bytes: int
     """The size of all shard files."""
-    """The size of the shard files that were linked instead of written."""
     notes: list[str]
     """Sentences for the user; empty on rank 0, which keeps its own."""
 

@@ -280,10 +280,10 @@ class MeshStrategy(NamesCounterparts):
 
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""
-        if self.checkpoint_io.saves.is_async:
+        if self.checkpoint_io.is_async:
             ranks = self._new_ranks()
             ranks.is_background = True
-            self.checkpoint_io.saves.enable(ranks)
+            self.checkpoint_io.enable_async(ranks)
 
     # --- modules ---
 

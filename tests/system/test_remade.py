@@ -30,7 +30,7 @@ def test_what_comes_back_has_the_same_arguments(way: Callable[[Any], Any]) -> No
         found = way(made)
         assert type(found) is type(made) and found is not made and found.axis_sizes == made.axis_sizes
     io = way(ShardCkptIO(5.5, use_async=True, replicas="first"))
-    assert (io.save_options.size_per_shard, io.saves.is_async, io.save_options.replicas) == (5.5, True, "first")
+    assert (io.save_options.size_per_shard, io.is_async, io.save_options.replicas) == (5.5, True, "first")
     with pytest.raises(TopologyError):
         ShardedStrategy(tensor_parallel_size="2")  # type: ignore[arg-type]  # refused as before
 

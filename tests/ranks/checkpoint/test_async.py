@@ -638,7 +638,7 @@ def told_of_waiting(directory: str) -> list[str]:
     run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
 
     def waits() -> bool:
-        return io.saves.background is not None and io.saves.background.waited
+        return io.background is not None and io.background.waited
 
     with warnings.catch_warnings(record=True) as told, io.storage.opened_when(waits):
         warnings.simplefilter("always")
