@@ -16,7 +16,8 @@ import numpy
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
+from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.state.documents import document_of, entries_of
@@ -26,7 +27,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
 
-_WINDOW_BYTES = MAX_BLOCK_BYTES  # of each tensor at a time, and the same again to scatter boxes
+_WINDOW_BYTES = 16 << 20  # of each tensor at a time
 _LISTED = 20
 _ABSENT = "–"
 _SHOWN = 32
@@ -173,7 +174,7 @@ def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Compari
 
 
 class _Comparison:
-    """A comparison that reads and verifies both tensors a window at a time, with the memory of four windows."""
+    """A comparison that reads and verifies both tensors a window at a time, with the memory of two windows."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
         both = (first, second)
@@ -186,7 +187,7 @@ class _Comparison:
         if prod(spec.shape):
             sides = zip(self._sides, keys, strict=True)
             streams = [
-                read_windows(source, spec.shape, wholes.boxes(component, key), _WINDOW_BYTES)
+                read_windows(source, Box.whole(spec.shape), wholes.boxes(component, key), _WINDOW_BYTES)
                 for (wholes, source), key in sides
             ]
             for first, second in zip(*streams, strict=True):

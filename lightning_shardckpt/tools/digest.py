@@ -18,7 +18,7 @@ import xxhash
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component
+from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
@@ -28,11 +28,11 @@ from lightning_shardckpt.storage.router import backend_of, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_part, read_windows
+from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_windows
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
-_WINDOW_BYTES = MAX_BLOCK_BYTES
+_WINDOW_BYTES = 16 << 20
 _LISTED = 20
 _DIGESTED = ("model", "optimizer")  # not the trainer's tensors: random states and callbacks, some of a single rank
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -161,11 +161,7 @@ class _Reading:
         spec, hasher = self._stored.spec(component, key), xxhash.xxh3_64()
         if prod(spec.shape):
             boxes = self._stored.boxes(component, key)
-            if part is None:
-                pieces = read_windows(self._source, spec.shape, boxes, _WINDOW_BYTES)
-            else:
-                pieces = read_part(self._source, part, boxes, _WINDOW_BYTES)
-            for data in pieces:
+            for data in read_windows(self._source, part or Box.whole(spec.shape), boxes, _WINDOW_BYTES):
                 hasher.update(data)
                 self._advance(len(data))
         return hasher.hexdigest()

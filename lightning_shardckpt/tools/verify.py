@@ -25,7 +25,7 @@ from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import BlockChecksums
+from lightning_shardckpt.transfer.shard_reader import find_corruption
 
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4  # one reads while another computes checksums
@@ -250,13 +250,13 @@ def _lost(index: RankIndex, info: FileInfo, size: int) -> str:
 def _check_data(reader: Reader, index: RankIndex, info: FileInfo, advance: Callable[[int], Any]) -> Iterator[Finding]:
     """Yield the tensors in a file whose bytes differ from their checksums."""
     for key, entry in _entries(index, info):
-        blocks, bad = BlockChecksums(entry), list[tuple[int, int]]()
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.nbytes)))
+        bad, step = list[tuple[int, int]](), max(_CHUNK_BYTES // entry.block, 1) * entry.block
+        buffer = memoryview(bytearray(min(step, entry.nbytes)))
         try:
-            while blocks.at < entry.nbytes:
-                piece = buffer[: entry.nbytes - blocks.at]
-                reader.read_into(info.name, entry.begin + blocks.at, piece)
-                bad += blocks.feed(piece)
+            for at in range(0, entry.nbytes, step):
+                piece = buffer[: entry.nbytes - at]
+                reader.read_into(info.name, entry.begin + at, piece)
+                bad += find_corruption(entry, piece, at)
                 advance(len(piece))
         except (OSError, EOFError, FormatError) as error:
             yield Finding(info.name, f"cannot be read: {error}", key, index.rank)

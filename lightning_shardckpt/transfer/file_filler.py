@@ -21,7 +21,7 @@ from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.shard_reader import ShardReader, clone_reader
-from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_part, read_windows
+from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_windows
 
 _ALIGNMENT = 64
 
@@ -117,11 +117,8 @@ class _Item:
         if isinstance(content, memoryview):
             yield from (content[at : at + window_bytes] for at in range(0, len(content), window_bytes))
             return
-        if self.region.box is None:
-            pieces = read_windows(source, self.shape, self.boxes, window_bytes)
-        else:
-            pieces = read_part(source, self.region.box, self.boxes, window_bytes)
-        for data in pieces:
+        part = self.region.box or Box.whole(self.shape)
+        for data in read_windows(source, part, self.boxes, window_bytes):
             yield data if conversion is None else conversion.convert(data)
 
 

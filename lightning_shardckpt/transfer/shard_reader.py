@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
-import xxhash
-
 from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.box import Box, Shape, iterate_indices
@@ -261,8 +259,7 @@ class ShardReader:
     ) -> None:
         self.path, self.reader = path, reader
         self._verify, self._sizes = verify, sizes or (REMOTE if reader.high_latency else LOCAL)
-        window_bytes = max(self._sizes.window, target_bytes, MAX_BLOCK_BYTES)
-        self.window = memoryview(allocate_pages(window_bytes))  # pages that are not used cost nothing
+        self._window = memoryview(allocate_pages(max(self._sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
         self.target = memoryview(allocate_pages(max(target_bytes, MAX_BLOCK_BYTES)))
 
     def fetch(self, requests: Iterable[Request]) -> None:
@@ -282,11 +279,11 @@ class ShardReader:
             assert request.run is not None
             at = request.run[1] - request.entry.begin - request.run[0]
             data = request.target[at + low : at + high]
-            read_verbatim(self, file, low, data)
+            _read_verbatim(self, file, low, data)
             self._check(request, data, low)
             return
-        data = self.window[: max(segment.high for segment in segments) - low]
-        read_verbatim(self, file, low, data)
+        data = self._window[: max(segment.high for segment in segments) - low]
+        _read_verbatim(self, file, low, data)
         for request, first, last in segments:
             part = data[first - low : last - low]
             self._check(request, part, first)
@@ -390,17 +387,10 @@ def copy_strided(shape: Shape, size: int, source: Strided, target: Strided) -> N
     numpy.ndarray(shape, dtype, *target)[...] = numpy.ndarray(shape, dtype, *source)
 
 
-def scatter(data: memoryview, target: memoryview, outer: Shape, box: Box, size: int) -> None:
-    """Copy the row-major elements in ``data`` to a box of a row-major array of shape ``outer``."""
-    pitches = pitches_of(outer, size)
-    at = _position(box.start, pitches)
-    copy_strided(box.shape, size, (data, 0, pitches_of(box.shape, size)), (target, at, pitches))
-
-
 # ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
+def _read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
     """Fill ``target`` with a file's bytes from ``offset`` on, without verification."""
     try:
         files.reader.read_into(file, offset, target)
@@ -411,51 +401,29 @@ def read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> N
 def _check_blocks(path: str, request: Request, data: memoryview, offset: int) -> None:
     """Compare whole blocks of a box, from ``offset`` on, with its checksums."""
     entry = request.entry
-    block, actual = entry.block, checksum_blocks(data, entry.block)
-    if actual == entry.checksums:  # a fast path, for a whole box
-        return
-    expected = slice_checksums(entry.checksums, offset // block, len(actual) // DIGITS)
-    if actual != expected:
-        digits = zip(actual, expected, strict=True)
-        at = next(i for i, (left, right) in enumerate(digits) if left != right) // DIGITS * block
-        first, last = entry.begin + offset + at, entry.begin + offset + min(at + block, len(data))
-        raise corruption_error(path, request.key, request.overlap.writer, entry, first, last)
+    for first, last in find_corruption(entry, data, offset):
+        raise CorruptionError(
+            f"checkpoint {path!r}: corrupted data of {request.key!r} in {entry.file}, written by rank "
+            f"{request.overlap.writer}, bytes {first} to {last}. Load another checkpoint, or restore the file; verify "
+            "lists all damage"
+        )
 
 
-def corruption_error(path: str, key: str, writer: int, entry: ShardEntry, first: int, last: int) -> CorruptionError:
-    """Return the error for bytes ``[first, last)`` of a file that don't match their checksum."""
-    return CorruptionError(
-        f"checkpoint {path!r}: corrupted data of {key!r} in {entry.file}, written by rank {writer}, "
-        f"bytes {first} to {last}. Load another checkpoint, or restore the file; verify lists all damage"
-    )
+def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tuple[int, int]]:
+    """Return the ranges of the file that don't match their checksums, one for each block.
 
-
-class BlockChecksums:
-    """Compares the bytes of a stored box with its checksums; they are fed in order, in pieces of any size.
-
-    A box of another format has no checksums, and always matches.
+    Args:
+        entry: of the box.
+        data: whole blocks of it.
+        offset: of the first one in the box.
     """
-
-    def __init__(self, entry: ShardEntry) -> None:
-        self.at = 0
-        self._entry, self._digest, self._nbytes = entry, xxhash.xxh3_64(), entry.nbytes
-
-    def feed(self, data: memoryview) -> Iterator[tuple[int, int]]:
-        """Yield file ranges ``[first, last)`` of the blocks that end in ``data`` and don't match their checksums."""
-        entry, block, done = self._entry, self._entry.block, 0
-        while done < len(data):
-            count = min(block - self.at % block, len(data) - done)
-            piece = data[done : done + count]
-            done, self.at = done + count, self.at + count
-            if self.at % block and self.at != self._nbytes:
-                self._digest.update(piece)
-                continue
-            number = (self.at - 1) // block
-            if count == self.at - number * block:
-                actual = xxhash.xxh3_64_hexdigest(piece)
-            else:
-                self._digest.update(piece)
-                actual = self._digest.hexdigest()
-                self._digest.reset()
-            if entry.checksums and actual != slice_checksums(entry.checksums, number, 1):
-                yield entry.begin + number * block, entry.begin + self.at
+    block, actual = entry.block, checksum_blocks(data, entry.block)
+    expected = slice_checksums(entry.checksums, offset // block, len(actual) // DIGITS)
+    if actual == expected:
+        return []
+    begin, blocks = entry.begin + offset, range(0, len(data), block)
+    return [
+        (begin + at, begin + min(at + block, len(data)))
+        for number, at in enumerate(blocks)
+        if slice_checksums(actual, number, 1) != slice_checksums(expected, number, 1)
+    ]

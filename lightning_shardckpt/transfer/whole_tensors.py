@@ -16,15 +16,7 @@ from lightning_shardckpt.format.plan import Overlap, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import (
-    BlockChecksums,
-    Request,
-    ShardReader,
-    corruption_error,
-    read_verbatim,
-    scatter,
-    single_run,
-)
+from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, single_run
 
 _MAX_CACHED_PLANS, _MAX_CACHED_BOXES = 1024, 64  # plans, and boxes per plan
 
@@ -139,64 +131,17 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
             yield Box((*index, low, *(0 for _ in inner)), (*stop, min(low + step, shape[dim]), *inner))
 
 
-def read_windows(
-    source: ShardReader, shape: Shape, boxes: Sequence[StoredBox], window_bytes: int
-) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, in ``windows``; each stored byte is read once.
+def read_windows(source: ShardReader, part: Box, boxes: Sequence[StoredBox], window_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a part of a tensor in order, in ``windows``; each is valid until the next one.
 
-    Windows ascend in the tensor, so they also ascend in every stored box, and its checksums are computed along the way.
-    (Reads of whole blocks would read a block that two windows share twice.) A block that extends into the next window
-    is verified with that window: a window may be used before all of it is verified, but at the end all bytes are.
-
-    Each window is valid until the next one.
+    Each window reads and verifies the blocks that it touches, so a block that two windows share is read for both:
+    windows should be much larger than blocks.
 
     Raises:
         CorruptionError: naming file, tensor and rank.
     """
     if not boxes:
         return
-    size = DTYPE_BYTES[boxes[0].entry.dtype]
-    remaining = [(stored, BlockChecksums(stored.entry)) for stored in sorted(boxes, key=lambda s: s.box)]
-    for window in windows(shape, window_bytes // size):
-        target, filled = source.target[: window.numel * size], 0
-        begin, end = _along_dim_0(window)
-        remaining = [(stored, blocks) for stored, blocks in remaining if _along_dim_0(stored.box)[1] > begin]
-        for stored, blocks in remaining:
-            if _along_dim_0(stored.box)[0] >= end:
-                break  # boxes are sorted
-            filled += _read_common(source, stored, blocks, window, target)
-        assert filled == len(target), f"{boxes[0].key}: boxes tile a tensor"
-        yield target
-
-
-def _read_common(
-    source: ShardReader, stored: StoredBox, blocks: BlockChecksums, window: Box, target: memoryview
-) -> int:
-    """Read the part of a box that lies in the window into ``target``, the window's bytes; return its length."""
-    box, size = stored.box, DTYPE_BYTES[stored.entry.dtype]
-    common = box.intersect(window)
-    if common is None:
-        return 0
-    ((begin, end),) = common.within(box).runs(box.shape)  # a window spans all trailing dims
-    assert begin * size == blocks.at, f"{stored.key}: windows must ascend"
-    local = common.within(window)
-    runs = list(islice(local.runs(window.shape), 2))
-    is_contiguous = len(runs) == 1
-    data = target[runs[0][0] * size : runs[0][1] * size] if is_contiguous else source.window[: (end - begin) * size]
-    read_verbatim(source, stored.entry.file, stored.entry.begin + begin * size, data)
-    for first, last in blocks.feed(data):
-        raise corruption_error(source.path, stored.key, stored.place.overlap.writer, stored.entry, first, last)
-    if not is_contiguous:
-        scatter(data, target, window.shape, local, size)
-    return len(data)
-
-
-def read_part(source: ShardReader, part: Box, boxes: Sequence[StoredBox], window_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a part of a tensor in windows; each reads and verifies the blocks that it touches.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank.
-    """
     size = DTYPE_BYTES[boxes[0].entry.dtype]
     for window in (inner.shift(part.start) for inner in windows(part.shape, window_bytes // size)):
         data, requests = source.target[: window.numel * size], list[Request]()
@@ -207,7 +152,3 @@ def read_part(source: ShardReader, part: Box, boxes: Sequence[StoredBox], window
                 requests.append(Request(stored.key, overlap, stored.entry, window.shape, run, data))
         source.fetch(requests)
         yield data
-
-
-def _along_dim_0(box: Box) -> tuple[int, int]:
-    return (box.start[0], box.stop[0]) if box.start else (0, 1)

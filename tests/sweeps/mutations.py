@@ -77,8 +77,8 @@ MUTATIONS = (
         "checksums of blocks are not compared",
         CORRUPT,
         "transfer/shard_reader.py",
-        "if actual != expected:",
-        "if False:",
+        "if actual == expected:",
+        "if True:",
         (_FLIPPED,),
     ),
     Mutation(
