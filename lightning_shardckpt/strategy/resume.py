@@ -266,18 +266,21 @@ class ResumePoint:
 
     # --- when Lightning prepares the loaders ---
 
-    def resume_loader(self, loader: Any, number: int, restore: Callable[[], None]) -> None:
+    def resume_loader(
+        self, loader: Any, number: int, restore: Callable[[], None], *, has_begun: bool = False
+    ) -> None:
         """Give a loader its position. Call it for each one, before Lightning begins it.
 
         Args:
             loader: of training.
             number: of the loader among those of training.
             restore: called before the first batch of a loader, whose draws follow those of the interrupted run.
+            has_begun: whether Lightning has begun it already, before the load.
         """
         set_rng_state(self.rng)  # for loaders that begin now
         position = self.positions[number] if number < len(self.positions) else None
         if self.batches is None:  # Lightning begins the loaders of a new epoch again, unless it is the first one
-            self._follow(loader, position, skips=self.epoch["started"] > 0)
+            self._follow(loader, position, skips=self.epoch["started"] > 0 and not has_begun)
         elif isinstance(loader, StatefulLoader):
             if position is not None and self._has_state(position):
                 resume(loader, position, restore)
@@ -290,20 +293,23 @@ class ResumePoint:
 
     def _follow(self, loader: Any, position: Any, *, skips: bool) -> None:
         """Let a loader begin a new epoch, after the one at whose end it has a position."""
-        if isinstance(loader, StatefulLoader):
-            follow(loader, position if self._has_state(position) else None, skips=skips)
-        elif isinstance(loader, ResumableLoader):
-            empty: dict[str, Any] = {"seed": None, "own": []}
-            known = position is not None and "state" not in position
-            loader.follow(position if known else empty, same_ranks=self.same_data, skips=skips)
+        begin_anew(loader, skips=skips)
+        if isinstance(loader, StatefulLoader) and position is not None and self._has_state(position):
+            follow(loader, position, skips=skips)
+        elif isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
+            loader.follow(position, same_ranks=self.same_data, skips=skips)
 
     def _has_state(self, position: Any) -> bool:
         return self.same_data and position is not None and "state" in position
 
     # --- when training starts ---
 
-    def resume_training(self, trainer: pl.Trainer) -> Callable[[], None]:
+    def resume_training(self, trainer: pl.Trainer, *, begin: bool) -> Callable[[], None]:
         """Restore random state and loops; return the undo. The loaders have begun, no batch was drawn for this epoch.
+
+        Args:
+            trainer: with the loops that have loaded their state.
+            begin: begin the loaders again, which have got their positions after they began.
 
         Raises:
             MismatchError: for another global batch in the middle of an epoch.
@@ -318,7 +324,7 @@ class ResumePoint:
         begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)
         if not (over and begun):
             set_rng_state(self.rng)
-        if not (self.positions or over or begun):  # of LearningRateFinder, which has begun them in isolate_rng
+        if (begin or not self.positions) and not (over or begun):  # LearningRateFinder has begun them in isolate_rng
             begin_loaders(trainer)
         if self.share.data_rank >= self.saved.data_size:  # more ranks than before must not draw the same numbers
             reseed_by_rank(self.share.data_rank)
@@ -410,6 +416,20 @@ class ResumePoint:
 
 
 _EPOCH = ("ready", "started", "processed", "completed")
+
+
+def begin_anew(loader: object, *, skips: bool) -> bool:
+    """Let a loader begin a new epoch without a position; return False for a loader that can't skip an iteration.
+
+    Args:
+        loader: of training.
+        skips: whether its next iteration is empty, since Lightning begins it before its position is known.
+    """
+    if isinstance(loader, StatefulLoader):
+        follow(loader, None, skips=skips)
+    elif isinstance(loader, ResumableLoader):
+        loader.follow({"seed": None, "own": []}, same_ranks=False, skips=skips)
+    return isinstance(loader, StatefulLoader | ResumableLoader)
 
 
 def _explain_order(loader: ResumableLoader) -> str:

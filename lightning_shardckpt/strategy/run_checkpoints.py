@@ -37,9 +37,11 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import copy_state_dict
 from lightning_shardckpt.compat.lightning_loops import (
     batches_drawn,
+    begin_loaders,
     is_stateful,
     repeat_last_batch,
     skip_sigterm_broadcast,
+    train_loaders,
 )
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
@@ -59,7 +61,7 @@ from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups
-from lightning_shardckpt.strategy.resume import DataShare, ResumePoint, StopPosition
+from lightning_shardckpt.strategy.resume import DataShare, ResumePoint, StopPosition, begin_anew
 from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
@@ -184,7 +186,7 @@ class RunCheckpoints:
         self._run, self._ending = run, Ending.NONE
         self._loaded: Loaded | None = None
         self._resumes: Callable[[], ResumePoint] | None = None
-        self._loaders = 0  # that Lightning has prepared
+        self._loaders, self._are_early = 0, False  # that Lightning has prepared, and whether they wait for the load
         self._validation_rng: Mapping[str, Any] | None = None
         self._training_rng: Mapping[str, Any] | None = None
         if run.is_fit:
@@ -281,6 +283,8 @@ class RunCheckpoints:
             watch_state(loader, partial(batches_drawn, trainer))
         if self._resumes is not None:
             self._resumes().resume_loader(loader, self._loaders, self._restore_rng)
+        elif self._run.will_resume():  # before the load, for estimated_stepping_batches
+            self._are_early = begin_anew(loader, skips=True) or self._are_early
         self._loaders += 1
 
     def start_training(self) -> Callable[[], None]:
@@ -289,10 +293,16 @@ class RunCheckpoints:
         undo.callback(self.stop_position.watch(trainer))
         if self._resumes is not None:
             point, self._resumes = self._resumes(), None
-            undo.callback(point.resume_training(trainer))
+            if self._are_early:
+                for number, loader in enumerate(train_loaders(trainer)):
+                    point.resume_loader(loader, number, self._restore_rng, has_begun=True)
+            undo.callback(point.resume_training(trainer, begin=self._are_early))
             self._validation_rng = point.rng if point.validates else None
             if point.is_within_epoch and not point.is_over(trainer):
                 self._training_rng = get_rng_state()  # a validation, which Lightning may repeat first, draws numbers
+        elif self._are_early:
+            begin_loaders(trainer)
+        self._are_early = False
         return undo.close
 
     def _restore_rng(self) -> None:

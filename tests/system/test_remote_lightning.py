@@ -76,7 +76,8 @@ def saved_and_resumed(url: str, cache: str) -> dict[str, Any]:
         warnings.filterwarnings("ignore", harmless)  # this process ends soon
     first = fit(FSDP2, 2, url, use_async=True)
     again = fit(FSDP2, 3, url, resume="last", storage_options={"throttle_uploads": True})
-    other = tiny.fit(TP2, 4, resume=f"{url}/last.ckpt", plugins=[ShardCkptIO(pre_download=cache)])
+    same = {"batch_size": 4}  # the global batch of two ranks
+    other = tiny.fit(TP2, 4, resume=f"{url}/last.ckpt", plugins=[ShardCkptIO(pre_download=cache)], data=same)
     return {"straight": straight, "first": first, "again": again, "other": other}
 
 

@@ -389,6 +389,35 @@ def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_pa
         assert "BufferedStream draws from the random generators of the training process" in warning
 
 
+class Estimating(tiny.TinyLM):
+    """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0 and self.trainer.train_dataloader is not None
+        return super().configure_optimizers()
+
+
+def estimated(directory: str, stop: int, data: dict[str, Any]) -> list[Any]:
+    """Return the losses after a step and the last state, of a run and of one that resumes from that step."""
+    found = list[Any]()
+    for resume in (False, True):
+        pl.seed_everything(9 if resume else 1)
+        saving = [] if resume else [tiny.SaveAt(stop, f"{directory}/a.ckpt")]
+        run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=saving, use_distributed_sampler=False)
+        path = f"{directory}/a.ckpt" if resume else None
+        run.fit(module := Estimating(), tiny.loader(count=8, **data), ckpt_path=path)
+        found += [module.losses[0 if resume else stop :], tiny.full_state(module, run.optimizers)]
+    return found
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+@pytest.mark.parametrize("data", [{}, {"workers": 1}, {"workers": 1, "persistent_workers": True}], ids=str)
+def test_loaders_that_are_prepared_before_the_load_resume(stop: int, data: dict[str, Any], tmp_path: Path) -> None:
+    ((losses, state, resumed, state_resumed),) = run_ranks(1, estimated, str(tmp_path), stop, data)
+    assert len(losses) == 12 - stop and resumed == losses
+    assert tiny.differences(state, state_resumed) == []
+
+
 class Counted(IterableDataset[Any]):
     """A stream without a length, of so many batches of two; it keeps what it gave, over all epochs."""
 
@@ -402,18 +431,10 @@ class Counted(IterableDataset[Any]):
             yield (torch.full((9,), self.given % 37),)
 
 
-class Estimating(tiny.TinyLM):
-    """Makes Lightning begin the loaders before a checkpoint is loaded, as for OneCycleLR."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches > 0
-        return super().configure_optimizers()
-
-
 def counted(directory: str, kind: type[tiny.TinyLM], stop: int) -> list[tuple[int, int]]:
     """How many samples a stream gave, and how many steps they made, in a run and in one that resumes."""
     found = []
-    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_epochs": -1}
+    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_epochs": 9}
     for steps in (stop, 8):
         stream, path = Counted(4), f"{directory}/{stop}.ckpt"
         run = tiny.trainer({}, max_steps=steps, **more)
