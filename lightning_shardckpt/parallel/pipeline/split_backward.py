@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import GraphExecGroup
 
 from lightning_shardckpt.compat.torch_autograd import accumulated_leaf
+from lightning_shardckpt.compat.torch_tensors import without_torch_function
 
 Received = tuple[Tensor | None, ...]
 
@@ -85,7 +86,8 @@ def backward_input(
     try:
         if leaves and roots:
             edges, grads = [edge for edge, _ in roots], [gradient for _, gradient in roots]
-            torch.autograd.backward(edges, grads, inputs=[*leaves, *split.early], retain_graph=True)
+            with without_torch_function():  # of copies of parameters, which stand for these
+                torch.autograd.backward(edges, grads, inputs=[*leaves, *split.early], retain_graph=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -103,7 +105,9 @@ def backward_weight(deferred: DeferredBackward) -> None:
         for rerun in deferred.reruns:
             roots += _rerun(rerun)
         if roots:
-            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots], inputs=deferred.leaves)
+            edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
+            with without_torch_function():  # of copies of parameters, which stand for these
+                torch.autograd.backward(edges, grads, inputs=deferred.leaves)
 
 
 def _rerun(rerun: _Rerun) -> list[tuple[GradientEdge, Tensor]]:
