@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -196,8 +196,9 @@ def shard(
         ignored = _ignored(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
-        outside = _read_in_steps(root, units, device, is_called=is_called)
-        _shard_parameters(root, meshes, plan, home, outside, ignored)
+        if meshes.topology.shard > 1:
+            ignored |= _outside_units(root, units, is_called=is_called)
+        _shard_parameters(root, meshes, plan, home, ignored)
         engine = _torch_engine(root, meshes, recipe, device)
         _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
         refuse_nested_tensors(root)
@@ -287,13 +288,11 @@ def _ignored(root: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
     return ignored
 
 
-def _read_in_steps(
-    root: nn.Module, units: Sequence[nn.Module], device: torch.device, *, is_called: bool
-) -> dict[nn.Parameter, torch.device]:
-    """Return the parameters outside of units, with ``device``: steps use them beside activations on it."""
+def _outside_units(root: nn.Module, units: Sequence[nn.Module], *, is_called: bool) -> set[nn.Parameter]:
+    """Return the plain parameters that ``fully_shard`` can't gather: in no module that is called, or complex."""
     around = units_around(root, units, is_called=is_called).values()
-    gathered = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
-    return {parameter: device for parameter in root.parameters() if parameter not in gathered}
+    inside = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
+    return {p for p in root.parameters() if not isinstance(p, DTensor) and (p not in inside or p.is_complex())}
 
 
 def _shard_parameters(
@@ -301,7 +300,6 @@ def _shard_parameters(
     meshes: Meshes,
     plan: TensorPlan,
     home: torch.device,
-    elsewhere: Mapping[nn.Parameter, torch.device],
     ignored: Collection[nn.Parameter],
 ) -> None:
     """Shard over the data axes, except ``ignored``; all stay plain if neither these nor the tensor axis shard."""
@@ -312,7 +310,7 @@ def _shard_parameters(
     group = meshes.tensor_group if topology.tensor > 1 else None
     partial = _partial_names(root, plan)
     shard_parameters(
-        root, over, meshes.root, home, elsewhere=elsewhere, ignored=ignored, partial=partial, partial_group=group
+        root, over, meshes.root, home, ignored=ignored, partial=partial, partial_group=group
     )
     record_planned_specs(root)
 

@@ -39,7 +39,7 @@ GUARDED = {
         *("TrainsBinaryNet", "ChangesWhatACallReturned", "AddsAHead", "SearchesLines"),
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
         *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers", "KeepsComplexPartsNegative"),
-        "FreezesItsHeadForALoss",
+        *("FreezesItsHeadForALoss", "HooksInForward", "HooksTied", "PenalizesAHookedLayer"),
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),
@@ -192,7 +192,7 @@ OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were i
 NAMED = [
     ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
     ("fsdp2, nothing ignored", "KeepsAView", "the module net.head keeps a view of a parameter"),
-    *(one for one in SHARDED if one[1] in ("PCGrad", "AdaHessian", "HooksInForward", "BackwardIntoSome")),
+    *(one for one in SHARDED if one[1] in ("PCGrad", "AdaHessian", "BackwardIntoSome")),
     ("replicas", "HooksWhileItAccumulates", CASES["HooksWhileItAccumulates"].refused["replicas"]),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
     ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,7 +39,10 @@ from lightning_shardckpt.compat.pytree import tree_leaves
 from lightning_shardckpt.compat.torch_autograd import after_backward, in_backward
 from lightning_shardckpt.compat.torch_modules import parameter_slots
 from lightning_shardckpt.compat.torch_tensors import (
+    accumulation_hooks,
+    gradient_hooks,
     keep_version,
+    set_accumulation_hooks,
     storage_uses,
     with_hooks,
     without_torch_function,
@@ -54,11 +57,18 @@ from lightning_shardckpt.parallel.sharding.proxy_modules import (
     ProxyRoot,
 )
 from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
-from lightning_shardckpt.parallel.tensors.derivatives import GATHERED_BY_FSDP, REMEDY
-from lightning_shardckpt.parallel.tensors.gather import GatherItem, gradient_or_none, refuse_batched, refuse_sparse
+from lightning_shardckpt.parallel.tensors.gather import (
+    GATHERED,
+    RECEIVER,
+    REMEDY,
+    GatherItem,
+    gradient_or_none,
+    refuse_batched,
+    refuse_sparse,
+)
 from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks, version_key
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
+from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
 
 
 class GatheredByFSDP(NamedTuple):
@@ -80,10 +90,11 @@ class PlannedUnit(NamedTuple):
 
     Attributes:
         name: the name of the unit, for messages.
-        leaves: sharded parameters that are in no other unit.
+        leaves: sharded parameters.
         reshard: whether to free them between forward and backward.
         is_rest: True if torch may gather them together with other units' parameters, at the first forward of a step.
         cast: the ids of parameters that only linear layers and convolutions use, so that autocast casts them.
+        shared: the ids of parameters that other modules have, too (ties); torch gathers them once for all of these.
     """
 
     name: str
@@ -91,6 +102,7 @@ class PlannedUnit(NamedTuple):
     reshard: bool
     is_rest: bool = False
     cast: Collection[int] = ()
+    shared: Collection[int] = ()
 
 
 _SMALL = 1 / 16
@@ -162,9 +174,9 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad():
             together = defaultdict[Any, list[tuple[str, ShardedTensor]]](list)
             for unit in self._plan():
-                for (dtype, cast_to), leaves in self._group_by_dtype(unit).items():
+                for (dtype, cast_to, is_shared), leaves in self._group_alike(unit).items():
                     few = sum(p.numel() for p in leaves) <= _SMALL * sum(p.numel() for p in unit.leaves)  # as of norms
-                    is_rest = unit.is_rest or (unit.reshard and few)
+                    is_rest = is_shared or unit.is_rest or (unit.reshard and few)
                     key = (None, False, dtype, cast_to) if is_rest else (unit.name, unit.reshard, dtype, cast_to)
                     together[key] += [(unit.name, leaf) for leaf in leaves]
             for (_, reshard, _, cast_to), named in together.items():
@@ -176,12 +188,14 @@ class Engine:
             self._root = fully_shard(ProxyRoot(proxy.module for proxy in self._proxies), mesh=self.mesh)
             self._root(Call(lambda _: None))  # the first forward makes it the root
 
-    def _group_by_dtype(self, unit: PlannedUnit) -> dict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]]:
-        """Return the parameters of a unit by their dtype, and the one in which they are gathered instead, if any."""
-        groups = defaultdict[tuple[torch.dtype, torch.dtype | None], list[ShardedTensor]](list)
+    def _group_alike(
+        self, unit: PlannedUnit
+    ) -> dict[tuple[torch.dtype, torch.dtype | None, bool], list[ShardedTensor]]:
+        """Return the parameters of a unit by dtype, the dtype in which they are gathered instead, and if shared."""
+        groups = defaultdict[tuple[torch.dtype, torch.dtype | None, bool], list[ShardedTensor]](list)
         for leaf in unit.leaves:
             is_cast = leaf.dtype == torch.float32 and id(leaf) in unit.cast
-            groups[leaf.dtype, self._autocast_dtype if is_cast else None].append(leaf)
+            groups[leaf.dtype, self._autocast_dtype if is_cast else None, id(leaf) in unit.shared].append(leaf)
         return groups
 
     # --- backward ---
@@ -197,24 +211,31 @@ class Engine:
         self._is_in_backward = True
         for proxy in self._proxies:
             proxy.begin_backward()
-        after_backward(self._end_backward)
+        after_backward(lambda: after_backward(self._end_backward))  # torch may queue its own end later
 
     def _end_backward(self) -> None:
-        """Compare the units that the ranks ran, and remove gradients that no rank has computed.
+        """Compare the units that the ranks ran, remove gradients that no rank has computed, and call hooks.
 
         Collective: every rank of the mesh must call it, after every backward.
         """
-        self._is_in_backward = False
         for proxy in self._proxies:
             proxy.end_backward()
-        if not self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies), self.peers):
-            return
-        used = torch.tensor([is_used for proxy in self._proxies for is_used in proxy.list_used()], dtype=torch.uint8)
-        for peers in self.peers:
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
-        used_anywhere = iter(used.tolist())
-        for proxy in self._proxies:
-            proxy.remove_unused_gradients(used_anywhere)
+            proxy.refuse_late_hooks()
+        if self._compare_trails(sum(len(proxy.list_unused()) for proxy in self._proxies), self.peers):
+            used = torch.tensor([is_used for p in self._proxies for is_used in p.list_used()], dtype=torch.uint8)
+            for peers in self.peers:
+                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=peers.reads)
+            used_anywhere = iter(used.tolist())
+            for proxy in self._proxies:
+                proxy.remove_unused_gradients(used_anywhere)
+        hooked = [item for proxy in reversed(self._proxies) for item in proxy.restore_gradients()]
+        self._is_in_backward = False
+        with torch.no_grad():
+            for leaf, before in hooked:
+                _call_gradient_hooks(leaf, before)
+            for leaf, _ in hooked:
+                for hook in list((accumulation_hooks(leaf) or {}).values()):
+                    hook(leaf)
 
     def _compare_trails(self, unused: float, axes: Sequence[Peers]) -> float:
         """Compare the recorded units of the ranks of ``axes``; return the maximum of ``unused``. Collective."""
@@ -233,6 +254,8 @@ class Engine:
             self._root.reset_iter_state()
             for proxy in self._proxies:
                 proxy.end_backward(failed=True)
+                for leaf, before in proxy.restore_gradients():
+                    _add_gradient(leaf, before)
 
 
 class FSDPProxy:
@@ -257,8 +280,11 @@ class FSDPProxy:
         cast_to: torch.dtype | None,
     ) -> None:
         self._engine, self._cast_to = engine, cast_to
-        self._names, self._leaves = [name for name, _ in named], [leaf for _, leaf in named]
-        units = list(dict.fromkeys(self._names))
+        units, names = list(dict.fromkeys(name for name, _ in named)), dict[int, str]()
+        for name, leaf in named:
+            names.setdefault(id(leaf), name)  # the first of several units
+        self._leaves = list({id(leaf): leaf for _, leaf in named}.values())
+        self._names = [names[id(leaf)] for leaf in self._leaves]
         self._has_several = len(units) > 1
         self._token: Tensor | None = None
         self._numbers = {id(leaf): n for n, leaf in enumerate(self._leaves)}
@@ -295,8 +321,11 @@ class FSDPProxy:
         self._at_step: Any = None
         self._torch_before_backward: Callable[[Tensor | None], Any] | None = None
         self._entered = set[str]()  # the units that the running backward has reached
-        self._accumulators: dict[int, Any] = {}
-        self.begin_backward()
+        self._direct = dict[int, Tensor]()
+        self._aside = list[tuple[int, Tensor | None, dict[int, Any] | None]]()
+        self._had, self._used, self._filled = list[bool](), list[bool](), list[bool]()
+        for n, leaf in enumerate(self._leaves):
+            leaf.__dict__[RECEIVER] = partial(self._receive, n)
 
     @property
     def is_cast(self) -> bool:
@@ -307,14 +336,7 @@ class FSDPProxy:
         """Return the parameters that this proxy can gather for the next forward."""
         if self._cast_to is not None and not is_autocast(self._engine.device, self._cast_to):
             return []
-        hooked = with_hooks(leaves)  # hooks must get the whole gradient, which torch may reduce in parts
-        return [
-            leaf
-            for leaf in leaves
-            if id(leaf) in self._numbers
-            and local_tensor(leaf).dtype == self._dtype
-            and not any(leaf is other for other in hooked)
-        ]
+        return [leaf for leaf in leaves if id(leaf) in self._numbers and local_tensor(leaf).dtype == self._dtype]
 
     # --- gathered memory ---
 
@@ -466,9 +488,6 @@ class FSDPProxy:
         if not torch.is_grad_enabled() or not any(whole.requires_grad for whole in gathered):
             wholes = [self._share(n, whole, copies=copies) for n, whole in zip(numbers, gathered, strict=True)]
             return wholes, [self._without_memory(n) if self.is_cast else None for n in numbers]
-        for n in numbers:
-            self._leaves[n].__dict__[GATHERED_BY_FSDP] = self._names[n]
-            self._order_direct_gradients(n)
         if any(not whole.requires_grad for whole in self._wholes):  # a backward may need frozen ones after the others
             token = token.detach().requires_grad_()
         outputs: tuple[Tensor, ...] = _Expose.apply(self, tuple(numbers), copies, token, *gathered)  # type: ignore[no-untyped-call]
@@ -478,17 +497,6 @@ class FSDPProxy:
 
     def _without_memory(self, number: int) -> Tensor:
         return torch.empty((), dtype=self._dtype, device=self._engine.device).expand(self._items[number].shape)
-
-    def _order_direct_gradients(self, number: int) -> None:
-        """Make a gradient from outside of units wait for torch's streams, which may be adding to the same memory."""
-        leaf = self._leaves[number]
-        if self._engine.device.type == "cpu" or number in self._accumulators or not leaf.requires_grad:
-            return
-        device = torch.get_device_module(self._engine.device)
-        with without_torch_function():
-            node = get_gradient_edge(leaf).node
-        node.register_prehook(lambda _: device.synchronize(self._engine.device))
-        self._accumulators[number] = node  # keeps the node alive: autograd would make another one
 
     def _share(self, number: int, whole: Tensor, *, copies: bool) -> Tensor:
         """Return a new tensor over torch's memory, or a copy."""
@@ -520,13 +528,11 @@ class FSDPProxy:
         """
         if gradient is not None:
             refuse_batched(gradient)
-        if with_hooks(self._leaves[n] for n in numbers):
-            self._refuse(numbers[0], "has a parameter that got a hook between forward and backward")
         assert self._torch_before_backward is not None
         self.module.set_unshard_in_backward(gathers)
         with without_torch_function():
             self._torch_before_backward(gradient)
-        self._engine.begin_backward()  # after torch's hook, so that its end runs after torch's
+        self._engine.begin_backward()
         if (name := self._names[numbers[0]]) not in self._entered:
             self._entered.add(name)
             self._engine.record(f"the backward of {name}")
@@ -540,10 +546,15 @@ class FSDPProxy:
         return memory.clone() if torch.is_grad_enabled() else memory  # a graph of second derivatives keeps it
 
     def begin_backward(self) -> None:
-        """Record which parameters have a gradient already."""
-        self._had = [leaf.grad is not None for leaf in self._leaves]
+        """Begin a backward: hooks of parameters must get its reduced gradient, so set the earlier ones aside."""
         self._used, self._filled = [False] * len(self._leaves), [False] * len(self._leaves)
         self._entered.clear()
+        for leaf in with_hooks(self._leaves):
+            self._aside.append((self._numbers[id(leaf)], leaf.grad, hooks := accumulation_hooks(leaf)))
+            leaf.grad = None
+            if hooks:
+                set_accumulation_hooks(leaf, OrderedDict())  # torch would call them after each of several reductions
+        self._had = [leaf.grad is not None for leaf in self._leaves]
 
     def end_backward(self, *, failed: bool = False) -> None:
         """End the step of this proxy: the next forward gathers again. If it failed, discard unreduced gradients."""
@@ -573,7 +584,6 @@ class FSDPProxy:
             if not whole.requires_grad:
                 completed.append(None)
                 continue
-            _redistribute_gradient(self._leaves[n])
             self._used[n] |= gradient is not None
             self._filled[n] |= gradient is None
             if gradient is None:
@@ -589,20 +599,49 @@ class FSDPProxy:
         return [n for n, filled in enumerate(self._filled) if filled and not self._used[n] and not self._had[n]]
 
     def list_used(self) -> list[bool]:
-        """Return for each parameter whether this rank has computed a gradient for it."""
-        used = [True] * len(self._leaves)
-        for n in self.list_unused():
-            gradient = self._leaves[n].grad
-            if gradient is not None:
-                rows = local_tensor(gradient)
-                used[n] = not bool(((rows == 0) & rows.signbit()).all())  # from outside of units, if not the filling
-        return used
+        """Return for each parameter whether this rank has a gradient for it."""
+        unused = self.list_unused()
+        return [n not in unused for n in range(len(self._leaves))]
 
     def remove_unused_gradients(self, used: Iterator[bool]) -> None:
         """Set the gradients of parameters to None that no rank has used; ``used`` has one value for each."""
         for leaf in self._leaves:
             if not next(used):
                 leaf.grad = None
+
+    def _receive(self, number: int, reduced: DTensor | None) -> None:
+        """Take the reduced gradient of a use outside of units; None if no rank has one. Called in a backward."""
+        self._engine.begin_backward()
+        if reduced is not None:
+            rows, before = local_tensor(reduced), self._direct.get(number)
+            self._direct[number] = rows if before is None else before.add_(rows)
+            self._used[number] = True  # on all ranks
+
+    def refuse_late_hooks(self) -> None:
+        """Raise if a parameter got a hook in the backward, which torch has called for a part of the gradient or not."""
+        aside = {id(self._leaves[n]) for n, _, _ in self._aside}
+        for leaf in with_hooks(self._leaves):
+            if id(leaf) not in aside or accumulation_hooks(leaf):
+                self._refuse(self._numbers[id(leaf)], "has a parameter that got a hook in a backward")
+
+    def restore_gradients(self) -> Iterator[tuple[ShardedTensor, Tensor | None]]:
+        """Complete the gradients of a backward.
+
+        Yields:
+            The parameters with hooks that have got a gradient, and the earlier gradients, which are not added yet.
+        """
+        aside, self._aside = self._aside, []
+        direct, self._direct = self._direct, {}
+        for n, rows in direct.items():
+            _add_gradient(self._leaves[n], new_like(self._leaves[n], rows))
+        for n, before, after in reversed(aside):
+            leaf = self._leaves[n]
+            if after:
+                set_accumulation_hooks(leaf, after)
+            if leaf.grad is None:
+                leaf.grad = before
+            else:
+                yield leaf, before
 
     def _refuse(self, number: int, what: str) -> None:
         name = self._names[number]
@@ -623,12 +662,23 @@ def _copy_memory(wholes: Sequence[Tensor]) -> None:
                         tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _redistribute_gradient(leaf: ShardedTensor) -> None:
-    """Give a gradient from outside of units the placements of its parameter: torch adds to its memory."""
-    gradient = leaf.grad
-    if isinstance(gradient, DTensor) and gradient.placements != leaf.placements:
-        with without_torch_function(), torch.no_grad():
-            leaf.grad = gradient.redistribute(placements=leaf.placements)
+def _add_gradient(leaf: ShardedTensor, gradient: Tensor | None) -> None:
+    """Add a gradient to the one that a leaf has, whose memory it keeps."""
+    if leaf.grad is None:
+        leaf.grad = gradient
+    elif gradient is not None:
+        with torch.no_grad():
+            local_tensor(leaf.grad).add_(local_tensor(gradient))
+
+
+def _call_gradient_hooks(leaf: ShardedTensor, before: Tensor | None) -> None:
+    """Call the hooks of a leaf with the gradient that a backward has reduced, and add the result to an earlier one."""
+    gradient: Any = leaf.grad
+    for hook in list((gradient_hooks(leaf) or {}).values()):
+        new = hook(gradient)
+        gradient = gradient if new is None else new
+    leaf.grad = before
+    _add_gradient(leaf, gradient)
 
 
 class _Expose(torch.autograd.Function):
@@ -639,7 +689,7 @@ class _Expose(torch.autograd.Function):
         ctx: Any, proxy: FSDPProxy, numbers: tuple[int, ...], copies: bool, token: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.proxy, ctx.numbers, ctx.copies = proxy, numbers, copies
-        setattr(ctx, GATHERED_BY_FSDP, [id(proxy._leaves[n]) for n in numbers])
+        setattr(ctx, GATHERED, True)
         ctx.set_materialize_grads(False)
         if proxy.is_cast:
             wholes = [proxy._without_memory(n) for n in numbers]

@@ -16,7 +16,6 @@ place, and ``fully_shard`` gathers again when autograd unpacks it.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import has_torch_function
@@ -73,7 +71,6 @@ from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 from lightning_shardckpt.parallel.tensors.views import connect_to_shards
 
-_log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str]
 _PACKAGE = Path(__file__).parents[2]
@@ -350,7 +347,7 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def list_units(root: nn.Module) -> list[PlannedUnit]:
-    """Return the units of ``root``, with the parameters that torch's engine can gather; log the names of the others."""
+    """Return the units of ``root``, with the parameters that torch's engine can gather."""
     units = [module for module in root.modules() if is_unit(module)]
     owned = {
         unit: {id(leaf): leaf for m in _own_modules(unit) for leaf in parameter_slots(m).values()} for unit in units
@@ -362,18 +359,11 @@ def list_units(root: nn.Module) -> list[PlannedUnit]:
     for unit, slots in owned.items():
         settings: Unit = unit.__dict__["forward"].unit
         sharded: list[Any] = [leaf for leaf in slots.values() if isinstance(leaf, ShardedTensor)]
-        leaves = [p for p in sharded if p.is_floating_point() and p.numel() and counts[id(p)] == 1]
+        leaves = [p for p in sharded if p.is_floating_point() and p.numel()]
         if leaves:
-            cast = set() if is_compiled else _cast_by_autocast(unit)
-            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, cast))
-    by_fsdp = {id(leaf) for unit in planned for leaf in unit.leaves}
-    others = [n for n, p in root.named_parameters() if isinstance(p, ShardedTensor) and id(p) not in by_fsdp]
-    if others and dist.get_rank() == 0:
-        _log.info(
-            "fully_shard does not gather %s: tied across modules, complex, or in no module that is called. "
-            "lightning_shardckpt gathers them when they are used.",
-            ", ".join(others),
-        )
+            shared = {id(p) for p in leaves if counts[id(p)] > 1}
+            cast = set() if is_compiled else _cast_by_autocast(unit) - shared
+            planned.append(PlannedUnit(settings.name, leaves, settings.reshard, settings.is_rest, cast, shared))
     return planned
 
 

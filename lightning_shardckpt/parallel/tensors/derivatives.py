@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.torch_tensors import with_torch_function, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.gather import GATHERED, REMEDY, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import name_of
+from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import (
     Function,
     as_sharded,
@@ -23,12 +25,7 @@ from lightning_shardckpt.parallel.tensors.sharded import (
     new_like,
     rows_like,
 )
-from lightning_shardckpt.parallel.tensors.values import GATHERED, gather_whole
-
-GATHERED_BY_FSDP = "_shardckpt_gathered_by_fsdp"
-"""Attribute of a parameter that ``fully_shard`` has gathered: the name of its module. And of the autograd node whose
-outputs are such parameters: their ids."""
-REMEDY = "Leave that module whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))"
+from lightning_shardckpt.parallel.tensors.values import gather_whole
 
 
 def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,7 +50,7 @@ def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | Non
         UnsupportedCodeError: naming the shape of the first copy.
     """
     found = [None] * len(inputs) if gradients is None else gradients
-    copies = [(t, g) for t, g in zip(inputs, found, strict=True) if _is_copy(getattr(t, "grad_fn", None))]
+    copies = [(t, g) for t, g in zip(inputs, found, strict=True) if hasattr(getattr(t, "grad_fn", None), GATHERED)]
     if copies and all(gradient is None for _, gradient in copies):
         raise UnsupportedCodeError(
             "a custom autograd function runs a module in its backward, and asks torch.autograd.grad for gradients of "
@@ -62,10 +59,6 @@ def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | Non
             "torch.utils.checkpoint (of torchdiffeq odeint, not odeint_adjoint), or call torch.autograd.backward, and "
             "don't pass the parameters."
         )
-
-
-def _is_copy(node: Any) -> bool:
-    return hasattr(node, GATHERED) or hasattr(node, GATHERED_BY_FSDP)
 
 
 def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +74,7 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
     inputs = () if argument is None else tuple(argument.values() if isinstance(argument, dict) else argument)
     if func is torch.autograd.grad and any(not t.requires_grad for t in inputs):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
-    _refuse_gathered_by_fsdp(func, outputs, inputs)
+    _refuse_gathered_by_fsdp(func, inputs)
     materialize = kwargs.pop("materialize_grads", False)
     kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize
     if func is torch.autograd.backward:
@@ -91,8 +84,7 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
         heads, rest, kwargs = map_nested([*outputs], _gather), map_nested(rest, _gather), map_nested(kwargs, _gather)
     if func is torch.autograd.backward:
         return func(heads, *rest, **kwargs, **({"inputs": edges} if argument is not None else {}))
-    is_batched = kwargs.pop("is_grads_batched", False)
-    gradients = _grad_one_by_one(heads, edges, **kwargs) if is_batched else func(heads, edges, *rest, **kwargs)
+    gradients = func(heads, edges, *rest, **kwargs)
     with without_torch_function():
         gradients = [_shard_gradient(g, t) for g, t in zip(gradients, inputs, strict=True)]
         if materialize:
@@ -100,39 +92,13 @@ def differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tuple(gradients)
 
 
-def _refuse_gathered_by_fsdp(func: Function, outputs: Any, inputs: Sequence[Tensor]) -> None:
-    """Raise if the graph of ``outputs`` uses one of ``inputs`` in a forward for which ``fully_shard`` gathered it."""
-    candidates = {id(tensor): tensor for tensor in inputs if GATHERED_BY_FSDP in vars(tensor)}
-    if not candidates:
-        return
-    with without_torch_function():
-        heads = [outputs] if isinstance(outputs, Tensor | GradientEdge) else outputs
-        nodes = [head.grad_fn if isinstance(head, Tensor) else head.node for head in heads]
-    seen = {None, *nodes}
-    while nodes:
-        node = nodes.pop()
-        for tensor in (candidates[n] for n in getattr(node, GATHERED_BY_FSDP, ()) if n in candidates):
+def _refuse_gathered_by_fsdp(func: Function, inputs: Sequence[Tensor]) -> None:
+    for tensor in inputs:
+        if isinstance(tensor, DTensor) and takes_gradients_late(tensor):
             raise UnsupportedCodeError(
-                f"{func.__name__} asks for the gradient of a parameter of "
-                f"{vars(tensor)[GATHERED_BY_FSDP] or 'the module'}, of shape {tuple(tensor.shape)}. fully_shard "
-                f"computes gradients of parameters only in loss.backward(). {REMEDY}"
+                f"{func.__name__} asks for the gradient of {describe(tensor)}. fully_shard computes gradients of "
+                f"parameters only in loss.backward(). {REMEDY}"
             )
-        following = {edge[0] for edge in node.next_functions} - seen if node is not None else ()
-        seen.update(following)
-        nodes.extend(following)
-
-
-def _grad_one_by_one(heads: list[Any], edges: list[Any], *, grad_outputs: Any, **kwargs: Any) -> list[Tensor | None]:
-    """Return the stacked gradients for a batch of ``grad_outputs``; collectives can't run under vmap."""
-    batch = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
-    count = next(len(g) for g in batch if g is not None)
-    kwargs["retain_graph"] = True  # also after the last: the graph is freed with its outputs
-    rows = []
-    for n in range(count):
-        row = [None if g is None else g[n] for g in batch]
-        gradients = torch.autograd.grad(heads, edges, grad_outputs=row, **kwargs)
-        rows.append([gather_whole(g, "gradients") if isinstance(g, DTensor) else g for g in gradients])
-    return [None if any(g is None for g in column) else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def _shard_gradient(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:

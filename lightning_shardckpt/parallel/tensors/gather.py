@@ -1,8 +1,7 @@
-"""Differentiable gather of one sharded tensor; its backward reduces the gradient.
+"""Gather of one sharded tensor, for code outside of units; its backward reduces the gradient.
 
 The gradient of a whole tensor is the gradient of this rank's loss; the gradient of a shard is the gradient of the mean
-of all losses. So a whole gradient is averaged over the data axes, and every rank keeps its rows. The gather and this
-reduction are each other's derivative, and can be differentiated any number of times.
+of all losses. So a whole gradient is averaged over the data axes, and every rank keeps its rows.
 
 Ranks announce both over gloo before they begin, so that a mismatch is an error on every device.
 """
@@ -26,7 +25,17 @@ from lightning_shardckpt.parallel.tensors.placement import Sharding, describe, m
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the tensor-parallel group on whose ranks its gradients are partial sums."""
+RECEIVER = "_shardckpt_receiver"
+"""Attribute of a parameter that ``fully_shard`` gathers: a function that adds rows to its gradient after a backward."""
+GATHERED = "_shardckpt_gathered"
+"""Attribute of the autograd nodes whose outputs are gathered parameters."""
+REMEDY = "Leave that module whole: ShardedStrategy(fsdp=FSDP(ignored=[…]))"
 _ABSENT = "_shardckpt_absent"
+
+
+def takes_gradients_late(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter of ``fully_shard``; autograd must reach it only through `Gather`."""
+    return RECEIVER in tensor.__dict__
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +150,6 @@ class GatherItem:
             reduce_scatter_single(reduced, rows.view(-1), group=peers.group)
         return reduced[: self.local.numel()].view(self.local)
 
-    def redistribute(self, gradient: Tensor | None) -> Tensor | None:
-        """Give a whole gradient the tensor's placements on the tensor-parallel axes. Differentiable.
-
-        Collective if a custom autograd function returns a gradient that ``torch.autograd.grad`` has sharded.
-        """
-        if isinstance(gradient, DTensor) and not self.sharding.model:
-            return gradient.full_tensor()
-        if isinstance(gradient, DTensor) and tuple(gradient.placements) != self.sharding.model:
-            return gradient.redistribute(placements=self.sharding.model)
-        return gradient
-
 
 _announced: dict[str, int] = {}
 """By group: the number of the last backward whose end the ranks announce."""
@@ -203,34 +201,46 @@ def gradient_or_none(gradient: Tensor | None) -> Tensor | None:
 
 
 class Gather(torch.autograd.Function):
-    """Gathers a shard into the whole tensor."""
+    """Gathers a shard. The engine adds gradients of parameters of ``fully_shard`` after the backward."""
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor, item: GatherItem, what: str, device: torch.device) -> Tensor:
-        ctx.item, ctx.device = item, device
+        ctx.item, ctx.device, ctx.receive = item, device, shard.__dict__.get(RECEIVER)
+        setattr(ctx, GATHERED, True)
         ctx.set_materialize_grads(False)
         return item.gather(local_tensor(shard), what, device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedCodeError(
+                f"the gradient of {ctx.item.name} is differentiated (create_graph=True), but several ranks reduce it. "
+                f"{REMEDY}"
+            )
         refuse_sparse(gradient)
         if gradient is not None:
             refuse_batched(gradient)
-        gradient = ctx.item.redistribute(gradient_or_none(gradient))
-        return _ReduceGradient.apply(gradient, ctx.item, ctx.device), None, None, None  # type: ignore[no-untyped-call]  # torch's
+        gradient = gradient_or_none(gradient)
+        if isinstance(gradient, DTensor) and tuple(gradient.placements) != ctx.item.sharding.model:
+            gradient = gradient.redistribute(placements=ctx.item.sharding.model)
+        reduced = ctx.item.reduce(gradient, ctx.device)
+        if ctx.receive is not None:
+            ctx.receive(reduced)
+            reduced = None
+        return reduced, None, None, None
 
 
-class _ReduceGradient(torch.autograd.Function):
-    """Reduces a whole gradient to the shard of the mean."""
+class RowsToRead(torch.autograd.Function):
+    """Returns this rank's rows of a parameter of ``fully_shard``, without a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor | None, item: GatherItem, device: torch.device) -> DTensor | None:
-        ctx.item, ctx.device = item, device
-        ctx.set_materialize_grads(False)
-        return item.reduce(gradient, device)
+    def forward(ctx: Any, shard: DTensor) -> Tensor:
+        ctx.name = describe(shard)
+        return local_tensor(shard).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
-        if gradient is None:
-            return None, None, None
-        return Gather.apply(gradient, ctx.item, "a second derivative", ctx.device), None, None  # type: ignore[no-untyped-call]  # torch's
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise UnsupportedCodeError(
+            f"a loss depends on to_local() of {ctx.name}, the rows of one rank, whose gradient nobody reduces. Use the "
+            "parameter itself, or full_tensor()."
+        )

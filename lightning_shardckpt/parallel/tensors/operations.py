@@ -14,6 +14,7 @@ from lightning_shardckpt.compat.dtensor import local_tensor, rows_of, shape_of, 
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
+from lightning_shardckpt.parallel.tensors.gather import takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks
@@ -119,7 +120,8 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         if records:
             # A checkpoint in the forward of an FSDP unit runs again outside of it, and must save plain tensors, too.
             may_run_again = uses_other_hooks() and sharding_of(first).model_mesh is None
-            return (run_gathered if plain or may_run_again else _run_as_dtensor)(func, args, kwargs)
+            is_gathered = plain or may_run_again or any(map(takes_gradients_late, tensors))
+            return (run_gathered if is_gathered else _run_as_dtensor)(func, args, kwargs)
         if any(isinstance(t, DTensor) or t.ndim or t.requires_grad for t in plain):
             return run_gathered(func, args, kwargs)
         if any(not is_equal_on_ranks(t, sharding_of(first), name) for t in plain):
@@ -203,7 +205,8 @@ def _write(
         return run_gathered(func, args, kwargs)
     check_not_leaf(target, func)
     record_numbers(name, target.shape, (*args, *kwargs.values()))
-    if records and "out" not in kwargs and all(is_alike(t, target) for t in tensors):
+    is_alone = records and "out" not in kwargs and not any(map(takes_gradients_late, tensors))
+    if is_alone and all(is_alike(t, target) for t in tensors):
         return _run_as_dtensor(func, args, kwargs)
     if records or any(
         not is_alike(t, target) and (is_sharded(t) or (t.numel() != 1 and t.shape != target.shape)) for t in tensors

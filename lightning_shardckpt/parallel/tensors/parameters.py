@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ def shard_parameters(
     root_mesh: DeviceMesh,
     device: torch.device,
     *,
-    elsewhere: Mapping[nn.Parameter, torch.device] | None = None,
     ignored: Collection[nn.Parameter] = (),
     partial: Iterable[str] = (),
     partial_group: dist.ProcessGroup | None = None,
@@ -82,7 +81,6 @@ def shard_parameters(
         data_mesh: the mesh whose last axis shards the rows; None to replace only DTensors, with their own placements.
         root_mesh: the mesh of all ranks.
         device: the device of the shards.
-        elsewhere: other devices for the shards of some parameters.
         ignored: plain parameters that stay so.
         partial: names of parameters whose gradients are partial sums over ``partial_group``.
         partial_group: the tensor-parallel ranks.
@@ -96,7 +94,7 @@ def shard_parameters(
             fqn = f"{prefix}.{name}" if prefix else name
             if old not in new:
                 _refuse_other_kinds(old, fqn)
-                new[old] = _sharded(old, data_mesh, root_mesh, (elsewhere or {}).get(old, device))
+                new[old] = _sharded(old, data_mesh, root_mesh, device)
                 new[old].__dict__[NAME] = fqn
             if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group

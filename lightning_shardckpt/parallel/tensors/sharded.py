@@ -40,6 +40,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
+from lightning_shardckpt.parallel.tensors.gather import RowsToRead, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
@@ -145,6 +146,12 @@ class ShardedTensor(DTensor):
         """Return all elements, as a plain tensor. Collective: every rank that has a shard must call it."""
         with without_torch_function():
             return gather_whole(self, "full_tensor")
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """Return this rank's rows; a backward that reaches them is refused for parameters of torch's engine."""
+        if torch.is_grad_enabled() and self.requires_grad and takes_gradients_late(self):
+            return RowsToRead.apply(self)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        return super().to_local(grad_placements=grad_placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:

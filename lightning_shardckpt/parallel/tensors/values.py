@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.torch_distributed import group_of_name
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import Gather, GatherItem
+from lightning_shardckpt.parallel.tensors.gather import GATHERED, Gather, GatherItem
 from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.placement import (
     Sharding,
@@ -40,9 +40,6 @@ _equal: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 
 PIPELINES: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Modules of pipelines with parameters of their own, and the name of the group of the stages."""
-
-GATHERED = "_shardckpt_gathered"
-"""Attribute of the autograd nodes whose outputs are tensors of `gather_whole`."""
 
 
 def sharding_of(tensor: DTensor) -> Sharding:

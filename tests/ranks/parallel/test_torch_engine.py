@@ -251,16 +251,25 @@ SCHEDULES = {
 }
 
 
-def _train_in_stages(schedule: str) -> list[str]:
+def _train_in_stages(schedule: str) -> Trained:
     options = {"pipeline_parallel_size": 2, "pipeline": SCHEDULES[schedule]}
-    return [kind for kind, _ in _train(False, "32-true", 2, **options).events]
+    return _train(False, "32-true", 2, **options)
+
+
+@pytest.fixture(scope="module")
+def without_stages() -> dict[str, Tensor]:
+    return run_ranks(2, _train, False)[0].state
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_reduces_each_unit_once_for_all_microbatches(schedule: str) -> None:
-    for kinds in run_ranks(4, _train_in_stages, schedule):
-        assert kinds.count("reduce") == BLOCKS // 2 * STEPS
+def test_a_stage_reduces_each_unit_once_for_all_microbatches(
+    schedule: str, without_stages: dict[str, Tensor]
+) -> None:
+    for trained in run_ranks(4, _train_in_stages, schedule):
+        assert [kind for kind, _ in trained.events].count("reduce") == BLOCKS // 2 * STEPS
+        expected = {name: without_stages[name] for name in trained.state}
+        torch.testing.assert_close(trained.state, expected, rtol=1e-5, atol=1e-7)  # sums in another order
 
 
 def _train_reduced() -> list[Trained]:
@@ -281,8 +290,13 @@ class Refused(pl.LightningModule):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.net, self.kept = how, Blocks(), list[Any]()
+        if how == "a late hook":
+            self.net.blocks[3].register_full_backward_hook(lambda *_: self.hook_late())  # type: ignore[arg-type,return-value]
         if how in IN_FORWARD:
             self.net.blocks[2].up.register_forward_hook(lambda module, *_: self.kept.append(IN_FORWARD[how](module)))
+
+    def hook_late(self) -> None:
+        _weights(self)[1].register_hook(torch.neg)  # type: ignore[no-untyped-call]  # torch's
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = self.net(batch).square().mean()
@@ -301,11 +315,6 @@ def _penalize(loss: Tensor, module: Refused) -> Tensor:
     return loss
 
 
-def _hook(loss: Tensor, module: Refused) -> Tensor:
-    _weights(module)[1].register_hook(lambda gradient: gradient * 2)
-    return loss
-
-
 def _backward_into(loss: Tensor, module: Refused) -> Tensor:
     loss.backward(inputs=_weights(module))
     return loss
@@ -316,7 +325,7 @@ IN_STEP: dict[str, Callable[[Tensor, Refused], Tensor]] = {
     "unused ones, too": lambda loss, module: torch.autograd.grad(loss, _weights(module), allow_unused=True)[0].sum(),
     "backward into some": _backward_into,
     "differentiated gradients": _penalize,
-    "a late hook": _hook,
+    "a late hook": lambda loss, module: loss,
 }
 IN_FORWARD: dict[str, Callable[[Any], Any]] = {
     "a kept view": lambda module: module.weight.t(),

@@ -124,7 +124,7 @@ class Case:
 CASES: dict[str, Case] = {}
 TENSOR_PARALLEL = ("tp2", "fsdp2 x tp2")
 SECOND_DERIVATIVES = dict.fromkeys(TENSOR_PARALLEL, "a backward with create_graph=True went through Linear")
-BY_FUNCTION = "grad asks for the gradient of a parameter of net"
+BY_FUNCTION = "grad asks for the gradient of net"
 COMPILED = dict.fromkeys(TENSOR_PARALLEL, "is compiled, and tensor_parallel_plan shards it")
 COMPUTED_WEIGHTS = dict.fromkeys(TENSOR_PARALLEL, "is computed from other parameters")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.twins.base import Block, Natural, case
+from tests.sweeps.twins.base import CLASSES, Block, Natural, case
 
 
 @case()
@@ -53,7 +53,7 @@ class ReadsInHook(Natural):
         self.seen += [self.norms["weight"], self.norms["bias"]]
 
 
-@case(accumulate_grad_batches=2, refused={"replicas": "norm of the gradient of a replicated parameter, while"})
+@case(accumulate_grad_batches=2, refused={"replicas": "norm of the gradient of a replicated parameter, which has"})
 class HooksWhileItAccumulates(Natural):
     def build(self) -> None:
         super().build()
@@ -148,7 +148,7 @@ class HookedBlock(Block):
         return super().forward(x)
 
 
-@case(whole="has a parameter that got a hook between forward and backward")
+@case()
 class HooksInForward(Natural):
     def build(self) -> None:
         super().build()
@@ -243,3 +243,19 @@ class OverridesTheStep(Natural):
 
     def optimizer_zero_grad(self, epoch: int, index: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
+
+
+@case()
+class PenalizesAHookedLayer(Natural):
+    """A layer that is never called: its hooked weight is only in a penalty."""
+
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Linear(6, CLASSES)
+
+    def on_fit_start(self) -> None:
+        self.extra.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        weight = self.extra.weight
+        return super().loss(batch) + (weight**2).sum() + (weight.mul(2) + weight).abs().sum()

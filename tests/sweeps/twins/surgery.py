@@ -96,7 +96,7 @@ class CentralizesInOptimizerHook(Natural):
         return optimizer
 
 
-@case(whole="backward asks for the gradient of a parameter of net")
+@case(whole="backward asks for the gradient of net")
 class BackwardIntoSome(Manual):
     """``backward(inputs=…)``: auxiliary losses that train a part."""
 
