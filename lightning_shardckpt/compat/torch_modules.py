@@ -99,17 +99,6 @@ def withhold_state(module: nn.Module, asked: Callable[[], None] = lambda: None) 
     module.__dict__["_apply"] = _Itself(module)
 
 
-def is_loading() -> bool:
-    """Return whether the caller runs inside of ``load_state_dict``, which is loading a module.
-
-    Relies on ``_load_from_state_dict``, which subclasses extend, being on the stack.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code is not nn.Module._load_from_state_dict.__code__:
-        frame = frame.f_back
-    return frame.f_back is not None
-
-
 def withholds_state(module: nn.Module) -> bool:
     """Return whether `withhold_state` was called for a module."""
     return isinstance(module.__dict__.get("_apply"), _Itself)

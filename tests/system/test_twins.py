@@ -201,7 +201,7 @@ NAMED = [
     ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
     ("pp2 x fsdp2", "GoesBackInLayers", "returns gradients for parameters that were its arguments"),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
-    ("tp2", "LoadsByAssignment", "which tensor_parallel_plan shards, was assigned a whole parameter"),
+    ("tp2", "LoadsByAssignment", "computes with a plain tensor beside a DTensor"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),
     *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
     *[one for one in REFUSED if one[0] != "pp2" and one[1] not in ("Maml", "PenaltyOnGradients", "CompiledNet")][::4],

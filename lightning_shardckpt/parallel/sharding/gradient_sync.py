@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.torch_modules import is_loading, parameter_slots, set_frame_callback
+from lightning_shardckpt.compat.torch_modules import set_frame_callback
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
@@ -35,7 +35,6 @@ from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     reduce_gradients,
 )
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import sharding_of
 
 Shared = Sequence[tuple[nn.Parameter, dist.ProcessGroup]]
 
@@ -235,7 +234,6 @@ def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Para
 
     def on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         if type(parameter) is nn.Parameter and is_watched(module) and (call := method()) is not None:
-            _refuse_whole(module, name)
             call([parameter])
 
     def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -245,35 +243,3 @@ def _watch_for_new_parameters(root: nn.Module, adopt: Callable[[Sequence[nn.Para
 
     register_module_parameter_registration_hook(on_parameter)
     register_module_module_registration_hook(on_module)
-
-
-def _refuse_whole(module: nn.Module, name: str) -> None:
-    """Raise if a plain parameter is about to replace one that tensor parallelism shards."""
-    present: Any = parameter_slots(module).get(name)
-    if isinstance(present, ShardedTensor) and sharding_of(present).model_mesh is not None:
-        error = UnsupportedCodeError(
-            f"{name} of {type(module).__name__}, which tensor_parallel_plan shards, was assigned a whole parameter. "
-            "Copy the values into the existing one (load_state_dict without assign=True, weight.data.copy_), or leave "
-            "the module out of the plan."
-        )
-        if is_loading():
-            _raise_after_load(module, error)
-        raise error
-
-
-_refused_loads = WeakSet[nn.Module]()
-"""Modules whose running load_state_dict will raise."""
-
-
-def _raise_after_load(module: nn.Module, error: UnsupportedCodeError) -> None:
-    """Raise the first error again at the end of load_state_dict, which turns earlier ones into a RuntimeError."""
-    if module in _refused_loads:
-        return
-
-    def raise_it(*_: Any) -> None:
-        hook.remove()
-        _refused_loads.discard(module)
-        raise error
-
-    _refused_loads.add(module)
-    hook = module.register_load_state_dict_post_hook(raise_it)  # type: ignore[no-untyped-call]  # torch's

@@ -180,8 +180,9 @@ class UnitForward:
                 raise
             raise UnsupportedCodeError(
                 f"{self.unit.name} computes with a plain tensor beside a DTensor: tensor_parallel_plan shards a module "
-                "in it that has plain tensors, too, such as the masks of ModelPruning and torch.nn.utils.prune. Leave "
-                "that module out of tensor_parallel_plan."
+                "in it that has plain tensors, too, such as the masks of ModelPruning and torch.nn.utils.prune, or a "
+                "whole parameter that was assigned. Copy values into the parameters that are there (load_state_dict "
+                "without assign=True, weight.data.copy_), or leave that module out of tensor_parallel_plan."
             ) from error
         finally:
             set_frame_callback(compiler)

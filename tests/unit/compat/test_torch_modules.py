@@ -34,7 +34,6 @@ from lightning_shardckpt.compat.torch_modules import (
     has_post_load_hooks,
     intercept_calls,
     is_compiled,
-    is_loading,
     keep_hooks,
     mix_in,
     non_persistent_buffers,
@@ -81,20 +80,6 @@ def test_without_state_a_part_of_a_model_neither_gives_nor_takes_nor_moves() -> 
     assert model[0].weight.dtype == torch.float64 and model[1].weight.dtype == torch.float32
     copied = copy.deepcopy(model)
     assert copied[1].double() is copied[1] and set(copied.state_dict()) == {"0.weight", "0.bias"}
-
-
-def test_it_is_known_that_a_module_is_being_loaded() -> None:
-    class Tells(nn.Linear):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if hasattr(self, "told") and name != "told":
-                self.told.append(is_loading())
-            super().__setattr__(name, value)
-
-    layer = Tells(2, 2)
-    layer.told = []
-    layer.weight = nn.Parameter(torch.ones(2, 2))
-    layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True)
-    assert layer.told == [False, True, True]
 
 
 class CallsTwice(nn.Linear):
