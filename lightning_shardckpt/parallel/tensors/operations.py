@@ -14,16 +14,13 @@ from lightning_shardckpt.compat.dtensor import local_tensor, rows_of, shape_of, 
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
-from lightning_shardckpt.parallel.tensors.gather import takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
-from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks
 from lightning_shardckpt.parallel.tensors.sharded import (
     HANDLERS,
     LEAF,
     Function,
     ShardedTensor,
-    as_sharded,
     check_not_leaf,
     is_alike,
     is_sharded,
@@ -115,13 +112,9 @@ def _run_elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         name = name_of(func)
         if name in _MOVES and (moved := _move(func, args, kwargs)) is not None:
             return moved
-        records = torch.is_grad_enabled() and name != "detach" and any(t.requires_grad for t in tensors)
+        if torch.is_grad_enabled() and name != "detach" and any(t.requires_grad for t in tensors):
+            return run_gathered(func, args, kwargs)  # autograd reaches parameters only through their gather
         plain = [t for t in tensors if not is_alike(t, first)]
-        if records:
-            # A checkpoint in the forward of an FSDP unit runs again outside of it, and must save plain tensors, too.
-            may_run_again = uses_other_hooks() and sharding_of(first).model_mesh is None
-            is_gathered = plain or may_run_again or any(map(takes_gradients_late, tensors))
-            return (run_gathered if is_gathered else _run_as_dtensor)(func, args, kwargs)
         if any(isinstance(t, DTensor) or t.ndim or t.requires_grad for t in plain):
             return run_gathered(func, args, kwargs)
         if any(not is_equal_on_ranks(t, sharding_of(first), name) for t in plain):
@@ -162,12 +155,6 @@ def _run_on_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return new_like(target, result) if is_new else _wrap_like(result, args, target)
 
 
-def _run_as_dtensor(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a function by torch's DTensor, which is right for elementwise operations on tensors sharded alike."""
-    result = func(*args, **kwargs)
-    return tuple(map(as_sharded, result)) if isinstance(result, tuple) else as_sharded(result)
-
-
 def _wrap_like(result: Any, args: tuple[Any, ...], example: DTensor) -> Any:
     """Wrap the rows in ``result`` as tensors with the sharding of ``example``; rows of an argument become that."""
     if isinstance(result, tuple):
@@ -205,9 +192,6 @@ def _write(
         return run_gathered(func, args, kwargs)
     check_not_leaf(target, func)
     record_numbers(name, target.shape, (*args, *kwargs.values()))
-    is_alone = records and "out" not in kwargs and not any(map(takes_gradients_late, tensors))
-    if is_alone and all(is_alike(t, target) for t in tensors):
-        return _run_as_dtensor(func, args, kwargs)
     if records or any(
         not is_alike(t, target) and (is_sharded(t) or (t.numel() != 1 and t.shape != target.shape)) for t in tensors
     ):

@@ -5,7 +5,8 @@ assignments to ``data``. In contrast:
 
 * An operation with plain tensors, or one that combines elements, runs on the gathered tensor, through autograd, and
   returns a plain tensor.
-* An elementwise operation on tensors with the same sharding runs on the shards, without communication.
+* An elementwise operation on tensors with the same sharding runs on the shards, without communication, unless autograd
+  records it.
 * A norm is computed from the norms of the shards.
 * An in-place operation, also on a view, changes the shards. All ranks must write the same values.
 * Random values are the ones that a single process would draw.
