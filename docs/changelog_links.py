@@ -10,4 +10,5 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Return the text of a page; of that of changes the file itself, with links from where the pages are."""
     if page.file.src_uri != "changelog.md":
         return markdown
-    return CHANGELOG.read_text(encoding="utf-8").replace("](docs/pages/", "](")
+    text = CHANGELOG.read_text(encoding="utf-8").replace("](docs/pages/", "](")
+    return text.replace("](lightning_shardckpt/FORMAT.md", "](format.md")

@@ -252,8 +252,8 @@ _SAME_MODULES = (
     "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
 )
 _SAME_READS = (
-    "A value of a sharded tensor is computed by all ranks together, so all of them must ask for it, on the same line, "
-    "not only rank zero: read it on every rank, and print or log it on one"
+    "Reading a sharded parameter is collective: every rank must execute that line, not only rank zero. So read it on "
+    "every rank, and print or log it on one"
 )
 
 
