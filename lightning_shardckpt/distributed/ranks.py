@@ -50,7 +50,8 @@ class Ranks:
         timeout_s: of each step.
         name: of this instance, the same on all ranks; by default its number.
         tuning: intervals and waits.
-        members: the ranks in the default process group, whose processes are watched; None for ranks of another store.
+        members: the ranks in the default process group, which has registered their processes; None for ranks of
+            another store, which register with each instance.
 
     Attributes:
         is_background: True if another thread than the main one takes the steps.
@@ -72,9 +73,9 @@ class Ranks:
         self._tuning = tuning
         self._members, self.is_background = members, False
         self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
-        self._watched: World | None = None if members is None else current_world()
         if store is not None:
             self._store = prefix_store(store, f"shardckpt-{next(_instances) if name is None else name}")
+            self._watched = World(self._store, rank, world) if members is None else current_world()
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -100,11 +101,9 @@ class Ranks:
 
     def _gone(self) -> dict[int, str]:
         """Return the ranks that have ended, with a sentence for each."""
-        if self._watched is None or self._members is None:
-            return {}
         self._watched.look()
-        gone = self._watched.gone
-        return {rank: gone[member] for rank, member in enumerate(self._members) if member in gone}
+        members, gone = self._members or range(self.world), self._watched.gone
+        return {rank: gone[member] for rank, member in enumerate(members) if member in gone}
 
     def wait_until_read(self, timeout_s: float = 10.0) -> None:
         """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
