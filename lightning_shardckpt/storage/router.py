@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from typing import Any
 
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
@@ -102,14 +101,14 @@ class StorageRouter:
         """Return the backend of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
         bucket = "/".join(url.split("/")[:3])
         if bucket not in self._buckets:
-            turn = partial(machine_upload_lock, self._tuning.turn_wait_s) if self._throttles else nullcontext
+            turn = machine_upload_lock if self._throttles else nullcontext
             self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, turn)
         return RemoteStorage(self._buckets[bucket])
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
         reader = self.backend(path).open(path)
-        return CachedReader(reader, self._cache, self._tuning) if self._cache is not None and is_url(path) else reader
+        return CachedReader(reader, self._cache) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
         """Return a draft of a checkpoint that will appear at ``path``.

@@ -24,16 +24,12 @@ class Tuning:
 
     # ── object stores ──
     upload_part_bytes: int = 8 << 20  # S3's minimum is 5 MiB
-    upload_threads: int = 4  # each with a part in memory
-    download_window_bytes: int = 8 << 20
-    download_threads: int = 8
 
     # ── ranks and other processes ──
     retry_attempts: int = 6  # of a request to an object store
     retry_pause_s: float = 0.2  # before the second one; later pauses double
     retry_longest_pause_s: float = 10.0
     retry_total_s: float = 120.0
-    turn_wait_s: float = 3600.0  # for another process of this machine that uploads, or downloads the same file
     host_look_s: float = 1.0  # between two checks of a waiting rank that the processes of its host live
     look_again_s: float = 0.1  # before ranks that see different checkpoints at a path look again
     rank_grace_s: float = 2.0  # a rank waits this much longer for rank 0 than rank 0 waits for the others

@@ -23,6 +23,7 @@ from lightning_shardckpt.storage.remote.store_options import open_bucket
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _FSSPEC = ("memory", "http", "https")  # protocols
+_UPLOADS = 4  # of pieces at a time, each in memory
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _first_process = list[int]()  # the process that used obstore
 
@@ -138,7 +139,7 @@ class ObjectStore:
         A small object is sent with one request, a larger one in pieces, several at a time; after an error, obstore
         aborts the upload.
         """
-        piece_bytes, threads = self._tuning.upload_part_bytes, self._tuning.upload_threads
+        piece_bytes = self._tuning.upload_part_bytes
         with self._turn(), self._call("writing", key) as bucket:
             pieces = _pieces(parts, piece_bytes)
             first, second = next(pieces, b""), next(pieces, None)
@@ -146,7 +147,7 @@ class ObjectStore:
                 bucket.put(key, first, use_multipart=False)
             else:
                 content = chain((first, second), pieces)
-                bucket.put(key, content, use_multipart=True, chunk_size=piece_bytes, max_concurrency=threads)
+                bucket.put(key, content, use_multipart=True, chunk_size=piece_bytes, max_concurrency=_UPLOADS)
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the sizes of the objects below a folder by their names relative to it.

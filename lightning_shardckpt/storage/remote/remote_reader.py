@@ -19,7 +19,6 @@ from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import make_directories, write_at
 from lightning_shardckpt.storage.protocol import Reader, read_all
 from lightning_shardckpt.storage.remote.objects import ObjectStore
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 # ── a local cache ─────────────────────────────────────────────────────────────────────────────────────────────────────
 # Local copies of a checkpoint's files are made when a file is first read, and kept.
@@ -29,6 +28,8 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{32})"')
+_WINDOW_BYTES, _THREADS = 8 << 20, 8
+_WAIT_S = 3600.0  # for another process of this machine that downloads the same file
 
 
 class CachedReader:
@@ -36,8 +37,8 @@ class CachedReader:
 
     high_latency = False
 
-    def __init__(self, reader: Reader, folder: str, tuning: Tuning = TUNING) -> None:
-        self._reader, self._tuning = reader, tuning
+    def __init__(self, reader: Reader, folder: str) -> None:
+        self._reader = reader
         root = read_all(reader, ROOT_NAME)
         match = _SAVE_ID.search(root)
         save_id = match[1].decode() if match else "unknown"
@@ -55,7 +56,7 @@ class CachedReader:
             self._reader.read_into(name, offset, target)
             return
         if name not in self._downloaded:
-            _download_file(self._reader, name, self.folder, self._tuning)
+            _download_file(self._reader, name, self.folder)
             self._downloaded.add(name)
         with closing(LocalReader(self.folder)) as local:
             local.read_into(name, offset, target)
@@ -72,7 +73,7 @@ class CachedReader:
         """Do nothing: no file stays open."""
 
 
-def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning) -> None:
+def _download_file(reader: Reader, name: str, folder: str) -> None:
     """Download a whole file into a folder, unless this or another process has already done so."""
     size, path = reader.size(name), os.path.join(folder, name)
     if _is_whole(path, size):
@@ -81,18 +82,18 @@ def _download_file(reader: Reader, name: str, folder: str, tuning: Tuning) -> No
     file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def copy_window(begin: int) -> None:
-        window = memoryview(bytearray(min(tuning.download_window_bytes, size - begin)))
+        window = memoryview(bytearray(min(_WINDOW_BYTES, size - begin)))
         reader.read_into(name, begin, window)
         write_at(file, window, begin)
 
     try:
-        if not locks.lock(file, tuning.turn_wait_s):
-            raise TimeoutError(f"another process has been downloading {path!r} for {tuning.turn_wait_s:g} s")
+        if not locks.lock(file, _WAIT_S):
+            raise TimeoutError(f"another process has been downloading {path!r} for {_WAIT_S:g} s")
         if _is_whole(path, size):  # another rank downloaded it meanwhile
             return
         os.ftruncate(file, size)
-        with ThreadPoolExecutor(tuning.download_threads) as threads:
-            list(threads.map(copy_window, range(0, size, tuning.download_window_bytes)))
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(copy_window, range(0, size, _WINDOW_BYTES)))
         os.fsync(file)  # from the rename on, a file of the right size counts as complete
         os.rename(unfinished, path)
     finally:
