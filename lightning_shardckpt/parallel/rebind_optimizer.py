@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.torch_autograd import change_parameters
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 
 
 def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:

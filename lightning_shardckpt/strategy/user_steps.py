@@ -23,9 +23,9 @@ from torchmetrics import Metric
 from lightning_shardckpt.compat.pytree import tree_map
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
+from lightning_shardckpt.parallel.pipeline.placeholder import first_placeholder, leak_error
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.pipeline.side_effects import Change, ModuleSnapshot
-from lightning_shardckpt.parallel.tensors.placeholder import first_placeholder, leak_error
 
 _HOST = torch.device("cpu")
 

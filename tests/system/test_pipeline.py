@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import FSDP, Pipeline
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from tests.support.nets import PLAN, full_state
 from tests.support.pipes import BUILDERS, MODULES, RAGGED, Case, Pipe, Trained, Twin
 from tests.support.pool import run_each, run_ranks

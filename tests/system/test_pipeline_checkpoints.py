@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import Pipeline, ShardedStrategy
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from tests.support import nets, tiny
 from tests.support.pool import run_ranks
 

@@ -29,13 +29,13 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.gates import Gate, Gates, Stub, add_gate
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.runner import LossOf, PipelineRunner
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule, resolve_schedule
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan, Where, plan_stages
 from lightning_shardckpt.parallel.sharding.fqn import check_patterns, is_inside, named_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync, build_sharing_groups
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.values import PIPELINES
 
 

@@ -26,8 +26,7 @@ from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
 from lightning_shardckpt.parallel.pipeline.p2p import Message
-from lightning_shardckpt.parallel.pipeline.stages import Where
-from lightning_shardckpt.parallel.tensors.placeholder import (
+from lightning_shardckpt.parallel.pipeline.placeholder import (
     GraphEntry,
     Placeholder,
     first_placeholder,
@@ -35,6 +34,7 @@ from lightning_shardckpt.parallel.tensors.placeholder import (
     leak_error,
     placeholder_positions,
 )
+from lightning_shardckpt.parallel.pipeline.stages import Where
 from lightning_shardckpt.system.random_generators import advance_rng, derive_rng, rng_checksum
 
 Forward = Callable[..., Any]

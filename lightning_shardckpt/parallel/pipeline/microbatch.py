@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_shardckpt.compat.pytree import tree_flatten, tree_unflatten
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.placeholder import GraphEntry, Placeholder, leak_error
+from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry, Placeholder, leak_error
 
 _PLAIN = (str, bytes, int, float, bool, complex)
 _WHOLE = (*_PLAIN, type(None), torch.dtype, torch.device)

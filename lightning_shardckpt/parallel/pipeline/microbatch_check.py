@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_shardckpt.compat.torch_modules import run_eagerly, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.replaced_functions import watch_functions
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
 _SLICES = 2  # a slice of the samples, and a part of it

@@ -23,7 +23,7 @@ from lightning_shardckpt.compat.torch_modules import buffer_slots
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import from_portable, to_portable
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, first_placeholder
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder, first_placeholder
 from lightning_shardckpt.system.random_generators import GENERATORS, generator_state, set_generator_state
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))

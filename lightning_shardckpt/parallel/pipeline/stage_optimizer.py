@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 
 _DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's message
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)

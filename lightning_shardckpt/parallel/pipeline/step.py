@@ -13,8 +13,8 @@ from lightning_shardckpt.distributed.host_numbers import HostCopy
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import Results
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
+from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry
 from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward
-from lightning_shardckpt.parallel.tensors.placeholder import GraphEntry
 
 
 class UserStep(Protocol):

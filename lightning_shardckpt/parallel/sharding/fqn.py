@@ -20,7 +20,9 @@ from lightning_shardckpt.format.clean_fqn import (
     names_peft_layers,
     shared_names,
 )
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+
+ABSENT = set[type]()
+"""Classes of parameters that stand for those of other ranks; a pipeline adds its placeholders."""
 
 
 def named_modules(root: nn.Module) -> dict[str, nn.Module]:
@@ -68,7 +70,7 @@ def own_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in parameter_slots(module).items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                if not isinstance(parameter, Placeholder):
+                if type(parameter) not in ABSENT:
                     yield f"{prefix}.{name}" if prefix else name, parameter
 
 

@@ -43,7 +43,6 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.gather import RowsToRead, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
 
@@ -52,7 +51,7 @@ Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Kind, Handler] = {}
 """The implementation of torch's functions for sharded tensors, by kind; `operations` fills it."""
 
-TAKES_PRECEDENCE: set[type] = {Placeholder}
+TAKES_PRECEDENCE = set[type]()
 """Classes whose ``__torch_function__`` is called before the one of sharded tensors."""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 _data: Any = Tensor.data

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, full_state_dict
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from tests.support.pool import run_each, run_ranks
 from tests.sweeps.twins.base import Natural

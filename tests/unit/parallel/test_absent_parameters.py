@@ -17,9 +17,9 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     copy_without_weights,
     register_placeholders,
 )
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder
 from tests.support.pool import RankFailure, run_ranks
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.absent_parameters import copy_without_weights
-from lightning_shardckpt.parallel.tensors.placeholder import (
+from lightning_shardckpt.parallel.pipeline.placeholder import (
     Placeholder,
     first_placeholder,
     in_stage_run,

@@ -20,8 +20,8 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder, in_stage_run
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
-from lightning_shardckpt.parallel.tensors.placeholder import Placeholder, in_stage_run
 
 CPU = torch.device("cpu")
 

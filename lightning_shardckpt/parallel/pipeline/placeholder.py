@@ -29,6 +29,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.fqn import ABSENT
+from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE
 
 _OWN = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device", "is_leaf", "grad_fn"})
 _OWN |= {"requires_grad", "requires_grad_", "_is_param", "__hash__"}
@@ -183,6 +185,10 @@ class Placeholder(Tensor):
         for tensor in written:
             _turn_into_placeholder(tensor, first, name)
         return iter(result) if name == "__iter__" else result
+
+
+TAKES_PRECEDENCE.add(Placeholder)
+ABSENT.add(Placeholder)
 
 
 def no_value_error(what: str, placeholder: Placeholder) -> UnsupportedCodeError:
