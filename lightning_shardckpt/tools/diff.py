@@ -27,7 +27,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ShardReader
 from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
 
-_WINDOW_BYTES = 16 << 20  # of each tensor at a time
+_WINDOW_BYTES = 8 << 20  # of each tensor at a time
 _LISTED = 20
 _ABSENT = "–"
 _SHOWN = 32

@@ -32,7 +32,7 @@ from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_windo
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 8 << 20
 _LISTED = 20
 _DIGESTED = ("model", "optimizer")  # not the trainer's tensors: random states and callbacks, some of a single rank
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
