@@ -129,22 +129,19 @@ def _describe(view: dict[str, str | None]) -> str:
     return f"no complete one ({view['problem']})" if "problem" in view else repr(view["path"])
 
 
-def needs_weights(trainer: pl.Trainer, launcher: object) -> bool:
-    """Return True if a run may need initial weights; False if it loads a checkpoint with all weights.
+def needs_weights(trainer: pl.Trainer, path: str | None) -> bool:
+    """Return True if a run that loads ``path`` may need initial weights, since the checkpoint may lack some.
 
-    With ``strict_loading=False`` a checkpoint may lack some.
+    With ``strict_loading=False`` every checkpoint may.
     """
-    path = launcher.resumes_from if isinstance(launcher, ResolvingLauncher) else None
-    path = assigned_path(trainer) if path is None else path
     if path is None or not trainer.lightning_module.strict_loading:
         return True
-    path = file_path(path)
     if not is_url(path) and not os.path.lexists(path):
         return True
     if os.path.isfile(path):
-        return leaves_out_frozen(os.fspath(path))
+        return leaves_out_frozen(path)
     try:
-        with Checkpoint(_storage_of(trainer), os.fspath(path)) as checkpoint:
+        with Checkpoint(_storage_of(trainer), path) as checkpoint:
             return any(name.startswith("frozen-state-dist-") for name in checkpoint.root.documents)
     except ShardCkptError:  # another format, or damaged: the load raises the error
         return False

@@ -62,7 +62,7 @@ from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, ResumePoint, StopPosition, begin_anew
-from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, load_checkpoint, save_checkpoint
+from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, describe_trainer, load_checkpoint
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
 from lightning_shardckpt.system.text import count_text
 
@@ -201,7 +201,7 @@ class RunCheckpoints:
 
     def needs_weights(self) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
-        return needs_weights(self._run.trainer, self._run.launcher)
+        return needs_weights(self._run.trainer, self._run.path_to_resume)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
@@ -352,8 +352,8 @@ class RunCheckpoints:
                 stacklevel=2,
             )
             return
-        position = self.stop_position.position(trainer)
-        save = partial(save_checkpoint, io, position, run.share, checkpoint, path, storage_options)
+        described = describe_trainer(checkpoint, self.stop_position.position(trainer), run.share)
+        save = partial(io.save_checkpoint, described, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:

@@ -63,18 +63,13 @@ class Loaded(NamedTuple):
     optimizers: LoadedOptimizers | None
 
 
-def save_checkpoint(
-    io: ShardCkptIO, position: Position, share: DataShare, checkpoint: dict[str, Any], path: Any, storage_options: Any
-) -> None:
-    """Write Lightning's checkpoint dict and the state of this rank. Collective: every rank must call it.
+def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict at a position, with the state of this rank alone, for ``ShardCkptIO``.
 
     Args:
-        io: attached to the ranks that save together.
+        checkpoint: Lightning's dict; it is not changed.
         position: the position in training.
         share: this rank's part of the data.
-        checkpoint: Lightning's dict; it is not changed.
-        path: of the checkpoint, the same on all ranks.
-        storage_options: as passed by Lightning.
     """
     checkpoint = dict(checkpoint)
     loops = checkpoint.get("loops")
@@ -85,8 +80,7 @@ def save_checkpoint(
         state = dict(loops["fit_loop"]["state_dict"])
         del state["combined_loader"]  # the positions of each rank have it
         checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
-    rank_state = {"place": asdict(share), **position.to_json()}
-    io.save_checkpoint({**checkpoint, RANK_STATE: rank_state}, path, storage_options)
+    return {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
 
 
 def load_checkpoint(
