@@ -238,8 +238,10 @@ def _load(
     with gc_paused(), opening as source:
         live.join(ranks)
         job = LoadJob(source, live, options.strict, pick_rank)
-        groups = ranks.step(f"joining param groups of {name}", job.groups, job.join_groups) if job.in_stages else None
-        decision = ranks.step(f"comparing {name} with the model", partial(job.match, groups), job.decide)
+        phase = f"comparing {name} with the model"
+        decision = ranks.step(phase, job.match, job.decide)
+        if decision["groups"] is not None:  # pipeline stages, and optimizer state by number
+            decision = ranks.step(phase, partial(job.match, decision["groups"]), job.decide)
         job.take(decision)
         with filling(decision["is_full"]):
             try:

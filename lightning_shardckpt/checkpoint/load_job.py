@@ -39,6 +39,8 @@ class RankComparison(TypedDict):
     casts: list[str]
     is_full: bool
     """Whether every live tensor gets a value, as far as there are no differences."""
+    groups: Groups | None
+    """This rank's param groups, if state by number needs those of all pipeline stages; then nothing was compared."""
 
 
 class LoadDecision(TypedDict):
@@ -48,6 +50,8 @@ class LoadDecision(TypedDict):
     is_full: bool
     """Whether every live tensor of all ranks gets a value."""
     sources: dict[str, list[int] | None]
+    groups: Groups | None
+    """The param groups of the whole model, for another comparison with state by number."""
 
 
 class LoadJob:
@@ -76,22 +80,6 @@ class LoadJob:
         self.settings: set[tuple[int, int, str]] = set()
         self._model: ModelMatch
 
-    @property
-    def in_stages(self) -> bool:
-        """True if optimizer state is stored by number, and pipeline stages must join their param groups to name it."""
-        stored = self.source.document("optimizer") or {}
-        return self._state.in_stages and any(optimizer["numbered"] for optimizer in stored.values())
-
-    def groups(self) -> Groups:
-        """Return the names in this rank's param groups, by optimizer. Runs on every rank."""
-        self._open()
-        names, optimizers = self._live.names, self._live.optimizers or ()
-        return [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
-
-    def join_groups(self, reports: list[Groups]) -> Groups:
-        """Return the param groups of the whole model. Runs on rank 0."""
-        return join_groups(reports, self._live.whole.parameters)
-
     def _open(self) -> None:
         """Fit the live objects and the source to each other, before they are compared."""
         if self._is_open:
@@ -119,10 +107,16 @@ class LoadJob:
             groups: the param groups of the whole model, for optimizer state by number; by default this rank's.
 
         Returns:
-            All differences of model and optimizers, and the stored param groups that each live group continues.
+            All differences of model and optimizers, and the stored param groups that each live group continues; or this
+            rank's param groups, to be joined with those of other pipeline stages.
         """
         self._open()
-        report = self._compare(self.groups() if groups is None else groups)
+        names, optimizers = self._live.names, self._live.optimizers or ()
+        own = [[[names[id(p)] for p in group["params"]] for group in one.param_groups] for one in optimizers]
+        stored = self.source.document("optimizer") if optimizers else {}
+        if groups is None and self._state.in_stages and any(one["numbered"] for one in stored.values()):
+            return {"differences": [], "sources": {}, "kept": [], "casts": [], "is_full": False, "groups": own}
+        report = self._compare(own if groups is None else groups)
         if not (self._strict and report["differences"]):
             self._read = plan_reads(self.source, self._plan())
         return report
@@ -144,6 +138,7 @@ class LoadJob:
             "kept": model.kept,
             "casts": model.casts() if model.is_loaded else [],
             "is_full": model.is_full,
+            "groups": None,
         }
 
     def decide(self, reports: list[RankComparison]) -> LoadDecision:
@@ -152,6 +147,9 @@ class LoadJob:
         Raises:
             MismatchError: listing each difference once, if ``strict``.
         """
+        if parts := [report["groups"] for report in reports if report["groups"] is not None]:
+            joined = join_groups(parts, self._live.whole.parameters)
+            return {"notes": [], "is_full": False, "sources": {}, "groups": joined}
         problems = list(dict.fromkeys(line for report in reports for line in report["differences"]))
         count = len(problems)
         listed, path = list_some(problems, _LISTED, "\n  "), repr(self.source.path)
@@ -173,7 +171,7 @@ class LoadJob:
         if casts := sorted({cast for report in reports for cast in report["casts"]}):
             notes.append(f"{path} is converted while it is read, to the dtypes of this model: {', '.join(casts)}")
         is_full = not count and all(report["is_full"] for report in reports)
-        return {"notes": notes, "is_full": is_full, "sources": sources}
+        return {"notes": notes, "is_full": is_full, "sources": sources, "groups": None}
 
     def take(self, decision: LoadDecision) -> None:
         """Take rank 0's decision."""
