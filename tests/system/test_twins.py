@@ -199,7 +199,7 @@ NAMED = [
     ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Softmax) computes something else when it is sharded"),
     *((topology, "GoesBackAlongLayers", OF_ARGUMENTS) for topology in ("fsdp2", "tp2")),
     ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
-    ("pp2 x fsdp2", "GoesBackInLayers", "returns gradients for parameters that were its arguments"),
+    ("pp2 x fsdp2", "GoesBackInLayers", "grad asks for the gradient of net."),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "computes with a plain tensor beside a DTensor"),
     ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),

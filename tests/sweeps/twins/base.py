@@ -142,8 +142,10 @@ def case(
     def register(module: M) -> M:
         key = name or module.__name__
         assert key not in CASES, key
-        by_plan = {"fsdp2 x tp2": whole} if whole else {}  # a plan shards modules that would be ignored
-        CASES[key] = Case(key, module, options, by_plan | dict(refused or {}), whole, tolerance)
+        every = dict(refused or {})
+        if whole and ("fsdp2 x tp2" not in every or "asks for the gradient" in whole):  # before a backward begins
+            every["fsdp2 x tp2"] = whole  # a plan shards modules that would be ignored
+        CASES[key] = Case(key, module, options, every, whole, tolerance)
         return module
 
     return register
