@@ -13,11 +13,11 @@ from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
 from state import State
 from turns import Missing, Way
 
+from lightning_shardckpt.checkpoint.load_targets import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.trainer_checkpoint import module_targets
 from lightning_shardckpt.system.memory import gc_paused
 
 OURS, UNSYNCED, UNVERIFIED, RESUMED = "ours", "ours, sync_files=False", "ours, verify=False", "ours, new moments"
@@ -81,7 +81,8 @@ def _load(state: State, path: str, **options: Any) -> None:
 def load_into(io: ShardCkptIO, state: State, path: str) -> None:
     """As ``ShardedStrategy`` resumes."""
     optimizers = [state.optimizer] if state.optimizer is not None else None
-    io.load_into(path, module_targets(state.model, _state_dict(state, io), optimizers, io.names), strict=True)
+    targets = LoadTargets.of_module(state.model, _state_dict(state, io), io.names, optimizers)
+    io.load_into(path, targets, strict=True)
 
 
 def way(name: str = OURS, **about: Any) -> Way:
