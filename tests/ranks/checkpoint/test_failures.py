@@ -72,7 +72,7 @@ class FaultyReader:
         self._reader, self._storage = reader, storage
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") and offset > 8:  # headers are read before, while ranks compare
             self._storage.reach("read")
         self._reader.read_into(name, offset, target)
 
