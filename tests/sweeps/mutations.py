@@ -506,8 +506,8 @@ MUTATIONS = (
         "gradients of replicas are summed, not averaged",
         STEP,
         "parallel/sharding/replicated_gradients.py",
-        "total.mul_(reduction.scale)",
-        "total",
+        "target.copy_(total.mul_(reduction.scale).view(target.shape))",
+        "target.copy_(total.view(target.shape))",
         ("ranks/parallel/test_replicas.py",),
     ),
     Mutation(
