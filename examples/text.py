@@ -76,7 +76,7 @@ class ByteTransformer(pl.LightningModule):
         self.lr, self.total_steps = lr, total_steps
 
     def configure_model(self) -> None:
-        """Layers that are built here are never whole in any process: ShardedStrategy allocates only its slices."""
+        """Layers that are built here are whole on rank 0 only, while it builds them; the others get their slices."""
         if hasattr(self, "head"):  # Lightning calls this again for each of fit, validate, test and predict
             return
         self.embed = nn.Embedding(BYTES, self.width)
