@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _T = TypeVar("_T")
+tree_unflatten = _pytree.tree_unflatten
 _LEAF = _pytree.tree_flatten(None)[1]
 _registered: set[type] = set()
 _LEAF_CLASSES = (int, float, str, bool, type(None))

@@ -26,6 +26,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIGS
 from lightning_shardckpt.storage.local.local_outputs import NewFile
+from lightning_shardckpt.storage.local.posix import write_at
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
@@ -200,7 +201,7 @@ def write_file(
     Raises:
         CorruptionError: naming file, tensor and rank.
     """
-    fill(file, _regions(stored, export.tensor_files), stored.tensors, None, advance, tuning=tuning)
+    fill(file, _regions(stored, export.tensor_files), stored.tensors, advance, tuning=tuning)
 
 
 def write_directory(
@@ -230,11 +231,11 @@ def write_directory(
             while remaining and len(batch) < _OPEN_FILES:
                 batch.append(remaining.popleft())
                 files.append(stack.enter_context(create(batch[-1].name)))
-            fill(files, _regions(stored, batch), stored.tensors, None, advance, tuning=tuning)
+            fill(files, _regions(stored, batch), stored.tensors, advance, tuning=tuning)
     for name in sorted(export.files, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
         content = export.files[name]
         with create(name) as file:
-            fill(file, [Region(0, len(content), 0, memoryview(content))], stored.tensors, None, lambda nbytes: None)
+            write_at(file, memoryview(content), 0)
 
 
 def tensor_nbytes(export: Export) -> int:
@@ -246,12 +247,12 @@ def _regions(stored: Source, batch: Sequence[OutputFile]) -> list[Region]:
     """Return the regions of some files, which are numbered in the order of ``batch``."""
     regions: list[Region] = []
     for number, file in enumerate(batch):
-        regions.append(Region(0, len(file.header), 0, memoryview(file.header), number))
+        regions.append(Region(0, len(file.header), memoryview(file.header), number))
         for tensor, begin in zip(file.tensors, file.begins, strict=True):
             stored_dtype = stored.tensors.spec(*tensor.source).dtype
             is_converted = stored_dtype != tensor.dtype and prod(tensor.shape) > 0
             conversion = plan_conversion(stored_dtype, tensor.dtype) if is_converted else None
-            regions.append(Region(begin, tensor.nbytes, 0, tensor.source, number, conversion, tensor.box))
+            regions.append(Region(begin, tensor.nbytes, tensor.source, number, conversion, tensor.box))
     return regions
 
 

@@ -1,26 +1,25 @@
 """Export to a file for ``torch.load``, with selection, renaming and dtypes.
 
 The file of a Trainer's checkpoint has Lightning's keys. The file of a nested dict of objects has the keys of the dict,
-like a file of plain Fabric.
+like a file of plain Fabric. ``torch.save`` writes it without the bytes of its tensors, which are then filled in; so it
+has no checksums of zip.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
+from lightning_shardckpt.export.plain_values import Simplifier
 from lightning_shardckpt.export.safetensors_export import plan_conversion
-from lightning_shardckpt.export.torch_archive import (
-    ZIP64_BYTES,
-    ArchivedTensor,
-    Simplifier,
-    TorchFileLayout,
-    archive_stored,
-)
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping
@@ -29,44 +28,57 @@ from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import decode, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import Region, fill
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
+_LOCAL_HEADER_BYTES = 30  # of a record of a zip archive, before its name and its extra field
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The plan of a torch file; ``changed`` describes values that had to be converted or left out."""
+    """The plan of a torch file.
 
-    archive: TorchFileLayout
+    Attributes:
+        checkpoint: the value to save, with fake tensors for stored ones.
+        regions: the bytes of its tensors, in the order in which ``torch.save`` numbers them; all begin at 0.
+        changed: descriptions of values that had to be converted or left out.
+    """
+
+    checkpoint: Any
     regions: list[Region]
     changed: list[str]
 
     @property
     def nbytes(self) -> int:
-        """Size of the content in bytes, without zip's own bytes."""
+        """Size of all tensors in bytes."""
         return sum(region.nbytes for region in self.regions)
 
 
-def plan_torch(source: Source, options: Options, zip64_bytes: int = ZIP64_BYTES) -> TorchFile:
+def plan_torch(source: Source, options: Options) -> TorchFile:
     """Plan a file that ``torch.load`` reads by default.
 
     Args:
         source: the checkpoint.
         options: the options of the export.
-        zip64_bytes: records of this size or more get zip64 fields.
 
     Raises:
         ValueError: if names collide, or an option matches no tensor.
         FormatError: if a tensor has a dtype that torch lacks.
     """
-    components = source.components()
+    components, make = source.components(), fake_tensors()
+    stored = dict[int, tuple[torch.Tensor, str, Region]]()  # by id of the fake tensor: it, its stored dtype, its bytes
 
-    def record(component: str, key: str) -> ArchivedTensor:
+    def record(component: str, key: str) -> torch.Tensor:
         spec = components[component].tensors[key]
         dtype = options.output_dtype(spec.dtype) if component == "model" else spec.dtype
-        return archive_stored(dtype, spec.shape, (component, key))
+        fake = make(spec.shape, TORCH_DTYPES.get(dtype, torch.uint8))
+        region = Region(0, fake.nbytes, (component, key))
+        if dtype != spec.dtype and region.nbytes:
+            region = replace(region, conversion=plan_conversion(spec.dtype, dtype))
+        stored[id(fake)] = fake, dtype, region
+        return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
@@ -75,16 +87,16 @@ def plan_torch(source: Source, options: Options, zip64_bytes: int = ZIP64_BYTES)
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
     _rename(checkpoint, options.mapping)
     for name, value in checkpoint.get("state_dict", {}).items():
-        if isinstance(value, ArchivedTensor):
-            check_unpacked(value.dtype, repr(name))
+        if id(value) in stored:
+            check_unpacked(stored[id(value)][1], repr(name))
     if "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1:
         for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
     checkpoint = simplifier.simplify(_restore_keys(checkpoint, options.mapping))
-    archive = TorchFileLayout(checkpoint, zip64_bytes)
-    regions = [_convert_region(source, options, region) for region in archive.regions]
-    return TorchFile(archive, regions, simplifier.changed)
+    tensors = {id(tensor): tensor for tensor in _tensors_in(checkpoint)}
+    regions = [stored[key][2] if key in stored else _region_of(tensor) for key, tensor in tensors.items()]
+    return TorchFile(checkpoint, regions, simplifier.changed)
 
 
 def write_torch(
@@ -100,17 +112,44 @@ def write_torch(
     Raises:
         CorruptionError: naming file, tensor and rank.
     """
-    fill(file, plan.regions, source.tensors, plan.archive.head, advance, tuning=tuning)
-    fill(file, [plan.archive.end()], source.tensors, None, lambda nbytes: None, tuning=tuning)
+    with open(file, "wb", closefd=False) as unfilled, torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(plan.checkpoint, unfilled)
+    begins = _find_records(file, plan.regions)
+    regions = [replace(region, begin=begin) for region, begin in zip(plan.regions, begins, strict=True)]
+    fill(file, regions, source.tensors, advance, tuning=tuning)
 
 
-def _convert_region(source: Source, options: Options, region: Region) -> Region:
-    """Return the region, with a conversion if the tensor is stored in another dtype."""
-    if isinstance(region.content, memoryview) or region.content[0] != "model" or not region.nbytes:
-        return region
-    stored = source.components()["model"].tensors[region.content[1]].dtype
-    written = options.output_dtype(stored)
-    return region if written == stored else replace(region, conversion=plan_conversion(stored, written))
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value in the order in which they are pickled. They have storages of their own."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _region_of(tensor: torch.Tensor) -> Region:
+    content = host_bytes(tensor)
+    return Region(0, len(content), content)
+
+
+def _find_records(file: int, regions: list[Region]) -> list[int]:
+    """Return where the bytes of each tensor begin in a file of ``torch.save``."""
+    begins = []
+    with open(file, "rb", closefd=False) as raw, zipfile.ZipFile(raw) as archive:
+        count = sum("/data/" in name for name in archive.namelist())
+        sizes = [archive.getinfo(f"archive/data/{number}").file_size for number in range(count)]
+        if sizes != [region.nbytes for region in regions]:
+            raise StateError("torch.save wrote other tensors than were planned: please report this")
+        for number in range(count):
+            header = archive.getinfo(f"archive/data/{number}").header_offset
+            raw.seek(header + _LOCAL_HEADER_BYTES - 4)
+            name_bytes, extra_bytes = (int.from_bytes(raw.read(2), "little") for _ in range(2))
+            begins.append(header + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
+    return begins
 
 
 def _restore_keys(checkpoint: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:

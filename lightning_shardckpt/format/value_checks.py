@@ -49,25 +49,6 @@ TORCH_NAMES = {
 }
 """The name in torch of every dtype that a checkpoint can hold, by its name in the format."""
 
-LEGACY_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""The storage class that torch.save writes into a pickle, by the dtype's name in torch.
-
-A tensor of any other dtype has an untyped storage, and its dtype beside it.
-"""
-
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Bits per element of safetensors dtypes that torch lacks. Files of other programs may have them, our files don't."""
 

@@ -1,32 +1,29 @@
 """Fill files with stored tensors in several threads; all offsets are known before a byte is read.
 
-A region is the place of a tensor in a file. In a zip archive, each region follows a head, which contains the CRC-32 of
-its bytes. One thread reads a region from start to end in windows, verifies, sums, converts and writes it, while other
-threads process the next regions; small adjacent regions form one task. No torch.
+A region is the place of a tensor in a file. One thread reads a region from start to end in windows, verifies, converts
+and writes it, while other threads process the next regions; small regions that follow one another are read and written
+together, with what lies between them in the file.
+No torch.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
-from lightning_shardckpt.transfer.shard_reader import ShardReader, clone_reader
+from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, clone_reader
 from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_windows
 
-_ALIGNMENT = 64
-
-Head = Callable[[int, int], bytes]
-"""Returns the head of a region from its number and the CRC-32 of its bytes; called once per region, from any thread."""
+_ALIGNMENT = 64  # small tensors are aligned in memory as in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +37,17 @@ class DtypeConversion:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``nbytes`` bytes of a file from ``begin`` on, after a head of ``head_nbytes``; ``box``: a part of the tensor."""
+    """``nbytes`` bytes of a file from ``begin`` on. ``content``: the bytes, or (component, key) of a stored tensor.
+
+    ``box`` is a part of the tensor; ``file`` is the number of the file.
+    """
 
     begin: int
     nbytes: int
-    head_nbytes: int
     content: memoryview | tuple[str, str]
-    """The bytes, or (component, key) of a stored tensor."""
     file: int = 0
     conversion: DtypeConversion | None = None
     box: Box | None = None
-
-    @property
-    def first(self) -> int:
-        """The offset where the head begins."""
-        return self.begin - self.head_nbytes
 
     @property
     def end(self) -> int:
@@ -62,22 +55,34 @@ class Region:
         return self.begin + self.nbytes
 
 
+class _Stored(NamedTuple):
+    region: Region
+    spec: TensorSpec
+    boxes: list[StoredBox]
+
+
+class _Piece(NamedTuple):
+    file: int
+    offset: int
+    data: memoryview
+    counted: int
+    """Bytes that are reported."""
+
+
 def fill(
     file: int | Sequence[int],
     regions: Sequence[Region],
     tensors: StoredTensors,
-    head: Head | None,
     advance: Callable[[int], Any],
     *,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Write the regions, which ascend in each file, and their heads. Nothing is synced.
+    """Write the regions, which ascend in each file. Nothing is synced.
 
     Args:
         file: the descriptor of a file, or of several, to which the regions refer by number.
         regions: the regions.
         tensors: the source of the tensors' bytes; not used by other threads meanwhile.
-        head: returns the head of a region; None if the regions have no heads, so that no CRC-32 is needed.
         advance: called with the number of bytes of regions that were written, by one thread at a time.
         tuning: buffer sizes and the number of threads.
 
@@ -85,135 +90,82 @@ def fill(
         CorruptionError: naming file, tensor and rank. The first error of any thread is raised after all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
-    output = _Output(files, advance, tuning)
-    window_bytes = tuning.fill_window_bytes
+    window_bytes, written_bytes = tuning.fill_window_bytes, [0] * len(files)
+    # the kernel lets one thread at a time write to a file; others would spin
+    writing, stopped = threading.Lock(), threading.Event()
+
+    def write(piece: _Piece) -> None:
+        with writing:
+            write_at(files[piece.file], piece.data, piece.offset)
+            written_bytes[piece.file] += len(piece.data)
+            if written_bytes[piece.file] >= tuning.writeback_bytes:
+                begin_writeback(files[piece.file])
+                written_bytes[piece.file] = 0
+            advance(piece.counted)
 
     @contextmanager
-    def open_worker() -> Iterator[Callable[[_Task], None]]:
+    def open_worker() -> Iterator[Callable[[list[_Stored] | Region], None]]:
         with clone_reader(tensors.path, tensors.reader) as reader:
             source = ShardReader(tensors.path, reader, target_bytes=window_bytes)
-            yield lambda task: task(source)
 
-    nbytes = sum(region.head_nbytes + region.nbytes for region in regions)
+            def fill_regions(task: list[_Stored] | Region) -> None:
+                for piece in _pieces(source, task, files, window_bytes):
+                    if stopped.is_set():  # another thread failed
+                        return
+                    write(piece)
+
+            yield fill_regions
+
+    nbytes = sum(region.nbytes for region in regions)
     # at most one per window; two even on one core, since one may wait for the disk
     threads = min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // window_bytes + 1)
-    tasks = _tasks(regions, tensors, output, head, window_bytes)
-    run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=output.abort)
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A region with its number and, unless its bytes are in memory, the shape, dtype and boxes of its tensor."""
-
-    number: int
-    region: Region
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    boxes: Sequence[StoredBox] = ()
-
-    def pieces(self, source: ShardReader, window_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes to write, in order; each piece is valid until the next one."""
-        content, conversion = self.region.content, self.region.conversion
-        if isinstance(content, memoryview):
-            yield from (content[at : at + window_bytes] for at in range(0, len(content), window_bytes))
-            return
-        part = self.region.box or Box.whole(self.shape)
-        for data in read_windows(source, part, self.boxes, window_bytes):
-            yield data if conversion is None else conversion.convert(data)
-
-
-_Task = Callable[[ShardReader], None]
-"""Writes one large region, or adjacent small regions."""
+    tasks = _tasks(regions, tensors, window_bytes)
+    run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=stopped.set)
 
 
 def _tasks(
-    regions: Sequence[Region], tensors: StoredTensors, output: _Output, head: Head | None, window_bytes: int
-) -> Iterator[_Task]:
-    """Yield the tasks in the order of the regions. Not thread-safe."""
-    small: list[_Item] = []
-    room = window_bytes - _ALIGNMENT
-    for number, region in enumerate(regions):
-        item = _Item(number, region)
-        if not isinstance(region.content, memoryview):
-            spec = tensors.spec(*region.content)
-            item = _Item(number, region, spec.shape, spec.dtype, tensors.boxes(*region.content))
-        is_small = region.conversion is None and region.box is None and region.end - region.first <= room
-        if small:
-            first, last = small[0].region, small[-1].region
-            follows = (region.file, region.first) == (last.file, last.end) and region.end - first.first <= room
-            if not (is_small and follows):
-                yield partial(_write_small, output, head, small)
-                small = []
-        if is_small:
-            small.append(item)
-        else:
-            yield partial(_write_large, output, head, item, window_bytes)
-    if small:
-        yield partial(_write_small, output, head, small)
-
-
-def _write_large(output: _Output, head: Head | None, item: _Item, window_bytes: int, source: ShardReader) -> None:
-    """Write one region in windows, and then its head."""
-    region, crc = item.region, 0
-    at = region.begin
-    for piece in item.pieces(source, window_bytes):
-        output.write(region.file, piece, at, counted=len(piece))
-        at += len(piece)
-        if head is not None:
-            crc = zlib.crc32(piece, crc)
-    if head is not None:
-        output.write(region.file, memoryview(head(item.number, crc)), region.first)
-
-
-def _write_small(output: _Output, head: Head | None, items: list[_Item], source: ShardReader) -> None:
-    """Write adjacent whole regions, and their heads, with one write."""
-    first, end = items[0].region.first, items[-1].region.end
-    base = first - first % _ALIGNMENT  # aligns the tensors in memory as in the file
-    requests = []
-    for item in items:
-        region, target = item.region, source.target[item.region.begin - base : item.region.end - base]
+    regions: Sequence[Region], tensors: StoredTensors, window_bytes: int
+) -> Iterator[list[_Stored] | Region]:
+    """Yield regions of bytes, one large region of a tensor, or small ones that fit a window. Not thread-safe."""
+    small, room = list[_Stored](), window_bytes - _ALIGNMENT
+    for region in regions:
         if isinstance(region.content, memoryview):
-            target[:] = region.content
-        requests += [stored.request(item.shape, target) for stored in item.boxes]
+            yield region
+            continue
+        found = _Stored(region, tensors.spec(*region.content), tensors.boxes(*region.content))
+        if region.conversion is not None or region.box is not None or region.nbytes > room:
+            yield [found]
+            continue
+        if small and (region.file != small[0].region.file or region.end - small[0].region.begin > room):
+            yield small
+            small = []
+        small.append(found)
+    if small:
+        yield small
+
+
+def _pieces(
+    source: ShardReader, task: list[_Stored] | Region, files: Sequence[int], window_bytes: int
+) -> Iterator[_Piece]:
+    """Yield what is to be written; each piece is valid until the next one."""
+    if isinstance(task, Region):
+        assert isinstance(task.content, memoryview)
+        yield _Piece(task.file, task.begin, task.content, task.nbytes)
+        return
+    (region, spec, boxes), at = task[0], task[0].region.begin
+    if len(task) == 1:
+        for data in read_windows(source, region.box or Box.whole(spec.shape), boxes, window_bytes):
+            written = data if region.conversion is None else region.conversion.convert(data)
+            yield _Piece(region.file, at, written, len(written))
+            at += len(written)
+        return
+    counted, aligned = sum(region.nbytes for region, _, _ in task), at % _ALIGNMENT
+    data = source.target[aligned : aligned + task[-1].region.end - at]
+    if counted < len(data):  # what lies between the tensors is there already
+        os.preadv(files[region.file], [data], at)
+    requests = list[Request]()
+    for region, spec, boxes in task:
+        target = data[region.begin - at : region.end - at]
+        requests += [stored.request(spec.shape, target) for stored in boxes]
     source.fetch(requests)
-    data = source.target[first - base : end - base]
-    for item in items if head is not None else ():
-        assert head is not None
-        begin = item.region.begin - first
-        text = head(item.number, zlib.crc32(data[begin : begin + item.region.nbytes]))
-        data[begin - item.region.head_nbytes : begin] = text
-    output.write(items[0].region.file, data, first, counted=sum(item.region.nbytes for item in items))
-
-
-class _AbortedError(Exception):
-    """Raised in a thread after another thread failed."""
-
-
-class _Output:
-    """Files that several threads write to."""
-
-    def __init__(self, files: Sequence[int], advance: Callable[[int], Any], tuning: Tuning) -> None:
-        self._files, self._advance, self._writeback_bytes = files, advance, tuning.writeback_bytes
-        self._advance_lock = threading.Lock()
-        self._file_locks = [threading.Lock() for _ in files]
-        self._dirty_bytes = [0] * len(files)
-        self._has_failed = False
-
-    def abort(self) -> None:
-        """Make every other thread end at its next write."""
-        self._has_failed = True
-
-    def write(self, number: int, data: memoryview, offset: int, *, counted: int = 0) -> None:
-        """Write bytes to the file with this number, and report ``counted`` of them to ``advance``."""
-        if self._has_failed:
-            raise _AbortedError
-        file = self._files[number]
-        with self._file_locks[number]:  # the kernel lets one thread at a time write to a file; others would spin
-            write_at(file, data, offset)
-            self._dirty_bytes[number] += len(data)
-            if self._dirty_bytes[number] >= self._writeback_bytes:
-                begin_writeback(file)
-                self._dirty_bytes[number] = 0
-        if counted:
-            with self._advance_lock:
-                self._advance(counted)
+    yield _Piece(region.file, at, data, counted)

