@@ -173,9 +173,9 @@ MUTATIONS = (
     Mutation(
         "on an object store, a checkpoint that appeared meanwhile is overwritten",
         ATOMIC,
-        "storage/remote/remote_storage.py",
-        "None if self._before is None else self._before.tag",
-        "self._objects.stat(key).tag",
+        "storage/remote/objects.py",
+        'mode: Any = expected or "create"',
+        'mode: Any = "overwrite"',
         ("unit/storage/test_remote.py::test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told",),
     ),
     Mutation(

@@ -46,7 +46,6 @@ KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "callbacks", "r
 KNOWS_LIGHTNING |= {"fabric", "lightning_cli"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python
-OVERRIDDEN = {"_strip_protocol"}  # fsspec's, which says that file systems override it
 # What tests use of torch, of Lightning and of examples/text.py, and has the name of something of ours.
 NAMESAKES = {"_parameters", "_modules", "_buffers", "_base", "_local_tensor"}
 NAMESAKES |= {"_C", "_threads", "_trainer", "_backward_sync_control", "_windows"}
@@ -215,7 +214,7 @@ def last_word(node: ast.expr) -> str:
 
 def private_names_of_others(nodes: list[ast.AST], own: frozenset[str]) -> Iterator[str]:
     """Yield the private names of other packages that a module imports, or asks an object for."""
-    known = own | PUBLIC_UNDERSCORES | OVERRIDDEN
+    known = own | PUBLIC_UNDERSCORES
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OTHERS:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
