@@ -174,11 +174,10 @@ def test_a_step_waits_for_the_copy_of_its_batch_alone(name: str, runs: Runs) -> 
         assert [step.waits for step in steps] == [COPY_OF_THE_BATCH] * (STEPS - 1)
 
 
-def test_a_gradient_that_comes_through_no_unit_waits_for_the_streams_of_fully_shard(runs: Runs) -> None:
-    """They may be adding to the same memory. Modules that are not sharded wait for nothing."""
-    parameters = len(list(_Penalized(frozen=False).blocks.parameters()))
+def test_a_read_outside_of_a_forward_waits_for_nothing(runs: Runs) -> None:
+    """Its gradient comes through the unit; modules that are not sharded wait for nothing, either."""
     for steps, without in zip(runs["penalized"], runs["penalized, whole"], strict=True):
-        assert [step.waits for step in steps] == [step.waits + parameters for step in without]
+        assert [step.waits for step in steps] == [step.waits for step in without] == [COPY_OF_THE_BATCH] * (STEPS - 1)
 
 
 def test_lightnings_own_strategy_waits_as_often_or_more(runs: Runs) -> None:
@@ -187,11 +186,11 @@ def test_lightnings_own_strategy_waits_as_often_or_more(runs: Runs) -> None:
 
 
 def test_a_layer_starts_one_kernel_more_than_with_fully_shard_alone(runs: Runs) -> None:
-    """And a step up to 30 more, whatever the number of layers."""
+    """And a step up to 35 more, whatever the number of layers: the tied weights are a unit of their own."""
     names = ("FSDP", "FSDP, deep", "Lightning's", "Lightning's, deep")
     for ours, deep, theirs, theirs_deep in zip(*(runs[name] for name in names), strict=True):
-        assert max(ours).kernels <= min(theirs).kernels + 30
-        assert max(deep).kernels <= min(theirs_deep).kernels + 30 + MORE_LAYERS
+        assert max(ours).kernels <= min(theirs).kernels + 35
+        assert max(deep).kernels <= min(theirs_deep).kernels + 35 + MORE_LAYERS
 
 
 @pytest.mark.parametrize(("schedule", "more"), [("gpipe", 1), ("1f1b", 2)])

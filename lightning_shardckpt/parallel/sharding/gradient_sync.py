@@ -163,7 +163,9 @@ class GradientSync:
                 together[group].append(parameter)
         for group, parameters in together.items():
             reduction = Reduction(group, dtype=self._reduce_dtype)
-            reduce_gradients(parameters, reduction, lambda p: p.grad is not None, device=self._device)
+            reduce_gradients(
+                parameters, reduction, lambda p: p.grad is not None, device=self._device, asks_host=True
+            )
         for parameter, before in self._before.items():
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)

@@ -29,7 +29,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     gradient_hooks,
     without_torch_function,
 )
-from lightning_shardckpt.distributed.host_numbers import on_device, wait_for
+from lightning_shardckpt.distributed.host_numbers import gather_numbers, on_device, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import refuse_batched, refuse_sparse
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of
@@ -232,6 +232,7 @@ def reduce_gradients(
     is_changed: Callable[[nn.Parameter], bool],
     *,
     device: torch.device | None = None,
+    asks_host: bool = False,
 ) -> None:
     """Reduce the gradients of trained parameters, many in one buffer.
 
@@ -243,6 +244,8 @@ def reduce_gradients(
         reduction: of the gradients.
         is_changed: whether this rank contributes to the gradient of a parameter.
         device: where to reduce; by default the device of the gradients.
+        asks_host: exchange over gloo which ranks contribute, where ranks usually differ in that: by default a host
+            that does not contribute everywhere waits for its device.
     """
     for alike in _group_alike(parameter for parameter in parameters if parameter.requires_grad):
         marks = [float(is_changed(parameter)) for parameter in alike]
@@ -254,7 +257,9 @@ def reduce_gradients(
         assert work is not None  # since this rank is in the group
         wait_for(work) if flat.is_cpu else work.wait()  # on a GPU, only the stream waits
         *sums, anywhere = torch.split(flat, [*(local_tensor(parameter).numel() for parameter in alike), len(marks)])
-        exist = marks if all(marks) else (anywhere != 0).tolist()  # on a GPU, waits for the device
+        if asks_host:
+            anywhere = gather_numbers(torch.tensor(marks), reduction.group).sum(0)
+        exist = marks if all(marks) else (anywhere != 0).tolist()
         for parameter, exists, total in zip(alike, exist, sums, strict=True):
             if type(parameter.grad) is _LocalGradient:
                 parameter.grad.__class__ = Tensor  # type: ignore[assignment]  # back to what it was
