@@ -93,7 +93,7 @@ def load_everything(path: str, expected: str, options: dict[str, Any]) -> None:
     rest = fabric.load(path + "/all", {"model": state["model"]})
     assert rest.keys() == {"scheduler", "step", "note"} and rest["step"] == 7
     assert differing(whole(state["model"]), full["model"]) == []
-    with pytest.raises(KeyError, match="'coconut' of the state"):
+    with pytest.raises(MismatchError, match="'coconut' of the state"):
         fabric.load(path + "/all", {"model": state["model"], "coconut": 1})
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")

@@ -352,8 +352,7 @@ def begin_in_other_ways(folder: str) -> list[str]:
     compare("bf16-true", first_of(Causal("llama"), pretrained=path, precision="bf16-true"), half)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mapping = "tests.ranks.strategy.test_pretrained:without_head"
-        mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=mapping)
+        mapped = first_of(Causal("llama"), pretrained=path, pretrained_key_mapping=without_head)
     fresh = first_of(Causal("llama"))
     compare("mapped", mapped, whole | {"model.lm_head.weight": fresh["model.lm_head.weight"]})
 
