@@ -49,7 +49,7 @@ from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, vi
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.storage.router import is_url
+from lightning_shardckpt.storage.router import check_writable, is_url
 from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.transfer.writer import write_component
 
@@ -115,6 +115,7 @@ class SaveJob:
 
     def prepare(self, describe: Callable[[], Snapshot]) -> SaveRequest:
         """Return this rank's request, which describes its state by digests. Runs on every rank."""
+        check_writable(self.path)
         snapshot = self._snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
         all_ranks = ((0, self._ranks.world),)
         tables = self._tables = {

@@ -116,13 +116,18 @@ class StorageRouter:
         Raises:
             ValueError: as ``backend`` does, and for a URL of the web, where nothing can be written.
         """
-        if path.startswith(("http://", "https://")):
-            raise ValueError(f"{path!r} can be read, but not written: save to a path or to an object store")
+        check_writable(path)
         return self.backend(path).draft(path, save_id)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``; return notes. Raises CheckpointNotFoundError."""
         return self.backend(path).remove(path)
+
+
+def check_writable(path: str) -> None:
+    """Raise a ValueError for a URL of the web, where nothing can be written."""
+    if path.startswith(("http://", "https://")):
+        raise ValueError(f"{path!r} can be read, but not written: save to a path or to an object store")
 
 
 def check_local(path: str) -> None:
