@@ -90,7 +90,9 @@ def fill(
         CorruptionError: naming file, tensor and rank. The first error of any thread is raised after all have ended.
     """
     files = tuple(file) if isinstance(file, Sequence) else (file,)
-    window_bytes, written_bytes = tuning.fill_window_bytes, [0] * len(files)
+    # a block that two windows share is read for both: of an object store, where that costs, larger windows read less
+    window_bytes = tuning.fill_window_bytes * (4 if tensors.reader.high_latency else 1)
+    written_bytes = [0] * len(files)
     # the kernel lets one thread at a time write to a file; others would spin
     writing, stopped = threading.Lock(), threading.Event()
 
