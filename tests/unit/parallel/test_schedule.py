@@ -318,7 +318,7 @@ def test_a_file_that_is_no_order_of_all_stages_is_refused(rows: list[str], said:
 def test_files_and_classes_that_are_no_schedules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="cannot be read as a CSV file"):
         resolve_schedule(str(tmp_path / "missing.csv"), 2, 1)
-    with pytest.raises(TopologyError, match="ScheduleGPipe is not a subclass of"):
+    with pytest.raises(TopologyError, match=r"Pipeline\(schedule=ScheduleGPipe\) is not a subclass of"):
         resolve_schedule(ScheduleGPipe, 2, 1)
     with pytest.raises(TopologyError, match="Wrong has ranks with"):
         resolve_schedule(Wrong, 3, 2)
