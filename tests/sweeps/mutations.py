@@ -176,7 +176,7 @@ MUTATIONS = (
         "storage/remote/objects.py",
         'mode: Any = expected or "create"',
         'mode: Any = "overwrite"',
-        ("unit/storage/test_remote.py::test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told",),
+        ("unit/storage/test_clouds.py::test_gcs_and_azure_compare_as_they_write",),
     ),
     Mutation(
         "the writer's lock is not taken",
