@@ -40,6 +40,7 @@ GUARDED = {
         *("SkipsWhatFails", "FreezesBetweenForwards", "SwapsAdaptersByBatch", "ParametrizesLate", "GanToggled"),
         *("UsesOneOfTwo", "GoesBackByItself", "RecomputesSeveralLayers", "KeepsComplexPartsNegative"),
         *("FreezesItsHeadForALoss", "HooksInForward", "HooksTied", "PenalizesAHookedLayer"),
+        "PicklesItself",
     ),
     "replicas": ("SamplesByLength",),
     "tp2": ("LooksForLinear", "PrunesLayers", "WatchesEveryModule", "RecomputesSelectively"),

@@ -41,7 +41,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
-from lightning_shardckpt.parallel.tensors.gather import RowsToRead, takes_gradients_late
+from lightning_shardckpt.parallel.tensors.gather import RECEIVER, RowsToRead, takes_gradients_late
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
@@ -173,12 +173,14 @@ class ShardedTensor(DTensor):
             "checkpoint.",
             stacklevel=2,
         )
-        kind, self.__class__ = self.__class__, DTensor  # type: ignore[assignment]  # as torch pickles it
-        try:
-            with without_torch_function():
-                return DTensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]  # torch's
-        finally:
-            self.__class__ = kind
+        with without_torch_function(), torch.no_grad():
+            alias: Any = new_like(self, local_tensor(self))
+            alias.requires_grad_(self.requires_grad)
+            if is_marked_as_parameter(self):
+                mark_as_parameter(alias)
+            alias.__dict__.update((name, value) for name, value in self.__dict__.items() if name != RECEIVER)
+            alias.__class__ = DTensor  # as torch pickles it
+            return DTensor.__reduce_ex__(alias, protocol)  # type: ignore[no-untyped-call]  # torch's
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (

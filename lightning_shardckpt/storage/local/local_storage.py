@@ -235,8 +235,8 @@ class LocalDraft:
         """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
 
         Raises:
-            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or if
-                another process is saving to it.
+            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or is a
+                link that can't be replaced in one step, or if another process is saving to it.
             PermissionError: if neither the target nor its parent can be written.
         """
         check_replaceable(self._target)
@@ -268,9 +268,14 @@ class LocalDraft:
 
     def _make_directory(self, path: str) -> None:
         os.mkdir(path)
-        is_exchanged = os.path.isdir(self._target) and not os.path.islink(self._target)
-        if is_exchanged and not can_exchange(path, self._storage.rename):
-            raise NotReplaceableError(errno.EOPNOTSUPP, "the file system can't exchange two names", self._target)
+        if not os.path.isdir(self._target) or can_exchange(path, self._storage.rename):
+            return
+        if os.path.islink(self._target):
+            raise FileExistsError(
+                f"{self._target!r} is a link, and the file system can't exchange it for a directory in one step: "
+                "delete the link, or save to another path"
+            )
+        raise NotReplaceableError(errno.EOPNOTSUPP, "the file system can't exchange two names", self._target)
 
     def _fill_in_place(self) -> None:
         self._directory, self.prefix = self._target, prefix_of(self._save_id)

@@ -327,8 +327,7 @@ def scenarios(*worlds: int) -> Iterator[Scenario]:
         by = f", {world} rank{'s' * (world > 1)}"
         for kind in (_FIRST, _REPLACE, _FILL, _REFILL, _UNSYNCED, _ROTATE, _LINK, _OVER_LINK):
             yield replace(kind, name=kind.name + by, world=world)
-        for kind in (_REPLACE, _OVER_LINK):
-            yield replace(kind, name=f"{kind.name} without an exchange of names{by}", world=world, exchange=False)
+        yield replace(_REPLACE, name=f"{_REPLACE.name} without an exchange of names{by}", world=world, exchange=False)
         for kind in (_DELETE, _CONSOLIDATE, _BY_THREADS, _EXPORT):
             yield replace(kind, name=kind.name + by, prepared_by=world)
 

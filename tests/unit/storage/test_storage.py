@@ -263,11 +263,14 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-def test_saving_to_a_link_replaces_the_link_and_keeps_what_it_names(path: str, swapping: LocalStorage) -> None:
+def test_saving_to_a_link_replaces_the_link_and_keeps_what_it_names(path: str) -> None:
     other = os.path.join(os.path.dirname(path), "other.ckpt")
-    put(swapping, other, a=b"other")
+    put(LOCAL, other, a=b"other")
     os.symlink("other.ckpt", path)
-    put(swapping, path, OTHER_ID, a=b"new")
+    with pytest.raises(FileExistsError, match="is a link, and the file system can't exchange it"):
+        put(LOCAL_WITHOUT_FLAGS, path, OTHER_ID, a=b"new")
+    assert os.readlink(path) == "other.ckpt" and content(LOCAL, path)["a"] == b"other"
+    put(LOCAL, path, OTHER_ID, a=b"new")
     assert not os.path.islink(path)
     assert (content(LOCAL, path)["a"], content(LOCAL, other)["a"]) == (b"new", b"other")
     assert beside(path) == ["other.ckpt"]
