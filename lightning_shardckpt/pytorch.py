@@ -164,7 +164,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert isinstance(self._launcher, ResolvingLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
-        share, meeting_s = DataShare.of(self._meshes), self.tuning.exception_meeting_s
+        share, meeting_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
         run = TrainerRun(self._trainer, self._launcher, self._ranks, share, meeting_s)
         self._run = RunCheckpoints(run, StopPosition() if self._run is None else self._run.stop_position)
 

@@ -265,10 +265,10 @@ class Ranks:
 
     def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
         key, started = f"{self._count}/answer", time.monotonic()
-        signs = [f"{self._count}/0", f"{self._count}/leading"]
+        reports = [f"{self._count}/0", f"{self._count}/leading"]
         try:
             look, longest_s = partial(get_if_set, store, key), timeout_s + self._tuning.rank_grace_s
-            if (text := self._wait(store, look, longest_s, phase, signs)) is not None:
+            if (text := self._wait(store, look, longest_s, phase, reports)) is not None:
                 return text
             problem = "it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
@@ -279,16 +279,16 @@ class Ranks:
         raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
 
     def _wait(
-        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, signs: Iterable[str] = ()
+        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, reports: Iterable[str] = ()
     ) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each key of ``signs``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits for
-        this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
+        Each key of ``reports``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits
+        for this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
         busy, and it serves a request of rank 0 only after one of each other rank. Rank 0 polls as often as one of few
         ranks.
         """
-        signs, seen = list(signs), set[str]()
+        reports, seen = list(reports), set[str]()
         checked_at = time.monotonic()
         began, deadline = checked_at, checked_at + timeout_s
         polling = self.world if self.rank else 1
@@ -303,8 +303,8 @@ class Ranks:
                 self._answer_for_gone_ranks(store)
                 if self._members is not None and not self.is_background:
                     look_for_notices(phase, self._members, seen)
-                while signs and store.check([signs[0]]):
-                    del signs[0]
+                while reports and store.check([reports[0]]):
+                    del reports[0]
                     deadline = now + timeout_s
             if now >= deadline:
                 return look()

@@ -4,8 +4,8 @@ NCCL does not notice that a peer is gone: the others would wait in a collective 
 So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
 processes of its host live, and which reports there are in the store: of a dead process, of a rank that ends with an
 uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the same run.
-The others read the report, wait ``exception_meeting_s`` in case they fail with an error of their own, log it, and abort
-the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the process
+The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log it, and
+abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the process
 group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a machine
 whose processes no other rank sees: the launcher ends the job then.
 
@@ -240,7 +240,7 @@ class World:
         rank, text = json.loads(report)
         waited_s = time.monotonic() - self._reports.setdefault(key, time.monotonic())
         # this rank may yet end with an error of its own
-        if rank == self.rank or (rank is not None and not at_once and waited_s < self._tuning.exception_meeting_s):
+        if rank == self.rank or (rank is not None and not at_once and waited_s < self._tuning.exception_agreement_s):
             return
         sentence = text if rank is None else f"rank {rank} {text}"
         if key == "lost":
@@ -415,5 +415,5 @@ def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
         return
     waits = Worker(partial(torch.get_device_module(device).synchronize, device), name="shardckpt-device", daemon=True)
     waits.start_or_run()
-    if not waits.has_ended(tuning.exception_meeting_s):
+    if not waits.has_ended(tuning.exception_agreement_s):
         abort_accelerators()

@@ -185,25 +185,25 @@ class BatchAgreement:
             Exception: as in `Ranks.step`.
         """
         self._batches, self._met_s = 0, time.monotonic()
-        votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
+        reports = written_numbers.reports(meshes.pipeline_rank, meshes.topology.pipeline)
         sample = self.values.sample(device) if self.values is not None else None
         self._due = None
-        numbers = [*votes, *_encode_digest(sample, meshes)]
+        numbers = [*reports, *_encode_digest(sample, meshes)]
         maxima = ranks.step("comparing written numbers", lambda: numbers, _maxima)
-        _check(maxima[: len(votes)], maxima[len(votes) :], sample, meshes)
+        _check(maxima[: len(reports)], maxima[len(reports) :], sample, meshes)
 
     def _meet(self, is_told: bool, meshes: Meshes, device: torch.device) -> tuple[bool, float]:
         """Return True if a rank was told to stop, and the seconds per batch on the slowest rank; equal on all ranks."""
         now, batches = time.monotonic(), max(self._batches, 1)
         elapsed_us = int((now - self._met_s) * 1e6)
         self._batches, self._met_s = 0, now
-        votes = written_numbers.votes(meshes.pipeline_rank, meshes.topology.pipeline)
+        reports = written_numbers.reports(meshes.pipeline_rank, meshes.topology.pipeline)
         sample = self.values.sample(device) if self.values is not None else None
         if device.type != "cpu":
             sample, self._due = self._due, sample
-        numbers = torch.tensor([int(is_told), elapsed_us, *votes, *_encode_digest(sample, meshes)])
+        numbers = torch.tensor([int(is_told), elapsed_us, *reports, *_encode_digest(sample, meshes)])
         stop, longest_us, *maxima = max_over_ranks(numbers).tolist()
-        _check(maxima[: len(votes)], maxima[len(votes) :], sample, meshes)
+        _check(maxima[: len(reports)], maxima[len(reports) :], sample, meshes)
         return bool(stop), longest_us / batches / 1e6
 
 
@@ -226,7 +226,7 @@ def _maxima(rows: list[list[int]]) -> list[int]:
 
 
 def _encode_digest(sample: Sample | None, meshes: Meshes) -> list[int]:
-    """Return numbers for a maximum over all ranks, as `written_numbers.votes`, with a slot per data-parallel group."""
+    """Return numbers for a maximum over all ranks, as `written_numbers.reports`, a slot per data-parallel group."""
     if sample is None:
         return []
     digest, tensor = int(sample.digest.read()), meshes.topology.tensor

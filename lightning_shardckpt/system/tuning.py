@@ -38,7 +38,7 @@ class Tuning:
     watch_s: float = 5.0  # between two looks of a rank for others that are lost; each takes about five requests
     agreement_s: float = 0.25  # between two agreements of training ranks whether to end; each takes 1 ms
     agreement_batches: int = 16  # ... at most, in case later batches take longer
-    exception_meeting_s: float = 10.0  # within which all ranks that got the same exception start to save
+    exception_agreement_s: float = 10.0  # within which all ranks that got the same exception start to save
     error_delivery_s: float = 2.0  # that rank 0 waits for the others to read an error
 
 

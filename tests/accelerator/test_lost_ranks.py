@@ -22,7 +22,7 @@ from tests.support.tiny import TinyLM, loader, trainer
 
 pytestmark = pytest.mark.gpu
 
-QUICK = Tuning(watch_s=0.1, exception_meeting_s=0.3)
+QUICK = Tuning(watch_s=0.1, exception_agreement_s=0.3)
 KILLED = "rank 1 is lost: its process, pid "
 
 

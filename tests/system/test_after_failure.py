@@ -39,7 +39,7 @@ class Net(pl.LightningModule):
 def run_twice(strategy: dict[str, Any], failing: list[int], first: str) -> list[str]:
     """Run until it fails, then fit another module; return both ends."""
     ends, rows = [], DataLoader(torch.ones(16, 4), batch_size=2)  # type: ignore[arg-type]  # a Sequence does
-    tuning = Tuning(watch_s=0.05, exception_meeting_s=0.5)
+    tuning = Tuning(watch_s=0.05, exception_agreement_s=0.5)
     for name, ranks in ((first, failing), ("fit", [])):
         trainer = tiny.trainer(strategy | {"timeout_s": 600.0}, tuning, max_epochs=1)
         try:

@@ -31,7 +31,7 @@ from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run, run_new
 
-TUNING = Tuning(watch_s=0.2, exception_meeting_s=0.5)
+TUNING = Tuning(watch_s=0.2, exception_agreement_s=0.5)
 PIPELINE = {"pipeline_parallel_size": 2, "pipeline": Pipeline(layers=["blocks.*"])}
 TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 

@@ -55,7 +55,7 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
         "every step": [ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1)],
     }[saver]
     run = tiny.trainer({}, max_steps=6, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=bool(callbacks))
-    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.2)  # nobody is to come
+    run.strategy.tuning = replace(TUNING, exception_agreement_s=0.2)  # nobody is to come
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

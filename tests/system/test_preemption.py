@@ -41,7 +41,7 @@ def terminated(strategy: dict[str, Any], directory: str, ranks: list[int]) -> tu
     module = tiny.TinyLM()
     callbacks = [Terminate(ranks, 2), OnExceptionCheckpoint(directory, "ended")]
     run = tiny.trainer(strategy, max_steps=9, limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True)
-    run.strategy.tuning = replace(TUNING, exception_meeting_s=0.0, agreement_s=0.0)  # all agree
+    run.strategy.tuning = replace(TUNING, exception_agreement_s=0.0, agreement_s=0.0)  # all agree
     with pytest.raises(SystemExit):
         run.fit(module, tiny.loader())
     assert signal.getsignal(signal.SIGTERM) == before
@@ -148,7 +148,7 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
         keeps = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
         callbacks = [TerminateSomewhere(ranks, step, hook), keeps, OnExceptionCheckpoint(folder, "ended")]
         options: dict[str, Any] = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io]}
-        patient = replace(TUNING, exception_meeting_s=60.0, agreement_s=0.0)  # a rank may be behind on a busy machine
+        patient = replace(TUNING, exception_agreement_s=60.0, agreement_s=0.0)  # a rank may be behind on a busy machine
         run = tiny.trainer({}, patient, max_steps=12, enable_checkpointing=True, **options)
         with pytest.raises(SystemExit):
             run.fit(tiny.TinyLM(), tiny.loader())

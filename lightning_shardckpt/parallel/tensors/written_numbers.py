@@ -28,7 +28,7 @@ def record_numbers(name: str, shape: Sequence[int], values: Sequence[Any]) -> No
         _Numbers.mark = hash((_Numbers.mark, *numbers)) & _BITS
 
 
-def votes(stage: int, stages: int) -> list[int]:
+def reports(stage: int, stages: int) -> list[int]:
     """Return numbers whose maxima over all ranks show whether the ranks of each stage recorded the same."""
     own = [NOTHING] * (2 * stages)
     own[2 * stage], own[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
@@ -36,7 +36,7 @@ def votes(stage: int, stages: int) -> list[int]:
 
 
 def differ(maxima: list[int]) -> bool:
-    """Return whether ranks of a stage recorded different numbers, given the maxima of `votes`.
+    """Return whether ranks of a stage recorded different numbers, given the maxima of `reports`.
 
     >>> differ([5, -5, NOTHING, NOTHING]), differ([7, -5])
     (False, True)

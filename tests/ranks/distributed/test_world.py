@@ -25,7 +25,7 @@ from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks
 
-QUICK = Tuning(watch_s=0.01, exception_meeting_s=0.05, error_delivery_s=0.1)
+QUICK = Tuning(watch_s=0.01, exception_agreement_s=0.05, error_delivery_s=0.1)
 SIZE = 4
 
 
