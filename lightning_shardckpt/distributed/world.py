@@ -5,8 +5,8 @@ So each rank looks every few seconds, in a daemon thread from its first run or `
 processes of its host live, and which reports there are in the store: of a dead process, of a rank that ends with an
 uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the same run.
 The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log it, and
-abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the process
-group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a machine
+abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the
+process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a machine
 whose processes no other rank sees: the launcher ends the job then.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
