@@ -6,8 +6,8 @@ processes of its host live, and which reports there are in the store: of a dead 
 uncaught exception, also between two runs, and of one that leaves a run with an error, for the ranks in the same run.
 The others read the report, wait ``exception_agreement_s`` in case they fail with an error of their own, log it, and
 abort the communicators of their accelerator. Gloo's can't be aborted: collectives there wait until the timeout of the
-process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a machine
-whose processes no other rank sees: the launcher ends the job then.
+process group, but waits of this package end. A rank that is slow, stopped or in a debugger is waited for, and so is a
+machine whose processes no other rank sees: the launcher ends the job then.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
 epoch, which can't end without it, reports that.
