@@ -128,20 +128,25 @@ def fill(
 def _tasks(
     regions: Sequence[Region], tensors: StoredTensors, window_bytes: int
 ) -> Iterator[list[_Stored] | Region]:
-    """Yield regions of bytes, one large region of a tensor, or small ones that fit a window. Not thread-safe."""
+    """Yield regions of bytes, one large region of a tensor, or small ones that fit a window. Not thread-safe.
+
+    Small ones are neighbours: between them lies no region that another thread could be writing.
+    """
     small, room = list[_Stored](), window_bytes - _ALIGNMENT
     for region in regions:
+        is_alone = region.conversion is not None or region.box is not None or region.nbytes > room
+        is_alone |= isinstance(region.content, memoryview)
+        if small and (is_alone or region.file != small[0].region.file or region.end - small[0].region.begin > room):
+            yield small
+            small = []
         if isinstance(region.content, memoryview):
             yield region
             continue
         found = _Stored(region, tensors.spec(*region.content), tensors.boxes(*region.content))
-        if region.conversion is not None or region.box is not None or region.nbytes > room:
+        if is_alone:
             yield [found]
-            continue
-        if small and (region.file != small[0].region.file or region.end - small[0].region.begin > room):
-            yield small
-            small = []
-        small.append(found)
+        else:
+            small.append(found)
     if small:
         yield small
 

@@ -147,6 +147,21 @@ def test_windows_of_any_size_make_the_same_files(saved: Path, tmp_path: Path, mo
     assert [k for k, t in converted.items() if not same_numbers(t, found[k])] == []
 
 
+def test_threads_write_each_byte_of_a_file_once(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning, pwrite, written = in_small_windows(monkeypatch, 3000), os.pwrite, list[tuple[int, int]]()
+
+    def recorded(file: int, data: Any, offset: int) -> int:
+        written.append((offset, count := pwrite(file, data, offset)))
+        return count
+
+    monkeypatch.setattr("os.pwrite", recorded)
+    options = Options(format="safetensors", dtype="bfloat16", **NO_C128)  # some tensors are converted
+    file = write_export(saved, tmp_path / "a.safetensors", options, tuning=tuning)
+    written.sort()
+    assert [begin for begin, _ in written] == [0, *itertools.accumulate(count for _, count in written)][:-1]
+    assert sum(count for _, count in written) == file.stat().st_size
+
+
 def test_damage_is_an_error_that_names_the_file_and_leaves_nothing_behind(copy: Path) -> None:
     victim = copy / "model-dist-00003-shard-00001.safetensors"
     index = json.loads((copy / "model-meta-dist-00003.index.json").read_text())["metadata"]

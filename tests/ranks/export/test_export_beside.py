@@ -129,8 +129,8 @@ def test_the_next_save_waits_for_the_export_and_a_removal_takes_it_along(tmp_pat
 def test_a_module_without_a_model_of_transformers_is_saved_with_a_warning(tmp_path: Path) -> None:
     io, module = ShardCkptIO(export="huggingface"), torch.nn.Linear(2, 2)
     io.attach(Ranks.alone(), module, {})
-    io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match="not exported for transformers: .* no model of transformers"):
+        io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
         io.wait()
     assert verify(tmp_path / "a.ckpt").findings == ()
     with pytest.raises(ValueError, match='export is "huggingface" or None'):
