@@ -49,7 +49,7 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
 from lightning_shardckpt.strategy.fabric_modules import (
     BackwardSyncControl,
     SetUpModules,
@@ -143,8 +143,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         self._enable_async()
         written_numbers.reset_numbers()
-        if self.topology.data_parallel > 1:
-            self._agreement.values = ReplicatedValues()
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
         if self.meshes.data_parallel_group.size() < self.world_size:  # metrics would count replicas of samples, too
@@ -173,8 +171,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if self.topology.tensor > 1 and self._build.only_first:
             broadcast_rng(self.meshes.tensor_group)  # the script may have initialised what rank 0 alone has
         self._sharded.add(sharded)
-        if self._agreement.values is not None:
-            self._agreement.values.add(sharded.root)
         return ShardedForward(sharded, lambda: self._running)
 
     @override
@@ -205,7 +201,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             tensor = tensor.full_tensor()
         stepped, self._stepped = self._stepped, None
         if not self._is_alone and any(not sharded.gradients.is_blocked for sharded in self._sharded):
-            self._agreement.should_stop(False, self.meshes, self.root_device, self.tuning)
+            self._agreement.should_stop(False, self.meshes, self.tuning)
         with ExitStack() as stack:
             stack.enter_context(allow_backward())
             if stepped is None:
@@ -348,7 +344,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
         ((objects, whole, names),) = described
         if not self._is_alone:
-            self._agreement.meet(self._ranks, self.meshes, self.root_device)
+            compare_ranks((one.root for one in self._sharded), self._ranks, self.meshes, parameters=False)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
 
         def collect() -> None:

@@ -62,7 +62,7 @@ from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, ReplicatedValues
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
 from lightning_shardckpt.strategy.epoch_ends import compare_epoch_ends
 from lightning_shardckpt.strategy.lightning_module import (
@@ -298,19 +298,17 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Return True if any rank was told to stop. Collective: every rank of the world must call it."""
         if self._is_alone:
             return is_preempted
-        return self._agreement.should_stop(is_preempted, self.meshes, self.root_device, self.tuning)
+        return self._agreement.should_stop(is_preempted, self.meshes, self.tuning)
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, *, parameters: bool) -> None:
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""
         if not self._is_alone:
-            self._agreement.meet(self._ranks, self.meshes, self.root_device)
+            compare_ranks([self._module], self._ranks, self.meshes, parameters=parameters)
             self._steps.check_draws()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.stop_position.reset()
-        if self._agreement.values is not None and batch_idx == 0:
-            self._agreement.values.begin()
         note_batch(*batches_begun(self._trainer))
         self._check_preemption()
         self._steps.begin_batch(batch, batch_idx)
@@ -495,7 +493,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     ) -> None:
         """Write this rank's slices. Collective: every rank must call it, with the same path."""
         if not self._trainer.interrupted:
-            self._compare_ranks()
+            self._compare_ranks(parameters=False)  # the save compares them
         self._checkpoints.save(self._attached_io(), checkpoint, filepath, storage_options)
 
     @override
@@ -520,8 +518,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def on_train_start(self) -> None:
         check_loaded([self._module])
-        is_shared = self.topology.data_parallel > 1
-        self._agreement.values = ReplicatedValues([self._module]) if is_shared else None
         self._undo_training.close()  # of a trial run in this fit
         self._undo_training.callback(self._preemption.watch(self._trainer))
         check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
@@ -531,7 +527,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def on_train_end(self) -> None:
-        self._compare_ranks()
+        self._compare_ranks(parameters=True)
         if is_accumulating(self._trainer):  # it ended before the last of the accumulated batches
             self.sharded.gradients.finish_passes()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shardckpt.distributed.host_numbers import gather_numbers
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_gradients
-from lightning_shardckpt.strategy.batch_agreement import ReplicatedValues, refuse_difference
+from lightning_shardckpt.parallel.sharding.mesh import build_meshes, resolve_topology
+from lightning_shardckpt.strategy.batch_agreement import compare_ranks
 from tests.support.pool import run_ranks
 
 
@@ -72,15 +74,23 @@ def test_batches_in_another_order_are_told_apart() -> None:
         assert [name for name, text in said.items() if text] == [*said][1:]
 
 
-def compare_buffers() -> str:
-    module = nn.Module()
+def compare_values(how: str) -> str:
+    module, is_changed = nn.Linear(2, 2), dist.get_rank() == 1
     table = torch.arange(64.0)
-    module.register_buffer("table", table.roll(2) if dist.get_rank() else table)
-    values = ReplicatedValues([module])
-    values.begin()
-    look = values.sample(torch.device("cpu"))
-    return "" if torch.equal(*gather_numbers(look.digest.read())) else raised(refuse_difference, look)
+    module.register_buffer("table", table.roll(2) if is_changed and how == "table" else table)
+    module.register_buffer("passing", torch.full((2,), float(dist.get_rank())), persistent=False)
+    with torch.no_grad():
+        module.weight.fill_(is_changed and how == "weight").mul_(1.5)
+        module.bias.zero_()
+    meshes = build_meshes(resolve_topology(2, shard=1, replicate=2, tensor=1, pipeline=1), "cpu")
+    try:
+        compare_ranks([module], Ranks.of_default_group(), meshes, parameters=True)
+    except UnsupportedCodeError as error:
+        return str(error)
+    return ""
 
 
-def test_buffers_in_another_order_are_told_apart() -> None:
-    assert all(text.startswith("table differs between") for text in run_ranks(2, compare_buffers))
+@pytest.mark.parametrize("how", ["", "table", "weight"])
+def test_values_that_differ_between_data_parallel_ranks_are_named(how: str) -> None:
+    for said in run_ranks(2, compare_values, how):
+        assert said.startswith(f"{how} differs between the data-parallel ranks") if how else said == ""

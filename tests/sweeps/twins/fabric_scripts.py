@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -309,7 +310,7 @@ def scales_by_its_own_loss(loop: Loop) -> None:
 
 @script()
 def keeps_a_mean(loop: Loop) -> None:
-    """A running mean of the rank's own batches, in a buffer."""
+    """A running mean of the rank's own batches, in a buffer; a save compares it."""
     net = loop.net()
     net.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
     model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
@@ -318,6 +319,8 @@ def keeps_a_mean(loop: Loop) -> None:
         loop.fabric.backward(F.cross_entropy(model(batch[0] - net.mean), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        loop.fabric.save(f"{folder}/state", {"net": model})
 
 
 @script()
