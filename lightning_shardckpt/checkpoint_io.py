@@ -29,7 +29,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     SaveOptions,
 )
 from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import run_info
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.distributed.ranks import Ranks

@@ -26,7 +26,7 @@ from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_mod
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, ShardCkptError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.match import has_weights_only
+from lightning_shardckpt.sources.model_names import has_weights_only
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, Pickled, lost_values

@@ -13,7 +13,7 @@ from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
 from state import State
 from turns import Missing, Way
 
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.distributed.ranks import Ranks

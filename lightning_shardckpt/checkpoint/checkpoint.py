@@ -19,8 +19,8 @@ import torch
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
-from lightning_shardckpt.checkpoint.load_job import LoadJob
-from lightning_shardckpt.checkpoint.load_targets import LoadState
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadState, RankComparison
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differing
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
@@ -176,7 +176,7 @@ class LoadResult:
 
 def load(
     path: str,
-    live: LoadState,
+    live: LoadTargets | LoadState,
     *,
     ranks: Ranks,
     options: LoadOptions = _LOAD_DEFAULTS,
@@ -192,7 +192,7 @@ def load(
 
     Args:
         path: the checkpoint or file, or a URL.
-        live: the live objects to fill; ``LoadTargets`` if every rank knows them.
+        live: the live objects to fill; a ``LoadState`` if the ranks must agree on them first.
         ranks: the ranks that load together.
         options: the options of the load.
         filling: makes the context in which live tensors change, given whether all of them get a value. If it is left
@@ -225,7 +225,7 @@ def restarted_if_replaced(read: Callable[[], _T]) -> _T:
 
 def _load(
     path: str,
-    live: LoadState,
+    live: LoadTargets | LoadState,
     ranks: Ranks,
     options: LoadOptions,
     filling: Filling,
@@ -234,23 +234,32 @@ def _load(
 ) -> LoadResult:
     name = f"checkpoint {path!r}"
     verify, safe = options.verify, options.weights_only
-    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, live=live)
+    state = None if isinstance(live, LoadTargets) else live
+    opening = open_on_ranks(path, ranks=ranks, storage=storage, verify=verify, weights_only=safe, live=state)
     with gc_paused(), opening as source:
-        live.join(ranks)
-        job = LoadJob(source, live, options.strict, pick_rank)
+        if state is not None:
+            state.join(ranks)
+        jobs = list[LoadJob]()
+
+        def compare() -> RankComparison:
+            targets = live if isinstance(live, LoadTargets) else live.targets()
+            jobs.append(LoadJob(source, targets, strict=options.strict, pick_rank=pick_rank))
+            return jobs[0].match()
+
         phase = f"comparing {name} with the model"
-        decision = ranks.step(phase, job.match, job.decide)
+        decision = ranks.step(phase, compare, lambda reports: jobs[0].decide(reports))
+        (job,), notes = jobs, decision["notes"]
         if decision["groups"] is not None:  # pipeline stages, and optimizer state by number
             decision = ranks.step(phase, partial(job.match, decision["groups"]), job.decide)
-        job.take(decision)
+            notes = decision["notes"]
         with filling(decision["is_full"]):
             try:
-                ranks.step(f"reading {name}", job.fill, _nothing)
+                ranks.step(f"reading {name}", lambda: notes.extend(job.fill(decision["sources"])), _nothing)
             except OSError as error:
                 if error.errno == errno.ESTALE and not decision["is_full"]:  # a new start may leave a mix of two saves
                     raise CorruptionError(f"{name}, after some tensors were filled: {error.strerror}") from error
                 raise
-        return LoadResult(job.trainer, job.extra_state, job.notes, job.hooked, job.settings)
+        return LoadResult(job.trainer, job.extra_state, notes, job.hooked, job.settings)
 
 
 def load_full(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
 from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.nested_save import check_state
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
@@ -23,9 +23,8 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.match import fit_to, map_names
+from lightning_shardckpt.sources.model_names import fit_names, has_weights_only, map_names, parameters_of
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.source_view import parameters_of
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.load_hooks import LoadHooks, load_remaining, loaded_state_dict
@@ -93,11 +92,6 @@ class NestedLoad:
 
     # --- agreement, in the order of the calls ---
 
-    @property
-    def in_stages(self) -> bool:
-        """True if a strategy names the parameters, which knows those of all stages."""
-        return self._name is not None
-
     def look(self) -> tuple[str, list[str]]:
         """Return a digest of the names in this rank's state, and the keys of its objects.
 
@@ -149,6 +143,7 @@ class NestedLoad:
             trainer_tensors={key_of(path): tensor.detach() for path, tensor in objects.tensors.items()},
             like=sharded_tensors(objects),
             remedy="Pass strict=False",
+            in_stages=self._name is not None,
             has_model=bool(objects.modules),
             hooks=LoadHooks.of(objects.named, self._state_dict),
         )
@@ -196,8 +191,9 @@ class NestedLoad:
             live_prefixes = {common: ""}
         mapping, move = KeyMapping.of(self._key_mapping), partial(_move_prefix, prefixes=live_prefixes)
         renamed, more = map_names(source, mapping, prefix=self._prefix, move=move, optimizers=numbers)
-        if prefixes:
-            renamed, different = fit_to(renamed, module=objects.root, live=leaves, whole=self._whole)
+        if prefixes and has_weights_only(renamed):
+            names = self._whole.state or {*leaves.tensors, *leaves.aliases}
+            renamed, _, different, _ = fit_names(renamed, objects.root, names)
             more += different
         return renamed, problems + more
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.torch_modules import has_own_load, has_post_load_hooks, pre_load_origins
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice, local_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, named_tensors
@@ -72,17 +71,13 @@ class LoadHooks:
                     after.append(prefix)
         return cls(tuple(before), tuple(of_libraries), tuple(after), of_all or _has_copies(modules, state_dict))
 
-    def prefixes_seen(
-        self, stored: Mapping[str, Shape], live: Mapping[str, Shape], elsewhere: Collection[str]
-    ) -> tuple[str, ...]:
+    def prefixes_seen(self, stored: Collection[str], differing: Collection[str]) -> tuple[str, ...]:
         """Return the prefixes of stored entries that hooks see before the load, for ``str.startswith``.
 
         Args:
-            stored: shapes of all entries by name.
-            live: shapes of the modules' entries by name.
-            elsewhere: names of entries that only other pipeline stages have.
+            stored: names of all entries.
+            differing: names of entries that only one side has, or that differ.
         """
-        differing = {name for name in {*stored, *live} if stored.get(name) != live.get(name)} - {*elsewhere}
         acting = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
         return tuple(prefix for prefix in (*self.before, *acting) if any(name.startswith(prefix) for name in stored))
 

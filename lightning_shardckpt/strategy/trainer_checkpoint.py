@@ -17,13 +17,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
-from lightning_shardckpt.checkpoint.load_targets import LoadTargets
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import fit_to, map_names
+from lightning_shardckpt.sources.model_names import fit_names, has_weights_only, map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import HookedState, loaded_state_dict
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
@@ -113,8 +113,11 @@ def load_checkpoint(
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
         source, problems = map_names(source, io.key_mapping)
-        source, more = fit_to(source, module=module, live=targets.model, whole=io.names)
-        return source, problems + more
+        if has_weights_only(source):
+            names = io.names.state or {*targets.model.tensors, *targets.model.aliases}
+            source, _, more, _ = fit_names(source, module, names)
+            problems += more
+        return source, problems
 
     targets = replace(targets, fit_source=match_names, regroup=partial(restore_param_groups, trainer))
     loaded = io.load_into(

@@ -375,7 +375,7 @@ MUTATIONS = (
         "every rank continues with the random state of rank 0",
         STATE,
         "checkpoint/load_job.py",
-        'first if rank == 0 else decode_small(self.source.document("rank", rank))',
+        'first if rank == 0 else decode_small(self._source.document("rank", rank))',
         "first",
         ("system/test_resume.py::test_each_rank_continues_with_its_own_random_numbers",),
     ),

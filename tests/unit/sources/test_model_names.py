@@ -1,4 +1,4 @@
-"""Matching stored tensors to those of the model.
+"""Stored tensors under the names of a model.
 
 Oracles: torch's stack, cat and chunk, and names written out by hand.
 """
@@ -24,10 +24,10 @@ from lightning_shardckpt.sources.hf_conversion import (
 )
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.match import Match, apply_match, map_names, match_model, report_match
+from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.model import WholeNames, tied_names
+from lightning_shardckpt.strategy.pretrained import Pretrained, PretrainedWeights, compare_weights
 
 
 class Model(nn.Module):
@@ -59,14 +59,20 @@ def root_of(**children: nn.Module) -> nn.Module:
     return root
 
 
-def fitted(tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False) -> Match:
-    """Of a file whose tensors are zero, or ``apart`` have different values."""
+def compared(
+    tmp_path: Path, module: nn.Module, stored: list[str], mapping: Any = None, *, apart: bool = False
+) -> PretrainedWeights:
+    """With a file whose tensors are zero, or ``apart`` have different values."""
     values = {name: torch.tensor([float(apart * at)]) for at, name in enumerate(stored)}
     safetensors.torch.save_file(values, tmp_path / "w.safetensors")
-    whole = WholeNames(frozenset(module.state_dict()), tuple(map(tuple, tied_names(module))))
-    source, unused = map_names(open_path(str(tmp_path / "w.safetensors")), KeyMapping.of(mapping))
-    assert unused == []
-    return match_model(source, module, whole)
+    return compare_weights(open_path(str(tmp_path / "w.safetensors")), module, Pretrained("", KeyMapping.of(mapping)))
+
+
+def filled(weights: PretrainedWeights) -> dict[str, str]:
+    """The names in the file by name in the model."""
+    assert weights.source is not None
+    table, aliases = weights.source.table["model"], weights.source.aliases["model"]
+    return {name: table[aliases.get(name, name)].key for name in weights.names}
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -90,55 +96,53 @@ BASE = ["transformer.h.0.w", "transformer.h.1.w"]
 def test_names_fit_by_what_they_have_in_common(
     module: nn.Module, stored: list[str], found: dict[str, str], tmp_path: Path
 ) -> None:
-    assert fitted(tmp_path, module, stored).stored == found
+    assert filled(compared(tmp_path, module, stored)) == found
 
 
 def test_adapters_leave_the_names_of_what_they_wrap(tmp_path: Path) -> None:
     inner = Model("transformer.q.base_layer.w", "transformer.q.lora_A.default.w", "transformer.norm.w")
     add(inner, "head.original_module.w", "head.modules_to_save.default.w")
     module = root_of(m=root_of(base_model=root_of(model=inner)))
-    found = fitted(tmp_path, module, ["transformer.q.w", "transformer.norm.w", "head.w"])
+    found = compared(tmp_path, module, ["transformer.q.w", "transformer.norm.w", "head.w"])
     at = "m.base_model.model"
-    assert found.stored == {
+    assert filled(found) == {
         f"{at}.transformer.q.base_layer.w": "transformer.q.w",
         f"{at}.transformer.norm.w": "transformer.norm.w",
         f"{at}.head.original_module.w": "head.w",
         f"{at}.head.modules_to_save.default.w": "head.w",
     }
-    assert (found.missing, found.unexpected) == ([], [])
+    assert found.report == ""
 
 
 def test_ties_are_filled_by_any_of_their_names(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
-    found = fitted(tmp_path, root_of(m=model), ["head.w", "old"])
+    found = compared(tmp_path, root_of(m=model), ["head.w", "old"])
     assert found.names == {"m.transformer.embed.w", "m.head.w"}
-    assert (found.missing, found.unexpected) == ([], ["old"])
+    assert found.report.endswith("not in the model: 1 tensor\n  old")
 
 
 def test_ties_that_are_stored_apart_are_told(tmp_path: Path) -> None:
     model = Model("transformer.embed.w", "head.w")
     model.get_submodule("head").register_parameter("w", model.get_submodule("transformer.embed").w)
     stored = ["head.w", "transformer.embed.w"]
-    assert report_match(fitted(tmp_path, root_of(m=model), stored), "here") == []
-    found = fitted(tmp_path, root_of(m=model), stored, apart=True)
-    assert set(found.stored.values()) == {"transformer.embed.w"}
-    (told,) = report_match(found, "here")
+    assert compared(tmp_path, root_of(m=model), stored).report == ""
+    told = compared(tmp_path, root_of(m=model), stored, apart=True).report
     assert "with several values, of which the first is used: 1 tie\n  m.transformer.embed.w, m.head.w" in told
 
 
 def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -> None:
     module = root_of(student=Model("w", "v"), teacher=Model("w", "v"))
     with pytest.raises(MismatchError, match=r"fit 'student' and 'teacher' of Module alike; .*=.*student\."):
-        fitted(tmp_path, module, ["w", "v"])
-    found = fitted(tmp_path, module, ["w", "v"], {"^": "teacher."})
-    assert found.stored == {"teacher.w": "teacher.w", "teacher.v": "teacher.v"}
-    assert found.missing == ["student.v", "student.w"]
+        compared(tmp_path, module, ["w", "v"])
+    found = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
+    assert filled(found) == {"teacher.w": "w", "teacher.v": "v"}
+    assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
 
 
 def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"no tensor .* Stored are, for example, \['x'\]; the model has \['m.w'\]"):
-        fitted(tmp_path, root_of(m=Model("w")), ["x"])
+        compared(tmp_path, root_of(m=Model("w")), ["x"])
 
 
 # ── tensors that are put together ─────────────────────────────────────────────────────────────────────────────────
@@ -210,5 +214,5 @@ def test_floating_tensors_are_converted_as_torch_does(stored: torch.dtype, live:
     source = open_path(str(tmp_path / "w.safetensors"))
     tensor = torch.zeros(3000, 1500, dtype=live)
     target = ReadTarget("model", "net.w", tensor)
-    read_targets(apply_match(source, Match({"net.w": "w"})), [target])
+    read_targets(fit_names(source, root_of(net=Model("w")), ["net.w"]).source, [target])
     assert torch.equal(tensor, value.to(live))

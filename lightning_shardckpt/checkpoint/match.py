@@ -1,0 +1,370 @@
+"""The match table of a load: the stored tensor for each live tensor of the model, or the reason for none.
+
+``match_targets`` makes it for every load, from the live objects and a source under their names (see
+``sources.model_names``). Ties, adapters and load hooks are filters over it. Changes no live object.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
+from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.sources.reading import ReadTarget, are_equal, converts
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.dtensor_layout import new_like
+from lightning_shardckpt.state.json_tree import decode_small
+from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
+from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, parameter_names
+from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
+from lightning_shardckpt.state.snapshot import Leaves
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
+from lightning_shardckpt.system.memory import gc_paused
+
+_IN_MODEL, _IN_CHECKPOINT = "in model only", "in checkpoint only"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """The objects to load into.
+
+    Attributes:
+        model: the model's tensors, by name.
+        extra_state: canonical names of the model's non-tensor values.
+        optimizers: the optimizers to fill; None loads weights only.
+        names: FQN by ``id`` of the parameter.
+        whole: names of the model over all pipeline stages.
+        adapters: keys of ``model`` that belong to adapters of PEFT.
+        fit_source: converts a source to the names of the model; returns it with a line for each problem.
+        trainer_tensors: the user's tensors to fill, by key of trainer state.
+        like: tensors with the layout for trainer state that is allocated, by its key.
+        remedy: the way to load in spite of differences, for messages.
+        regroup: called with the trainer's state, without tensors, before the optimizers are compared; may change their
+            param groups.
+        in_stages: True if ranks may be pipeline stages, whose optimizers have other parameters; the same on all ranks.
+        has_model: False loads the optimizers alone.
+        has_trainer: False leaves out the trainer's state.
+        hooks: the load hooks of the model's modules.
+    """
+
+    model: Leaves
+    extra_state: frozenset[str]
+    optimizers: Sequence[Optimizer] | None
+    names: Mapping[int, str]
+    whole: WholeNames
+    adapters: frozenset[str] = frozenset()
+    fit_source: Callable[[Source], tuple[Source, list[str]]] | None = None
+    trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    like: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    remedy: str = "Set strict_loading=False on the LightningModule"
+    regroup: Callable[[Mapping[str, Any]], None] | None = None
+    in_stages: bool = False
+    has_model: bool = True
+    has_trainer: bool = True
+    hooks: LoadHooks = NO_HOOKS
+
+    @classmethod
+    @gc_paused()
+    def of_module(
+        cls,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        whole: WholeNames,
+        optimizers: Sequence[Optimizer] | None = None,
+        *,
+        is_changed: bool = False,
+    ) -> LoadTargets:
+        """Return the targets for a module's state dict, and the state of optimizers.
+
+        Args:
+            module: of the state dict.
+            state_dict: with the tensors that are filled in place.
+            whole: the names of all pipeline stages.
+            optimizers: of the module's parameters; None to load only weights.
+            is_changed: True if other code will change the entries before the module takes them.
+        """
+        values = {name for name, value in state_dict.items() if is_value(name, value)}
+        tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
+        leaves, _ = model_leaves(tensors, module, whole)
+        adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
+        names = parameter_names(module, whole) if optimizers is not None else {}
+        hooks = LoadHooks.of({"": module}, state_dict, of_all=is_changed)
+        extra, in_stages = frozenset(map(clean_fqn, values)), bool(whole.parameters)
+        return cls(leaves, extra, optimizers, names, whole, adapters, in_stages=in_stages, hooks=hooks)
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """The names of entries that only other pipeline stages have."""
+        return self.whole.elsewhere({*self.model.tensors, *self.model.aliases, *self.extra_state})
+
+
+@dataclass(slots=True, eq=False)
+class MatchRow:
+    """A live tensor of the model. Its differences from the stored tensor are in ``problems``.
+
+    Attributes:
+        key: its name.
+        names: all its names: of ties, on other pipeline stages, and before PEFT wrapped the model.
+        tensor: the live tensor.
+        stored: key of the matching stored tensor, or None.
+        problems: the differences between the two.
+        is_missing: True if the checkpoint does not have it.
+        is_left_out: True if the save left it out.
+        is_apart: True if it is tied in the model and stored with several values; the first is used.
+        is_seen: True if hooks see it before it is loaded.
+        left_to_hooks: True if code of the model may remove the differences when it is loaded.
+    """
+
+    key: str
+    names: list[str]
+    tensor: torch.Tensor
+    stored: str | None = None
+    problems: list[str] = field(default_factory=list)
+    is_missing: bool = False
+    is_left_out: bool = False
+    is_apart: bool = False
+    is_seen: bool = False
+    left_to_hooks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The match of a model with stored state.
+
+    Attributes:
+        rows: of the tensors.
+        stored: the stored model.
+        ties: the names of each tied tensor, over all pipeline stages.
+        kept: keys of adapters that the checkpoint does not have.
+        unexpected: names that only the checkpoint has.
+        missing_values: names of entries other than tensors that only the model has.
+        is_full: True if every live tensor gets a value, unless there are problems: none was left out by the save.
+        seen: the prefixes of entries that hooks see before the load.
+        for_hooks: names that only the checkpoint has and that hooks may take.
+        is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
+    """
+
+    rows: Sequence[MatchRow]
+    stored: Component
+    ties: Sequence[Sequence[str]]
+    kept: Sequence[str]
+    unexpected: Sequence[str]
+    missing_values: Sequence[str]
+    is_full: bool
+    seen: tuple[str, ...] = ()
+    for_hooks: Sequence[str] = ()
+    is_hooked: bool = False
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The stored keys of the tensors that are loaded, by live name."""
+        return {row.key: row.stored for row in self.rows if row.stored is not None}
+
+    @property
+    def problems(self) -> list[str]:
+        """The differences, a line each."""
+        lines = [f"{row.key}  {problem}" for row in self.rows for problem in row.problems]
+        lines += [f"{name}  {_IN_CHECKPOINT}" for name in self.unexpected]
+        return lines + [f"{name}  {_IN_MODEL}" for name in self.missing_values]
+
+    def same_tensor(self) -> Callable[[str], Sequence[str]]:
+        """Return a function that maps the name of a live parameter to all names of its tensor, its own first.
+
+        The state of a parameter is found by any of these names, live or stored, so it does not matter under which name
+        of a tie the model registers it or the checkpoint stores it.
+        """
+        groups = (*self.ties, *(row.names for row in self.rows))  # no rows if only optimizers are loaded
+        live = {name: group for group in groups if len(group) > 1 for name in group}
+        stored: dict[str, list[str]] = {}
+        for alias, key in self.stored.aliases.items():
+            stored.setdefault(key, [key]).append(alias)
+        stored |= {alias: stored[key] for alias, key in self.stored.aliases.items()}
+
+        def names_of_tensor(name: str) -> Sequence[str]:
+            own = (name, *live.get(name, ()))
+            return list(dict.fromkeys([*own, *(other for alias in own for other in stored.get(alias, ()))]))
+
+        return names_of_tensor
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes of the stored tensors that match, by live name."""
+        return {name: self.stored.tensors[key].dtype for name, key in self.keys.items()}
+
+    def casts(self) -> list[str]:
+        """Return the dtype conversions of the load, as readable text."""
+        tensors = self.stored.tensors
+        pairs = {(tensors[r.stored].dtype, local_tensor(r.tensor).dtype) for r in self.rows if r.stored is not None}
+        return sorted({f"{a} to {DTYPES[b]}" for a, b in pairs if a != DTYPES[b]})
+
+    def reshaped(self) -> frozenset[str]:
+        """Return the names of live tensors whose stored shape differs."""
+        known, names = _known(self.stored), set[str]()
+        for row in self.rows:
+            stored = next((known[name] for name in row.names if name in known), None) if row.stored is None else None
+            if stored is not None and self.stored.tensors[stored].shape != shape_of(row.tensor):
+                names.update(row.names)
+        return frozenset(names)
+
+
+def _known(stored: Component) -> dict[str, str]:
+    """Return the stored keys by all stored names."""
+    return {key: key for key in stored.tensors} | stored.aliases
+
+
+def match_targets(source: Source, targets: LoadTargets) -> Match:
+    """Match the tensors of the model with stored ones.
+
+    Args:
+        source: the stored state, under the names of the model.
+        targets: the live objects.
+    """
+    stored, left_out = source.components().get("model", Component({})), source.document("frozen") or {}
+    known, elsewhere = _known(stored), targets.elsewhere
+    live, kept = _without_adapters(targets, known, source)
+    names, ties = names_of(live, targets.whole.ties), targets.whole.ties
+    rows = [_row(source, key, names[key], tensor, known, left_out) for key, tensor in live.tensors.items()]
+    values = {*(source.document("model") or {})}
+    own = {name for group in names.values() for name in group}
+    unexpected = (known.keys() | left_out.keys()) - own | values - targets.extra_state
+    unexpected = unexpected.difference(elsewhere, map(base_fqn, elsewhere)) if unexpected else set()
+    missing = sorted(targets.extra_state - values)
+    match = Match(rows, stored, ties, kept, sorted(unexpected), missing, not kept and not left_out)
+    return _leave_to_hooks(match, targets.hooks, {*known, *values}) if targets.has_model else match
+
+
+def _without_adapters(targets: LoadTargets, known: Collection[str], source: Source) -> tuple[Leaves, list[str]]:
+    """Return the live tensors to load, and the keys of adapters that keep their values.
+
+    Adapters keep them if only weights are loaded from a checkpoint without adapters. A module that an adapter trains as
+    a whole is a copy of the base's, and takes the base's values.
+    """
+    model, adapters = targets.model, targets.adapters
+    if not adapters or targets.optimizers is not None or source.document("peft"):
+        return model, []
+    copies = {key for key in adapters.intersection(known) if ".modules_to_save." in key}  # by name
+    if adapters.intersection(known) - copies:
+        return model, []
+    kept = {key for key in adapters & model.tensors.keys() - copies if base_fqn(key) not in known}
+    tensors = {key: tensor for key, tensor in model.tensors.items() if key not in kept}
+    aliases = {alias: key for alias, key in model.aliases.items() if key not in kept}
+    return replace(model, tensors=tensors, aliases=aliases, pinned=model.pinned - kept), sorted(kept)
+
+
+def _row(
+    source: Source,
+    key: str,
+    names: list[str],
+    tensor: torch.Tensor,
+    known: Mapping[str, str],
+    left_out: Mapping[str, Any],
+) -> MatchRow:
+    """Return the row of a live tensor.
+
+    A tensor that is not stored under any of its names is matched by its name before PEFT wrapped the model.
+    """
+    row = MatchRow(key, names, tensor)
+    keys = list(dict.fromkeys(known[name] for name in names if name in known))
+    absent = next((left_out[name] for name in names if name in left_out), None) if left_out else None
+    if not keys and absent is None:
+        names.extend([name for name in map(base_fqn, names) if name in known])
+        keys = [known[name] for name in names if name in known][:1]
+    if not keys:
+        row.is_missing, row.is_left_out = absent is None, absent is not None
+        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
+        if absent is None:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+            row.problems.append(f"{_IN_MODEL}; the checkpoint has {near[0]!r}" if near else _IN_MODEL)
+        elif absent != live:
+            before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (absent, live))
+            row.problems.append(f"{before} when the checkpoint left it out, {now} in model")
+        return row
+    spec, dtype = source.table["model"][keys[0]].spec, local_tensor(tensor).dtype
+    live_dtype = DTYPES.get(dtype)
+    if spec.shape != shape_of(tensor):
+        row.problems.append(f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
+        return row
+    if len(keys) > 1 and not are_equal(source, "model", keys, tensor):
+        row.problems.append(f"tied to {names[1:]} in the model, stored apart in the checkpoint")
+        row.is_apart = True
+    if spec.dtype == live_dtype or converts(spec.dtype, live_dtype):
+        row.stored = keys[0]
+    else:
+        row.problems.append(f"dtype {spec.dtype} in checkpoint, {live_dtype or dtype} in model")
+    return row
+
+
+# ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _leave_to_hooks(match: Match, hooks: LoadHooks, stored: Collection[str]) -> Match:
+    """Return the match without differences that hooks may remove before the load, or that hooks after it may accept."""
+    differing = {*match.unexpected, *match.missing_values}
+    differing.update(name for row in match.rows if row.problems for name in row.names)
+    seen = hooks.prefixes_seen(stored, differing)
+    scope = (*seen, *hooks.after)
+    for row in match.rows if scope else ():
+        row.is_seen = any(name.startswith(seen) for name in row.names)
+        if row.is_seen or (row.is_missing and row.key.startswith(scope)):
+            row.problems, row.is_missing, row.is_apart, row.left_to_hooks = [], False, False, row.stored is None
+    return replace(
+        match,
+        unexpected=[name for name in match.unexpected if not name.startswith(scope)],
+        missing_values=[name for name in match.missing_values if not name.startswith(scope)],
+        seen=seen,
+        for_hooks=[name for name in match.unexpected if name.startswith(scope)],
+        is_hooked=bool(scope or hooks.of_all),
+    )
+
+
+def allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tuple[HookedState, list[ReadTarget]]:
+    """Allocate memory for the entries that the model's own code loads, sharded like the live tensors.
+
+    Entries that hooks see under names or in shapes that no live tensor has are whole on every rank; if no hook of this
+    rank sees them, they are on the meta device.
+
+    Returns:
+        The entries, and the tensors to fill.
+    """
+    specs, elsewhere = match.stored.tensors, targets.elsewhere
+    read, known = dict[str, torch.Tensor](), _known(match.stored)
+    document, hidden = source.document("model") or {}, {*match.unexpected}
+    entries = {name: decode_small(value) for name, value in document.items() if name not in hidden}
+    own = {*targets.model.tensors, *targets.model.aliases, *targets.whole.state}  # not names before PEFT
+    rows = {name: row for row in match.rows for name in row.names}
+    filled = list[tuple[str, torch.Tensor]]()
+    for row in match.rows:
+        if row.stored is not None:
+            read[row.stored] = new_like(row.tensor, TORCH_DTYPES[specs[row.stored].dtype])
+            filled.append((row.stored, read[row.stored]))
+            entries |= dict.fromkeys((name for name in row.names if name in own), read[row.stored])
+    loaded = {name for name, row in rows.items() if row.stored is not None}
+    rest = ({*match.for_hooks, *(name for name in known if name.startswith(match.seen))} & known.keys()) - loaded
+    for name in sorted(rest, key=lambda name: (name not in rows, name)):
+        key, other = known[name], rows.get(name)
+        if key not in read:
+            dtype, shape = TORCH_DTYPES[specs[key].dtype], specs[key].shape
+            if other is not None and shape == tuple(shape_of(other.tensor)):
+                read[key] = new_like(other.tensor, dtype)
+            elif name in elsewhere or not name.startswith(match.seen):
+                read[key] = torch.empty(shape, dtype=dtype, device="meta")
+            else:
+                read[key] = torch.empty(source.checked_shape("model", key), dtype=dtype)
+            filled += [(key, read[key])] if not read[key].is_meta else []
+        entries[name] = read[key]
+        for tied in other.names if other is not None else ():
+            entries.setdefault(tied, read[key])
+    left = [row for row in match.rows if row.stored is None and not row.left_to_hooks]
+    reported = {*match.missing_values, *(name for row in left if row.problems for name in row.names)}
+    kept = {*match.kept, *(name for row in left if not row.problems for name in row.names)}
+    versions = source.document("versions")
+    decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
+    hooked = HookedState(entries, frozenset(kept), frozenset(reported), decoded)
+    return hooked, [ReadTarget("model", key, tensor) for key, tensor in filled]
