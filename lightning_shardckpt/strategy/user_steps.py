@@ -73,20 +73,17 @@ class _SideEffects:
         self._latest: ModuleSnapshot | None = self.start  # None if modules may have changed since
 
     @contextmanager
-    def undo(self) -> Iterator[None]:
-        """Undo the changes of one run."""
-        snapshot = self._latest or ModuleSnapshot(self._modules)
+    def of_run(self, *, counts: bool) -> Iterator[None]:
+        """Keep the changes of a run that counts, and undo those of another one."""
+        if counts:
+            self._latest = None
+            yield
+            return
+        snapshot = self._latest = self._latest or ModuleSnapshot(self._modules)
         try:
             yield
         finally:
-            self._latest = snapshot if snapshot.restore() else None
-            self.drew = self.drew or snapshot.drew
-
-    @contextmanager
-    def keep(self) -> Iterator[None]:
-        """Keep the changes of one run."""
-        self._latest = None
-        yield
+            self.drew = snapshot.restore() or self.drew
 
     def changes(self, name: str) -> list[Change]:
         """Return the changes of the step, given by name, on the last stage, for `ModuleSnapshot.apply`.
@@ -118,7 +115,7 @@ class FunctionStep:
         return self._effects.drew
 
     def run(self, batch: Any, share: float | None) -> Any:
-        with self._effects.undo() if share is None else self._effects.keep():
+        with self._effects.of_run(counts=share is not None):
             return self._step(batch)
 
     def loss(self, output: Any) -> Tensor | None:
@@ -172,8 +169,7 @@ class LightningStep:
             args = (batch, *args[1:])
         elif self._key:
             kwargs = {**kwargs, self._key: batch}
-        effects = self._effects.undo() if share is None else self._effects.keep()
-        with effects, self._context(), self._record_logs(share):
+        with self._effects.of_run(counts=share is not None), self._context(), self._record_logs(share):
             return getattr(self._module, self.name)(*args, **kwargs)
 
     def loss(self, output: Any) -> Tensor | None:

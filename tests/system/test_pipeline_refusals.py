@@ -442,12 +442,6 @@ class Compiled(Good):
         self.net: Any = torch.compile(Good(), backend="eager")
 
 
-class CompilesLayersLate(Good):
-    def on_train_start(self) -> None:
-        for layer in self.layers:
-            layer.compile(backend="eager")
-
-
 class ShardsItself(Good):
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
@@ -552,24 +546,6 @@ class Centering(Good):
             return x - x.mean(0)
 
 
-class Normed(torch.autograd.Function):
-    """The identity, with gradients of norm 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / gradient.norm()
-
-
-class NormsGradients(Good):
-    class Layer(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return Normed.apply(super().forward(x))  # type: ignore[no-any-return]
-
-
 class TimeFirst(Good):
     """The samples are the second dim: layers attend to all of the first."""
 
@@ -592,12 +568,6 @@ class HooksNode(Good):
         if x.grad_fn is not None:
             x.grad_fn.register_prehook(lambda gradients: (gradients[0] / gradients[0].norm(),))
         return x
-
-
-class AsksForNode(Good):
-    def training_step(self, batch: Any, index: int) -> Any:
-        self.nodes = self.layers[0].linear.weight.view_as(self.layers[0].linear.weight).grad_fn.next_functions
-        return super().training_step(batch, index)
 
 
 class StepsByLBFGS(Good):
@@ -699,7 +669,6 @@ CASES = {
     "wrong split": Case(
         Good, ("Pipeline(split=", "'half'"), {"pipeline": Pipeline(split="half")}, kinds=("TopologyError",)
     ),
-    "layers compiled late": Case(CompilesLayersLate, ("layers.0 was compiled after", "configure_model")),
     "compiled": Case(
         Compiled,
         ("net is compiled as a whole", "Compile the layers"),
@@ -719,9 +688,7 @@ CASES = {
     "two backwards": Case(TwoBackwards, ("exactly one backward, found 2",)),
     "centers the batch, validation": Case(Centering, ("than of the whole", "layers.3 differs"), run="validate"),
     "centers the batch, 1f1b": Case(Centering, ("than of the whole", "layers.3 differs"), ONE_F_ONE_B),
-    "norms gradients in a function": Case(NormsGradients, ("in the backward of an autograd.Function",)),
     "hook on a node": Case(HooksNode, ON_NODE),
-    "asks for a node": Case(AsksForNode, ("asks for the grad_fn of a tensor",)),
     "time first": Case(TimeFirst, ("than of the whole", "the first dim of the batch's tensors must be the samples")),
     "vmap over the weight of another stage": Case(Mapped, ("a transform of torch.func around", "doesn't have")),
     "LBFGS": Case(StepsByLBFGS, ("LBFGS updates all parameters as one", "pipeline_parallel_size=1")),

@@ -6,10 +6,8 @@ In a pipeline layers run on microbatches, and stages run different parts of a st
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +16,13 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.torch_distributed import watch_collectives
-from lightning_shardckpt.compat.torch_modules import BatchNorm, buffer_slots, compiled_call
+from lightning_shardckpt.compat.torch_modules import BatchNorm, buffer_slots
 from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside
-
-_UNUSED = "appears to not have been used in the graph"  # torch's message
 
 
 class StepChecks:
@@ -36,33 +32,16 @@ class StepChecks:
     """
 
     def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
-        units = plan.units()
         whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
         self._buffers, self._norms = list[tuple[str, nn.Module, str]](), list[tuple[str, nn.Module]]()
-        self._calls = list[tuple[str, nn.Module, Any]]()
         for name, module in root.named_modules():
             clean, holders = clean_fqn(name), plan.holders(clean_fqn(name))
-            if name and (clean in units or any(unit.startswith(f"{clean}.") for unit in units)):
-                self._calls.append((name, module, compiled_call(module)))
             if is_inside(clean, whole):  # it sees the whole batch
                 continue
             if len(holders) == 1:
                 self._buffers += [(f"{name}.{key}", module, key) for key in buffer_slots(module)]
             if isinstance(module, BatchNorm):
                 self._norms.append((name, module))
-
-    def check_calls(self) -> None:
-        """Check that all gates are in place.
-
-        Raises:
-            UnsupportedCodeError: for a module that was compiled after the split into stages, which removes its gate.
-        """
-        for name, module, call in self._calls:
-            if compiled_call(module) is not call:
-                raise UnsupportedCodeError(
-                    f"{name} was compiled after the module was split into pipeline stages, which replaces the call "
-                    "that runs it on its stage only. Compile the layers in __init__ or configure_model."
-                )
 
     def check_start(self, state: StepState) -> None:
         """Check the module before the passes.
@@ -138,34 +117,6 @@ def refuse_reentrant_checkpoint(layer: str) -> None:
                 "of it, or use pipeline_parallel_size=1."
             )
         frame = frame.f_back
-
-
-@contextmanager
-def guard_step() -> Iterator[None]:
-    """Refuse collectives over all processes in this thread, and explain errors that only occur in a pipeline."""
-    try:
-        with refuse_world_collectives():
-            yield
-    except AttributeError as error:
-        if error.obj is None and error.name in ("next_functions", "register_hook", "register_prehook"):
-            raise UnsupportedCodeError(
-                f"{error}: a pipelined step asks for the grad_fn of a tensor, which exists only on the stage that "
-                "computes it. Use pipeline_parallel_size=1, or a torch.autograd.Function."
-            ) from error
-        if not isinstance(error.obj, nn.Module):
-            raise
-        raise UnsupportedCodeError(
-            f"{error}. If the forward of a layer sets it: in a pipeline only one stage calls the layer, on "
-            "microbatches. Return the value from the layer, or use pipeline_parallel_size=1."
-        ) from error
-    except RuntimeError as error:
-        if _UNUSED not in str(error):
-            raise
-        raise UnsupportedCodeError(
-            f"{error} In a pipelined step, torch.autograd.grad can't pass through the layers of other stages, or reach "
-            "parameters, whose gradients are complete only after the backward of all stages. Use "
-            "pipeline_parallel_size=1."
-        ) from error
 
 
 def refuse_world_collectives() -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.checks import guard_step, refuse_reentrant_checkpoint
+from lightning_shardckpt.parallel.pipeline.checks import refuse_reentrant_checkpoint, refuse_world_collectives
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.placeholder import (
     GraphEntry,
@@ -113,7 +113,7 @@ class Gates:
         """Run ``step`` as one stage run, and return its output tensors, in which FSDP's hooks find them."""
         self.running = run
         try:
-            with guard_step(), in_stage_run():
+            with refuse_world_collectives(), in_stage_run():
                 run.returned = step()
         except StageExit:
             if run.failure is not None:

@@ -3,14 +3,13 @@
 Results of microbatches are joined in order. They equal the results of the batch only if each row depends on its own
 sample. That fails if the first dim is not the samples, if the step joins two views of the batch before the layers, or
 if a layer computes with other samples. Shapes don't show it, so on the first batch of each step a slice of the samples
-passes through the layers, then a part of the slice alone, without gradients and dropout. The results are compared,
-and the gradients of all autograd functions that the layers apply.
+passes through the layers, then a part of the slice alone, without gradients and dropout, and the results are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,15 +20,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_shardckpt.compat.torch_modules import run_eagerly, withholds_state
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
-from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
 from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
-from lightning_shardckpt.parallel.sharding.replaced_functions import watch_functions
-from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
+from lightning_shardckpt.system.random_generators import rng_checksum
 
 _SLICES = 2  # a slice of the samples, and a part of it
-_HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4
+_HALF_PRECISION, _REDUCED_PRECISION, _FULL_PRECISION = 5e-2, 2e-2, 1e-4  # the second is that of TF32
 _UNIT = 1e6  # ranks exchange numbers as integers, in millionths
 
 
@@ -70,7 +67,7 @@ class MicrobatchCheck:
         self._root, self._stages, self._last = root, stages, last
         self._in_order = in_order
         here = set(staged)
-        self._own = [m for m in root.modules() if m in here and not withholds_state(m)]
+        self._own = {str(n): m for n, m in enumerate(root.modules()) if m in here and not withholds_state(m)}
         self._checked = set[str]()  # the names of steps
 
     def is_due(self, state: StepState) -> bool:
@@ -91,21 +88,22 @@ class MicrobatchCheck:
         step = _TrialStep(state.step, state.step.name, state.step.batch)
         trial = replace(state, step=step, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
         trial.forwards = {}
-        gradients: list[list[list[Tensor | None]]] = [[] for _ in range(_SLICES)]  # of autograd functions, by slice
-        trial.around = lambda stage, number: self._restore_modules(gradients[number])
-        precision, bounds = _Precision(), (0, 0, 0)
+        precision, snapshot, bounds = _Precision(), ModuleSnapshot(self._own), (0, 0, 0)
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:
             try:
                 trial.batches, bounds = slice_for_trial(state.step.batch, len(state.batches))
             except Exception as error:
                 failure = error
-            self._stages.run(trial, _SLICES, "forward", failure=failure)
+            try:
+                self._stages.run(trial, _SLICES, "forward", failure=failure)
+            finally:
+                snapshot.restore()
         difference = 0.0
         if trial.forwards:
-            outputs, part = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
-            difference = self._difference(outputs, part, bounds)
-        for grads, of_part in zip(*gradients, strict=False):
-            difference = max(difference, self._difference(grads, of_part, bounds))
+            every, part = (trial.forwards[self._last, number].outputs for number in range(_SLICES))
+            if len(every) == len(part):  # else their number depends on values, which `Results` refuses
+                pairs = zip(every, part, strict=True)
+                difference = max((self._distance(a, b, *bounds) for a, b in pairs), default=0.0)
         return int(step.drew), round(_UNIT * precision.tolerance), round(_UNIT * min(difference, 1.0))
 
     @staticmethod
@@ -125,34 +123,8 @@ class MicrobatchCheck:
             "tensors must be the samples (not time, nor may a batch be a list of samples); the step must keep their "
             "order before the layers (views of a sample next to each other, as in torch.stack([a, b], 1).flatten(0, 1),"
             " not torch.cat([a, b])); and layers must not compute with other samples of the batch, such as means over "
-            "it, in a forward or in the backward of an autograd.Function, or with state of earlier calls. Change that, "
-            "or use Pipeline(microbatches=1)."
+            "it, or with state of earlier calls. Change that, or use Pipeline(microbatches=1)."
         )
-
-    @contextmanager
-    def _restore_modules(self, gradients: list[list[Tensor | None]]) -> Iterator[None]:
-        """Restore the attributes and buffers of this stage's modules at exit.
-
-        Inside, adds the gradients of the arguments of each applied autograd function to ``gradients``.
-        """
-        snapshot = ModuleSnapshot({str(number): module for number, module in enumerate(self._own)})
-        attributes = [(vars(module), dict(vars(module))) for module in self._own]
-        try:
-            with watch_functions(lambda function, args: gradients.append(_gradients(function, args))):
-                yield
-        finally:
-            snapshot.restore()
-            for live, saved in attributes:  # a snapshot doesn't cover all of them
-                live.clear()
-                live.update(saved)
-
-    def _difference(
-        self, all_rows: Sequence[Tensor | None], part: Sequence[Tensor | None], bounds: tuple[int, int, int]
-    ) -> float:
-        if len(all_rows) != len(part):
-            return 0.0  # their number depends on values, which `Results` refuses
-        pairs = [(a, b) for a, b in zip(all_rows, part, strict=True) if a is not None and b is not None]
-        return max((self._distance(a, b, *bounds) for a, b in pairs), default=0.0)
 
     def _distance(self, all_rows: Tensor, part: Tensor, samples: int, start: int, stop: int) -> float:
         """Return the relative distance between results of some samples, computed alone and among all samples."""
@@ -174,22 +146,6 @@ class MicrobatchCheck:
         return difference / size if difference > 0 and size > 0 else float(difference > 0)
 
 
-def _gradients(function: Any, args: tuple[Any, ...]) -> list[Tensor | None]:
-    """Return the gradients of an autograd function's arguments, with its outputs as their own gradients."""
-    with suppress(Exception), preserve_rng(), torch.enable_grad():  # it need not have a backward
-        leaves = {n: arg.detach().requires_grad_() for n, arg in enumerate(args) if _is_float_tensor(arg)}
-        result = function.apply(*(leaves[n].clone() if n in leaves else arg for n, arg in enumerate(args)))
-        outputs = result if isinstance(result, tuple) else [result]
-        outputs = [out for out in outputs if _is_float_tensor(out) and out.requires_grad]
-        values = [out.detach() for out in outputs]
-        return list(torch.autograd.grad(outputs, list(leaves.values()), values, allow_unused=True))
-    return []
-
-
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, Placeholder) and value.is_floating_point()
-
-
 class _Precision(TorchFunctionMode):
     """Finds the tolerance of results, by the dtypes that functions inside return."""
 
@@ -198,22 +154,10 @@ class _Precision(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype.itemsize < 8 and result.dtype.is_floating_point:
-            self.tolerance = max(self.tolerance, _tolerance(function, result))
+            may_be_tf32 = result.device.type != "cpu" and result.dtype.itemsize == 4
+            tolerance = _REDUCED_PRECISION if may_be_tf32 else _FULL_PRECISION
+            self.tolerance = max(self.tolerance, _HALF_PRECISION if result.dtype.itemsize < 4 else tolerance)
         return result
-
-
-_CUDNN_FUNCTIONS = ("conv", "lstm", "gru", "rnn")
-
-
-def _tolerance(function: Any, result: Tensor) -> float:
-    """Return the tolerance of a function's result, which depends on TF32; not run on a GPU."""
-    if result.dtype.itemsize < 4:
-        return _HALF_PRECISION
-    if getattr(function, "__name__", "").startswith(_CUDNN_FUNCTIONS):
-        has_tf32 = torch.backends.cudnn.allow_tf32
-    else:
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
-    return _REDUCED_PRECISION if has_tf32 and result.device.type != "cpu" else _FULL_PRECISION
 
 
 @contextmanager

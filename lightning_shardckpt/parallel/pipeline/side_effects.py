@@ -1,7 +1,8 @@
 """Snapshots of the modules that every stage has: early runs of a step are undone, the run that counts is repeated.
 
 Covered are buffers and the plain attributes of modules: numbers, strings, dates, paths, tensors, arrays, random
-generators, and lists, dicts, sets and tuples of them. Attributes that are objects of other classes are left alone.
+generators, and lists, dicts, sets and tuples of them. Attributes that are objects of other classes are left alone. An
+early run loses what it set, drew or wrote into tensors; what it put into lists, dicts, sets and arrays stays.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import datetime
 import enum
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from pathlib import PurePath
@@ -35,6 +36,9 @@ _COPIED = 1 << 20  # elements; an in-place change of a larger tensor before the 
 _ARRAY_BYTES = 1 << 20  # larger numpy arrays are data
 _INTERNAL = frozenset(vars(nn.Module()))
 
+_Key = tuple[str, bool]
+"""The name of an attribute or buffer, and whether it is a buffer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -47,65 +51,32 @@ class Change:
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedValue:
-    """A saved value: the object, its content, its items if it is a container, and for a tensor a copy.
-
-    Tensors inside containers are not copied, since there may be many: a change of one is detected, but not undone.
-    """
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """An object and its content, as values that are equal to later ones as long as nothing has changed."""
 
     value: Any
     content: Any = None
-    items: Sequence[tuple[Any, _SavedValue]] | None = None
-    copy: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any, *, copy_tensor: bool = True) -> _SavedValue:
-        """Save the current value; of a tensor only the version, unless ``copy_tensor``."""
-        if isinstance(value, list | tuple | deque | dict):
-            return cls(value, items=[(key, cls.of(item, copy_tensor=False)) for key, item in _items(value)])
-        has_copy = copy_tensor and isinstance(value, Tensor) and not isinstance(value, Placeholder)
-        has_copy = has_copy and value.numel() <= _COPIED
-        return cls(value, _content(value), copy=value.detach().clone() if has_copy else None)
+    def of(cls, value: Any) -> _Mark:
+        if isinstance(value, dict):
+            return cls(value, [(key, cls.of(item)) for key, item in value.items()])
+        if isinstance(value, list | tuple | deque):
+            return cls(value, [cls.of(item) for item in value])
+        if isinstance(value, Tensor):
+            return cls(value, None if isinstance(value, Placeholder) else version_of(value))
+        if isinstance(value, GENERATORS):
+            state = generator_state(value)
+            return cls(value, state.tolist() if isinstance(state, Tensor) else repr(state))
+        if isinstance(value, np.ndarray):
+            return cls(value, value.tobytes())
+        return cls(value, set(value) if isinstance(value, set) else None)
 
-    def equals(self, value: Any) -> bool:
-        """Return True if ``value`` is the saved object, and unchanged."""
-        if value is not self.value:
-            return False
-        if self.items is not None:
-            return len(value) == len(self.items) and self.is_prefix_of(value)
-        content = _content(value)  # None for a tensor that has been overwritten by an unknown value
-        if isinstance(content, Tensor):
-            return torch.equal(content, self.content)
-        return repr(content) == repr(self.content) if isinstance(value, GENERATORS) else bool(content == self.content)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Mark) and self.value is other.value and self.content == other.content
 
-    def is_prefix_of(self, value: Any) -> bool:
-        """Return True if a container starts with the saved, unchanged items."""
-        assert self.items is not None
-        pairs = zip(self.items, _items(value), strict=False)
-        return len(value) >= len(self.items) and all(a == b and old.equals(new) for (a, old), (b, new) in pairs)
-
-    def restore(self) -> Any:
-        """Restore the content of the object, and return it."""
-        value = self.value
-        if self.items is not None:
-            items = [(key, item.restore()) for key, item in self.items]
-            if isinstance(value, list | deque | dict):
-                value.clear()
-                value.update(dict(items)) if isinstance(value, dict) else value.extend(item for _, item in items)
-        elif isinstance(value, GENERATORS):
-            set_generator_state(value, self.content)
-        elif isinstance(value, Placeholder) and self.copy is not None:  # overwritten by an unknown value
-            value.become(self.copy.clone(), requires_grad=False)
-        elif isinstance(value, Tensor) and self.copy is not None and version_of(value) != self.content:
-            with torch.no_grad():
-                value.copy_(self.copy)
-        elif isinstance(value, np.ndarray):
-            value[...] = np.frombuffer(self.content, value.dtype).reshape(value.shape)
-        elif isinstance(value, set):
-            value.clear()
-            value.update(self.content)
-        return value
+    __hash__ = None  # type: ignore[assignment]  # contents can't be hashed
 
 
 class _SavedModule:
@@ -114,8 +85,23 @@ class _SavedModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._attributes, self._buffers = dict(vars(module)), dict(buffer_slots(module))
-        values = self.current_values().items()  # by (name, is_buffer); numbers are compared by identity
-        self._mutable = {key: _SavedValue.of(v) for key, v in values if key[1] or type(v) not in _NUMBERS}
+        self.values = _values(module)
+        # numbers are compared by identity
+        self.marks = {key: _Mark.of(value) for key, value in self.values.items() if type(value) not in _NUMBERS}
+        self._copies = list[tuple[Tensor, Any, Tensor]]()
+        self._states = list[tuple[_Key, Any]]()
+        for key, mark in self.marks.items():
+            value = mark.value
+            if isinstance(value, GENERATORS):
+                self._states.append((key, generator_state(value)))
+            elif mark.content is not None and isinstance(value, Tensor) and value.numel() <= _COPIED:
+                self._copies.append((value, mark.content, value.detach().clone()))
+
+    def is_same(self, key: _Key, value: Any) -> bool:
+        """Return True if ``value`` is the saved one, and unchanged."""
+        if key not in self.values or value is not self.values[key]:
+            return False
+        return key not in self.marks or self.marks[key] == _Mark.of(value)
 
     @property
     def is_unchanged(self) -> bool:
@@ -123,39 +109,28 @@ class _SavedModule:
         return (
             _are_same(vars(self.module), self._attributes)
             and _are_same(buffer_slots(self.module), self._buffers)
-            and all(saved.equals(saved.value) for saved in self._mutable.values())
+            and all(mark == _Mark.of(mark.value) for mark in self.marks.values())
         )
 
     @property
     def drew(self) -> bool:
         """True if a random generator was used since the snapshot."""
-        generators = [saved for saved in self._mutable.values() if isinstance(saved.value, GENERATORS)]
-        return not all(saved.equals(saved.value) for saved in generators)
-
-    def saved_values(self) -> dict[tuple[str, bool], _SavedValue]:
-        """Return the saved values by (name, is_buffer)."""
-        attributes = ((name, value) for name, value in self._attributes.items() if name not in _INTERNAL)
-        numbers = {(name, False): _SavedValue(value) for name, value in attributes if type(value) in _NUMBERS}
-        return numbers | self._mutable
-
-    def current_values(self) -> dict[tuple[str, bool], Any]:
-        """Return the current values by (name, is_buffer)."""
-        attributes = ((name, value) for name, value in vars(self.module).items() if name not in _INTERNAL)
-        values = {(name, False): value for name, value in attributes if _is_plain(value)}
-        return values | {(name, True): buffer for name, buffer in buffer_slots(self.module).items()}
+        return not all(self.is_same(key, self.values[key]) for key, _ in self._states)
 
     def restore(self) -> None:
-        """Restore all saved values."""
-        saved = self.saved_values()
-        for key, value in self.current_values().items():
-            if key not in saved and not key[1] and key[0] in self._attributes:  # an object of another class before
-                _slots(self.module, key)[key[0]] = self._attributes[key[0]]
-            elif key not in saved:
-                del _slots(self.module, key)[key[0]]
-            elif not saved[key].equals(value):
-                _slots(self.module, key)[key[0]] = saved[key].restore()
-        for key in saved.keys() - self.current_values().keys():
-            _slots(self.module, key)[key[0]] = saved[key].restore()
+        """Restore what attributes and buffers refer to, the values of tensors, and generators."""
+        for name, is_buffer in _values(self.module).keys() - self.values.keys():
+            del _slots(self.module, (name, is_buffer))[name]
+        vars(self.module).update(self._attributes)
+        buffer_slots(self.module).update(self._buffers)
+        for tensor, version, copy in self._copies:
+            if isinstance(tensor, Placeholder):  # overwritten by an unknown value
+                tensor.become(copy.clone(), requires_grad=False)
+            elif version_of(tensor) != version:
+                with torch.no_grad():
+                    tensor.copy_(copy)
+        for key, state in self._states:
+            set_generator_state(self.values[key], state)
 
 
 class ModuleSnapshot:
@@ -163,23 +138,19 @@ class ModuleSnapshot:
 
     Args:
         modules: by names that are the same on every stage.
-
-    Attributes:
-        drew: True if `restore` found that a random generator in an attribute was used.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._saved = {name: _SavedModule(module) for name, module in modules.items()}
-        self.drew = False
 
     def restore(self) -> bool:
-        """Restore the modules, and return True if nothing had changed."""
+        """Restore the modules, and return True if a random generator in an attribute had been used."""
         changed = [saved for saved in self._saved.values() if not saved.is_unchanged]
-        self.drew = any(saved.drew for saved in changed)
+        drew = any(saved.drew for saved in changed)
         for saved in changed:
             saved.restore()
-        return not changed
+        return drew
 
     def changes(self) -> list[Change]:
         """Return all changes since the snapshot. Tensors are copies without history, in host memory.
@@ -189,24 +160,23 @@ class ModuleSnapshot:
         """
         changes = []
         extended: set[int] = set()  # a list with two names is extended once
-        for module, snapshot in self._saved.items():
-            if snapshot.is_unchanged:
-                continue
-            saved = snapshot.saved_values()
-            for (name, buffer), value in snapshot.current_values().items():
-                old = saved.get((name, buffer))
-                if (old is not None and old.equals(value)) or id(value) in extended:
+        for module, saved in self._saved.items():
+            now = _values(saved.module)
+            for key, value in now.items():
+                if saved.is_same(key, value) or id(value) in extended:
                     continue
-                _check_known(snapshot.module, name, value)
+                _check_known(saved.module, key[0], value)
                 if isinstance(value, GENERATORS):
-                    changes.append(Change(module, name, buffer, "state", generator_state(value)))
-                elif old is not None and value is old.value and isinstance(value, list) and old.is_prefix_of(value):
+                    changes.append(Change(module, *key, "state", generator_state(value)))
+                    continue
+                is_same = value is saved.values.get(key) and isinstance(value, list | dict | set | deque)
+                old = saved.marks[key].content if is_same and isinstance(value, list) else None
+                if old is not None and _Mark.of(value).content[: len(old)] == old:
                     extended.add(id(value))
-                    changes.append(Change(module, name, buffer, "extend", to_portable(value[len(old.items or ()) :])))
+                    changes.append(Change(module, *key, "extend", to_portable(value[len(old) :])))
                 else:  # a container stays the same object, which others may have, too
-                    is_same = old is not None and value is old.value and isinstance(value, list | dict | set | deque)
-                    changes.append(Change(module, name, buffer, "fill" if is_same else "set", to_portable(value)))
-            gone = [key for key in saved if key[0] not in _slots(snapshot.module, key)]
+                    changes.append(Change(module, *key, "fill" if is_same else "set", to_portable(value)))
+            gone = [key for key in saved.values if key[0] not in _slots(saved.module, key)]
             changes += [Change(module, *key, "delete") for key in gone]
         return changes
 
@@ -240,17 +210,10 @@ class ModuleSnapshot:
                 slots[change.name] = value
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, dict) else enumerate(container)
-
-
-def _content(value: Any) -> Any:
-    """Return a value that changes with the content of an object: for a tensor its version."""
-    if isinstance(value, Tensor):
-        return None if isinstance(value, Placeholder) else version_of(value)
-    if isinstance(value, GENERATORS):
-        return generator_state(value)
-    return value.tobytes() if isinstance(value, np.ndarray) else set(value) if isinstance(value, set) else None
+def _values(module: nn.Module) -> dict[_Key, Any]:
+    """Return the plain attributes and the buffers of a module."""
+    plain = {(n, False): v for n, v in vars(module).items() if n not in _INTERNAL and _is_plain(v)}
+    return plain | {(name, True): buffer for name, buffer in buffer_slots(module).items()}
 
 
 def _check_known(module: nn.Module, name: str, value: Any) -> None:
@@ -266,7 +229,7 @@ def _have_same_layout(old: Any, new: Any) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
 
 
-def _slots(module: nn.Module, key: tuple[str, bool]) -> MutableMapping[str, Any]:
+def _slots(module: nn.Module, key: _Key) -> MutableMapping[str, Any]:
     return buffer_slots(module) if key[1] else vars(module)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from lightning_shardckpt.compat.dtensor import detect_local_anomalies
@@ -21,7 +20,6 @@ from lightning_shardckpt.parallel.tensors.derivatives import gather_arguments, r
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 
 _restore: list[Callable[[], None]] = []
-_watchers: list[Callable[[type, tuple[Any, ...]], None]] = []
 
 
 def replace_functions() -> None:
@@ -46,22 +44,5 @@ def restore_functions() -> None:
         _restore.pop()()
 
 
-@contextmanager
-def watch_functions(watch: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Inside, call ``watch`` with each custom autograd function and its arguments; it may apply functions itself."""
-    _watchers.append(watch)
-    try:
-        yield
-    finally:
-        _watchers.remove(watch)
-
-
 def _prepare_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    args = gather_arguments(function, tuple(map(resolve_outliving, args)))
-    if _watchers:
-        watch = _watchers.pop()
-        try:
-            watch(function, args)
-        finally:
-            _watchers.append(watch)
-    return args
+    return gather_arguments(function, tuple(map(resolve_outliving, args)))
