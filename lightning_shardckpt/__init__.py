@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.callbacks import CheckpointMonitor
     from lightning_shardckpt.checkpoint_io import ShardCkptIO
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
-    from lightning_shardckpt.export.peft_export import export_adapters
+    from lightning_shardckpt.consolidate import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
@@ -54,7 +54,7 @@ _HOMES = {
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
     "full_state_dict": "parallel.tensors.values",
-    "export_adapters": "export.peft_export",
+    "export_adapters": "consolidate",
     "unify_lightning": "compat.pytorch_lightning",
 }
 register_strategies()

@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,16 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.options import Format, Options, Split
-from lightning_shardckpt.export.peft_export import export_adapters
-from lightning_shardckpt.export.safetensors_export import (
-    is_replaceable,
-    plan_export,
-    tensor_nbytes,
-    write_directory,
-    write_file,
-)
+from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
+from lightning_shardckpt.export.whole_files import Export, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean
+from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean, open_checkpoint
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.router import backend_of, check_local, file_path, is_url
-from lightning_shardckpt.system.text import list_some, progress, size_text
+from lightning_shardckpt.system.text import progress, size_text
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
@@ -116,6 +110,47 @@ def consolidate(
         raise
 
 
+def export_adapters(
+    checkpoint_folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    adapter: str | None = None,
+    prefix: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write adapters of a checkpoint in PEFT's layout.
+
+    As with PEFT's ``save_pretrained``, the adapter "default" is written to ``output`` itself, and others to folders
+    with their names below it; if ``adapter`` is given, it is written to ``output``. The output appears when it is
+    complete. Memory does not grow with the size of the adapters; neither torch nor PEFT is needed.
+
+    Args:
+        checkpoint_folder: a checkpoint of this package, with or without the base model.
+        output: a folder that does not exist or is empty.
+        adapter: the name of the adapter to write; all by default.
+        prefix: the prefix of the model's names, such as "model.", if several models have adapters.
+        storage_options: options for URLs; see ``ShardCkptIO``.
+
+    Returns:
+        The folder of each adapter.
+
+    Raises:
+        CheckpointNotFoundError: if the folder is not a checkpoint.
+        FormatError: if the checkpoint has no such adapter, or only a part of it.
+        FileExistsError: if ``output`` is not empty.
+        CorruptionError: naming file, tensor and rank of corrupted data.
+    """
+    output = file_path(output)
+    check_local(output)
+    with open_checkpoint(file_path(checkpoint_folder), storage_options=storage_options) as checkpoint:
+        stored = sharded_source(checkpoint, for_export=True)
+        export = plan_adapters(stored, adapter=adapter, prefix=prefix)
+        if os.path.lexists(output) and not (os.path.isdir(output) and not os.listdir(output)):
+            raise FileExistsError(f"the adapters need a folder that does not exist yet or is empty: {output}")
+        _write(stored, export, output, Options(format="peft"), lambda folder: not os.listdir(folder))
+    return [Path(output, file.name).parent for file in export.files]
+
+
 def format_of(output_file: str | os.PathLike[str] | None, format: Format | None) -> Format:
     """Return the format of an export: the given one, or that of the suffix of its path.
 
@@ -163,9 +198,6 @@ def write_export(
     source = None if is_url(where) else folder
     if (folder / ROOT_NAME).exists():  # else the error about the folder is raised first
         _check_output(output, source, options)
-    if options.format == "peft":
-        export_adapters(where, output, storage_options=storage_options)
-        return Path(output)
     with ExitStack() as stack:
         try:
             if not is_url(where) and not folder.is_dir():
@@ -177,9 +209,10 @@ def write_export(
                 raise
             raise CheckpointNotFoundError(_describe_problem(Path(checkpoint_folder))) from None
         _check_output(output, source, options)
-        write = _write_torch if options.format == "torch" else _export
-        write(stored, output, options, tuning)
-        _warn_of_frozen(where, stored)
+        may_replace = is_replaceable if options.overwrite else lambda path: False
+        _write(stored, _plan(stored, options), output, options, may_replace, tuning)
+        if options.format != "peft":
+            _warn_of_frozen(where, stored)
     return Path(output)
 
 
@@ -204,30 +237,32 @@ def _check_output(output: str, source: Path | None, options: Options) -> None:
         raise FileExistsError(f"{output} is not {expected}, so it is not replaced; choose a different path")
 
 
-def _write_torch(stored: Source, output: str, options: Options, tuning: Tuning) -> None:
-    from lightning_shardckpt.export.torch_export import plan_torch, write_torch  # imports torch
+def _plan(stored: Source, options: Options) -> Export:
+    if options.format == "peft":
+        return plan_adapters(stored)
+    if options.format != "torch":
+        return plan_safetensors(stored, options)
+    from lightning_shardckpt.export.torch_export import plan_torch  # imports torch
 
-    plan = plan_torch(stored, options)
-    output_file = LocalOutputs().file(output, overwrite=options.overwrite)
-    with output_file as (file, notes), progress(plan.nbytes) as advance:
-        write_torch(stored, plan, file, advance, tuning=tuning)
-    if plan.changed:
-        listed = list_some(plan.changed, between="\n  ")
-        _log.warning(f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}")
-    for note in notes:
-        _log.warning(note)
+    return plan_torch(stored, options)
 
 
-def _export(stored: Source, output: str, options: Options, tuning: Tuning) -> None:
-    export, may_replace = plan_export(stored, options), is_replaceable if options.overwrite else lambda path: False
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress(tensor_nbytes(export)))
+def _write(
+    stored: Source,
+    export: Export,
+    output: str,
+    options: Options,
+    may_replace: Callable[[str], bool],
+    tuning: Tuning = TUNING,
+) -> None:
+    """Write an export to the file or directory ``output``, and tell the user its notes."""
+    with progress(export.nbytes) as advance, ExitStack() as stack:
         if options.is_file:
             file, notes = stack.enter_context(LocalOutputs().file(output, overwrite=options.overwrite))
-            write_file(stored, export, file, advance, tuning=tuning)
+            write(stored, export, lambda name: nullcontext(file), advance, tuning=tuning)
         else:
             create, notes = stack.enter_context(LocalOutputs().directory(output, replaceable=may_replace))
-            write_directory(stored, export, create, advance, tuning=tuning)
+            write(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)
 

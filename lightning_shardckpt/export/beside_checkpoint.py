@@ -7,19 +7,19 @@ the checkpoint. It appears when it is complete: by a rename in a file system, by
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.safetensors_export import Export, plan_export, write_directory
+from lightning_shardckpt.export.safetensors_export import plan_safetensors
+from lightning_shardckpt.export.whole_files import write
 from lightning_shardckpt.format.index import EXPORT_FOLDER
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG
-from lightning_shardckpt.storage.local.posix import sync_directory
+from lightning_shardckpt.storage.local.local_outputs import LocalOutputs, NewFile
+from lightning_shardckpt.storage.local.posix import rename_with_flag
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter
@@ -44,6 +44,12 @@ def export_beside(path: str, storage: Storage) -> list[str]:
     """
     store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
     with Checkpoint(storage, path) as checkpoint:
+
+        def check_current() -> None:
+            with Checkpoint(storage, path) as current:
+                if current.root.save_id != checkpoint.root.save_id:
+                    raise CheckpointNotFoundError("another process replaced it")
+
         stored = sharded_source(checkpoint, for_export=True)
         if stored.document("huggingface") is None:
             raise StateError(
@@ -51,86 +57,54 @@ def export_beside(path: str, storage: Storage) -> list[str]:
                 "safetensors` converts any checkpoint"
             )
         try:
-            export = plan_export(stored, Options(format="huggingface"))
+            export = plan_safetensors(stored, Options(format="huggingface"))
         except ValueError as error:
             raise StateError(str(error)) from None
-        output = _Objects(store, path) if isinstance(store, RemoteStorage) else _Folder(path)
+        new_folder, open_files = _directory(path, check_current), 64
+        if isinstance(store, RemoteStorage):  # an object takes space on the local disk until it is uploaded
+            new_folder, open_files = _objects(store, path, check_current), 1
         try:
-            for file in export.tensor_files:  # one at a time, since an object's file takes space on the local disk
-                write_directory(stored, Export([file]), output.create, lambda nbytes: None)
-            write_directory(stored, Export([], export.files), output.create, lambda nbytes: None)
-            with Checkpoint(storage, path) as current:
-                if current.root.save_id != checkpoint.root.save_id:
-                    raise CheckpointNotFoundError("another process replaced it")
-            output.finish()
-        except BaseException:
-            output.discard()
+            with new_folder as create:
+                write(stored, export, create, open_files=open_files)
+        except FileNotFoundError:
+            check_current()
             raise
     return export.notes
 
 
-class _Folder:
-    """A folder of a checkpoint in a file system: written under a temporary name, then renamed."""
+@contextmanager
+def _directory(path: str, check: Callable[[], None]) -> Iterator[NewFile]:
+    """Yield a function that creates a file of the export; at the end, ``check``, and let all appear at once."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._temporary = os.path.join(path, f".tmp-{EXPORT_FOLDER}")
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        os.mkdir(self._temporary)
+    def rename(new: str, target: str, flag: int) -> bool:
+        check()
+        return rename_with_flag(new, target, flag)
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[int]:
-        """Create a file, and yield its descriptor; durable when the context ends."""
-        with open(os.path.join(self._temporary, name), "xb+") as file:
-            yield file.fileno()
-            os.fsync(file.fileno())
-
-    def finish(self) -> None:
-        """Let the folder appear, durably."""
-        sync_directory(self._temporary)
-        target = os.path.join(self._path, EXPORT_FOLDER)
-        if os.path.lexists(target):
-            shutil.rmtree(target)
-        os.rename(self._temporary, target)
-        sync_directory(self._path)
-
-    def discard(self) -> None:
-        """Delete what was written."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+    output = LocalOutputs(rename).directory(os.path.join(path, EXPORT_FOLDER), replaceable=lambda folder: True)
+    with output as (create, _):
+        yield create
 
 
-class _Objects:
-    """A folder of a checkpoint in an object store. transformers reads it once its last object is there: config.json."""
-
-    def __init__(self, store: RemoteStorage, path: str) -> None:
-        self._store, self._path = store, path
-        self._last: tuple[str, bytes] | None = None
+@contextmanager
+def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iterator[NewFile]:
+    """Yield a function as `_directory` does. transformers reads the folder once its last object is there."""
+    last: list[bytes] = []
 
     @contextmanager
-    def create(self, name: str) -> Iterator[int]:
-        """Create a file, and yield the descriptor of a temporary file; it is uploaded when the context ends.
-
-        ``config.json`` is held back until ``finish``.
-        """
+    def create(name: str) -> Iterator[int]:
         with tempfile.TemporaryFile() as file:
             yield file.fileno()
+            file.seek(0)
             if name == CONFIG:
-                file.seek(0)
-                self._last = name, file.read()
+                last.append(file.read())
             else:
-                self._store.add(self._path, f"{EXPORT_FOLDER}/{name}", _parts(file))
+                store.add(path, f"{EXPORT_FOLDER}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
 
-    def finish(self) -> None:
-        """Put the last object."""
-        assert self._last is not None
-        self._store.add(self._path, f"{EXPORT_FOLDER}/{self._last[0]}", [self._last[1]])
-
-    def discard(self) -> None:
-        """Delete what was uploaded, as far as possible."""
+    try:
+        yield create
+        check()
+        store.add(path, f"{EXPORT_FOLDER}/{CONFIG}", last)
+    except BaseException:
         with suppress(OSError):
-            self._store.remove_export(self._path)
-
-
-def _parts(file: IO[bytes]) -> Iterator[bytes]:
-    file.seek(0)
-    yield from iter(lambda: file.read(_PART_BYTES), b"")
+            store.remove_export(path)
+        raise

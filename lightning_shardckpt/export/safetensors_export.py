@@ -1,55 +1,35 @@
-"""Export to safetensors files for other programs: planned from the indexes alone, then filled.
+"""Plans of safetensors files for other programs: a model and its optimizers, a model of transformers, adapters of PEFT.
 
-Exporting a checkpoint of this package needs torch only if dtypes are converted.
+Each is a choice of names over the stored tensors, and a few documents. No torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
-from math import prod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
+from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, WholeFile, plan_conversion
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import CONFIGS
-from lightning_shardckpt.storage.local.local_outputs import NewFile
+from lightning_shardckpt.state.documents import PEFT
+from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
 from lightning_shardckpt.storage.local.posix import write_at
 from lightning_shardckpt.system.text import list_some
-from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
+from lightning_shardckpt.transfer.file_filler import Region
 from lightning_shardckpt.transfer.writer import MB
 
-_OPEN_FILES = 64  # at a time; the usual limit of a process is 1,024
-_OPTIMIZER = "optimizer.json"
-_SUFFIXES = (".safetensors", ".safetensors.index.json")
-_WRITTEN_LAST = (".safetensors.index.json", "config.json")
-_METADATA = {"format": "pt", "writer": "lightning-shardckpt"}
-_WRITER_ENTRY, _HEAD_BYTES = b'"writer":"lightning-shardckpt"', 4096  # the metadata come first in a header
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_FORMAT = {"format": "pt"}
 
 
-@dataclass(slots=True)
-class Export:
-    """The plan of an export: safetensors files, the content of other files by name, and notes for the user."""
-
-    tensor_files: list[OutputFile]
-    files: dict[str, bytes] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def plan_export(stored: Source, options: Options) -> Export:
+def plan_safetensors(stored: Source, options: Options) -> Export:
     """Plan the files of an export, and their contents.
 
     Raises:
@@ -58,11 +38,11 @@ def plan_export(stored: Source, options: Options) -> Export:
     """
     export = Export([])
     tensors, ties = _model_tensors(stored, options, export)
-    export.tensor_files = _plan_files("model", tensors, ties, options, export)
+    _add_files("model", tensors, ties, options, export, stored)
     if options.has_optimizer:
         state, document = _optimizer_tensors(stored, options)
-        export.tensor_files += _plan_files("optimizer", state, {}, options, export)
-        export.files[_OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+        _add_files("optimizer", state, {}, options, export, stored)
+        export.documents[OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
 
@@ -129,7 +109,7 @@ def _hugging_face_tensors(
                 tensors.append(part)
     check_unique(written)
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
-    export.files |= model.files(next(floating, None), options.dtype is not None)
+    export.documents |= model.files(next(floating, None), options.dtype is not None)
     return _check_not_empty(tensors)
 
 
@@ -168,13 +148,60 @@ def _rename_document(optimizer: Mapping[str, Any], mapping: KeyMapping) -> dict[
     return {**optimizer, "groups": groups, "values": values}
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── adapters ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _plan_files(
-    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export
-) -> list[OutputFile]:
-    """Return the files of a model or an optimizer; add their index to ``export.files`` if there may be several."""
+def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | None = None) -> Export:
+    """Plan the files that PEFT's ``save_pretrained`` writes, in folders for further adapters.
+
+    Args:
+        stored: a checkpoint of this package, with or without the base model.
+        adapter: the name of the adapter; all by default.
+        prefix: the prefix of the model's names, if several models have adapters.
+
+    Raises:
+        FormatError: if the checkpoint has no such adapter, or only a part of it.
+    """
+    export, component = Export([]), stored.components().get("model", Component({}))
+    keys = {**{key: key for key in component.tensors}, **component.aliases}
+    for selected in _select_adapters(stored, adapter, prefix):
+        folder = "" if selected.name == (adapter or "default") else f"{selected.name}/"
+        names = selected.names(keys.keys())
+        if not any(".lora_" in name or name.startswith("lora_") for name in names):
+            raise FormatError(
+                f"checkpoint {stored.path!r} has no tensors of adapter {selected.name!r} below {selected.prefix!r}"
+            )
+        specs = ((name, keys[own], component.tensors[keys[own]]) for name, own in names.items())
+        tensors = [OutputTensor(name, spec.dtype, spec.shape, ("model", key)) for name, key, spec in specs]
+        planned = safetensors_files.plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)
+        export.files.append(_whole_file(stored, planned))
+        export.documents[folder + ADAPTER_CONFIG] = selected.config.encode()
+    return export
+
+
+def _select_adapters(stored: Source, adapter: str | None, prefix: str | None) -> list[Adapter]:
+    where, document = f"checkpoint {stored.path!r}", stored.document("peft")
+    if document is None:
+        raise FormatError(
+            f"{where} has no adapters of PEFT: it has no {PEFT}, which is saved with a module that PEFT wrapped"
+        )
+    adapters = adapters_from_json(document)
+    selected = [a for a in adapters if adapter in (None, a.name) and prefix in (None, a.prefix)]
+    listed = ", ".join(f"{a.name!r} of the model {a.prefix!r}" for a in adapters)
+    if not selected:
+        raise FormatError(f"{where} has no adapter {adapter!r} of a model {prefix or 'any'!r}; it has {listed}")
+    if len({a.prefix for a in selected}) > 1:
+        raise FormatError(f"{where} has adapters of several models, {listed}: choose one with prefix")
+    return selected
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_files(
+    stem: str, tensors: list[OutputTensor], ties: Mapping[str, str], options: Options, export: Export, stored: Source
+) -> None:
+    """Add the files of a model or an optimizer to an export, and their index if there may be several."""
     if options.files == "chunks":
         groups = safetensors_files.group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
         names = safetensors_files.name_chunks(stem, len(groups))
@@ -187,100 +214,18 @@ def _plan_files(
     for name, group in zip(names, groups, strict=True):
         group_names = {tensor.name for tensor in group}
         group_ties = {name: written for name, written in ties.items() if written in group_names and name != "format"}
-        files.append(safetensors_files.plan_file(name, group, {**_METADATA, **group_ties}))
+        metadata = {**_FORMAT, **dict([WRITER]), **group_ties}
+        files.append(safetensors_files.plan_file(name, group, metadata))
+    export.files += [_whole_file(stored, file) for file in files]
     if len(files) > 1 or options.files == "one_file_per_tensor":
-        export.files[f"{stem}.safetensors.index.json"] = safetensors_files.build_index(files)
-    return files
+        export.documents[f"{stem}.safetensors.index.json"] = safetensors_files.build_index(files)
 
 
-def write_file(
-    stored: Source, export: Export, file: int, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
-) -> None:
-    """Fill the single file of an export; call ``advance`` with the number of bytes that were written.
+def _whole_file(stored: Source, planned: OutputFile) -> WholeFile:
+    def begin(file: int) -> Iterable[Region]:
+        write_at(file, memoryview(planned.header), 0)
+        for tensor, offset in zip(planned.tensors, planned.begins, strict=True):
+            conversion = plan_conversion(stored.tensors.spec(*tensor.source).dtype, tensor.dtype)
+            yield Region(offset, tensor.nbytes, tensor.source, conversion=conversion, box=tensor.box)
 
-    Raises:
-        CorruptionError: naming file, tensor and rank.
-    """
-    fill(file, _regions(stored, export.tensor_files), stored.tensors, advance, tuning=tuning)
-
-
-def write_directory(
-    stored: Source, export: Export, create: NewFile, advance: Callable[[int], Any], *, tuning: Tuning = TUNING
-) -> None:
-    """Write all files of an export into an empty directory; the file that completes it is written last.
-
-    Args:
-        stored: the checkpoint.
-        export: the plan.
-        create: creates a file in the directory.
-        advance: called with the number of bytes that were written.
-        tuning: buffer sizes and the number of threads.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank.
-        FormatError: if two files would have the same name.
-    """
-    tensor_file_names = {file.name for file in export.tensor_files}
-    for name in export.files:
-        if name in tensor_file_names:
-            raise FormatError(f"two files would be called {name!r}")
-    remaining = deque(export.tensor_files)
-    while remaining:
-        with ExitStack() as stack:
-            batch, files = list[OutputFile](), list[int]()
-            while remaining and len(batch) < _OPEN_FILES:
-                batch.append(remaining.popleft())
-                files.append(stack.enter_context(create(batch[-1].name)))
-            fill(files, _regions(stored, batch), stored.tensors, advance, tuning=tuning)
-    for name in sorted(export.files, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
-        content = export.files[name]
-        with create(name) as file:
-            write_at(file, memoryview(content), 0)
-
-
-def tensor_nbytes(export: Export) -> int:
-    """Return the size of all tensors of an export in bytes."""
-    return sum(tensor.nbytes for file in export.tensor_files for tensor in file.tensors)
-
-
-def _regions(stored: Source, batch: Sequence[OutputFile]) -> list[Region]:
-    """Return the regions of some files, which are numbered in the order of ``batch``."""
-    regions: list[Region] = []
-    for number, file in enumerate(batch):
-        regions.append(Region(0, len(file.header), memoryview(file.header), number))
-        for tensor, begin in zip(file.tensors, file.begins, strict=True):
-            stored_dtype = stored.tensors.spec(*tensor.source).dtype
-            is_converted = stored_dtype != tensor.dtype and prod(tensor.shape) > 0
-            conversion = plan_conversion(stored_dtype, tensor.dtype) if is_converted else None
-            regions.append(Region(begin, tensor.nbytes, tensor.source, number, conversion, tensor.box))
-    return regions
-
-
-@cache
-def plan_conversion(stored: str, written: str) -> DtypeConversion:
-    """Return the conversion of bytes from one dtype to another, with the results of torch's ``Tensor.to``."""
-    import torch  # imported here, since it takes two seconds and exports without a conversion don't need it
-
-    from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
-
-    def convert(data: memoryview) -> memoryview:
-        return host_bytes(torch.frombuffer(data, dtype=TORCH_DTYPES[stored]).to(TORCH_DTYPES[written]))
-
-    return DtypeConversion(convert, DTYPE_BYTES[stored], DTYPE_BYTES[written])
-
-
-def is_replaceable(directory: str) -> bool:
-    """Return True if a directory is empty, or an earlier export wrote all its files."""
-    names = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
-    others = {os.path.join(directory, name) for name in (*CONFIGS, _OPTIMIZER)}
-    if not all(name in others or name.endswith(_SUFFIXES) for name in names):
-        return False
-    tensor_files = [name for name in names if name.endswith(_SUFFIXES[0])]
-    return all(map(_was_exported, tensor_files)) if tensor_files else not names
-
-
-def _was_exported(path: str) -> bool:
-    """Return True if the metadata of a safetensors file name an export as its writer."""
-    with open(path, "rb") as file:
-        start = file.read(8 + _HEAD_BYTES)
-    return _WRITER_ENTRY in start[8 : 8 + int.from_bytes(start[:8], "little")]
+    return WholeFile(planned.name, sum(tensor.nbytes for tensor in planned.tensors), begin)

@@ -1,67 +1,46 @@
-"""Export to a file for ``torch.load``, with selection, renaming and dtypes.
+"""Plan of a file for ``torch.load``, with selection, renaming and dtypes.
 
 The file of a Trainer's checkpoint has Lightning's keys. The file of a nested dict of objects has the keys of the dict,
 like a file of plain Fabric. ``torch.save`` writes it without the bytes of its tensors, which are then filled in; so it
-has no checksums of zip.
+has no checksums of zip. Values that ``torch.load`` would refuse by default become plain ones.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
-from lightning_shardckpt.export.plain_values import Simplifier
-from lightning_shardckpt.export.safetensors_export import plan_conversion
+from lightning_shardckpt.export.whole_files import Export, WholeFile, plan_conversion
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.json_tree import decode, refuse_tensor
+from lightning_shardckpt.state.json_tree import Dropped, Pickled, decode, refuse_tensor
 from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, host_bytes
-from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.file_filler import Region, fill
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
+from lightning_shardckpt.system.text import list_some
+from lightning_shardckpt.transfer.file_filler import Region
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.")
 _LOCAL_HEADER_BYTES = 30  # of a record of a zip archive, before its name and its extra field
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
-    """The plan of a torch file.
-
-    Attributes:
-        checkpoint: the value to save, with fake tensors for stored ones.
-        regions: the bytes of its tensors, in the order in which ``torch.save`` numbers them; all begin at 0.
-        changed: descriptions of values that had to be converted or left out.
-    """
-
-    checkpoint: Any
-    regions: list[Region]
-    changed: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        return sum(region.nbytes for region in self.regions)
-
-
-def plan_torch(source: Source, options: Options) -> TorchFile:
+def plan_torch(source: Source, options: Options) -> Export:
     """Plan a file that ``torch.load`` reads by default.
-
-    Args:
-        source: the checkpoint.
-        options: the options of the export.
 
     Raises:
         ValueError: if names collide, or an option matches no tensor.
@@ -74,16 +53,12 @@ def plan_torch(source: Source, options: Options) -> TorchFile:
         spec = components[component].tensors[key]
         dtype = options.output_dtype(spec.dtype) if component == "model" else spec.dtype
         fake = make(spec.shape, TORCH_DTYPES.get(dtype, torch.uint8))
-        region = Region(0, fake.nbytes, (component, key))
-        if dtype != spec.dtype and region.nbytes:
-            region = replace(region, conversion=plan_conversion(spec.dtype, dtype))
-        stored[id(fake)] = fake, dtype, region
+        stored[id(fake)] = fake, dtype, Region(0, fake.nbytes, (component, key), 0, plan_conversion(spec.dtype, dtype))
         return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
 
-    simplifier = Simplifier()
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
     _rename(checkpoint, options.mapping)
     for name, value in checkpoint.get("state_dict", {}).items():
@@ -93,30 +68,24 @@ def plan_torch(source: Source, options: Options) -> TorchFile:
         for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
                 group["params"] = sort_by_layer(group["params"])  # a plain optimizer loads by position
-    checkpoint = simplifier.simplify(_restore_keys(checkpoint, options.mapping))
+    plain = PlainValues()
+    checkpoint = plain.convert(_restore_keys(checkpoint, options.mapping))
     tensors = {id(tensor): tensor for tensor in _tensors_in(checkpoint)}
     regions = [stored[key][2] if key in stored else _region_of(tensor) for key, tensor in tensors.items()]
-    return TorchFile(checkpoint, regions, simplifier.changed)
+    notes = []
+    if plain.changed:
+        listed = list_some(plain.changed, between="\n  ")
+        notes = [f"Values that `torch.load` would refuse by default are not in the file as they were:\n  {listed}"]
+    nbytes = sum(region.nbytes for region in regions)
+    return Export([WholeFile("", nbytes, partial(_begin, checkpoint, regions))], notes=notes)
 
 
-def write_torch(
-    source: Source,
-    plan: TorchFile,
-    file: int,
-    advance: Callable[[int], object],
-    *,
-    tuning: Tuning = TUNING,
-) -> None:
-    """Write the planned file; call ``advance`` with the number of bytes that were written.
-
-    Raises:
-        CorruptionError: naming file, tensor and rank.
-    """
+def _begin(checkpoint: Any, regions: list[Region], file: int) -> list[Region]:
+    """Write a file without the bytes of its tensors; ``regions`` are in the order in which ``torch.save`` counts."""
     with open(file, "wb", closefd=False) as unfilled, torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(plan.checkpoint, unfilled)
-    begins = _find_records(file, plan.regions)
-    regions = [replace(region, begin=begin) for region, begin in zip(plan.regions, begins, strict=True)]
-    fill(file, regions, source.tensors, advance, tuning=tuning)
+        torch.save(checkpoint, unfilled)
+    begins = _find_records(file, regions)
+    return [replace(region, begin=begin) for region, begin in zip(regions, begins, strict=True)]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -216,3 +185,99 @@ def sort_by_layer(params: list[str]) -> list[str]:
                 "out (--optimizer false), or resume from the checkpoint itself."
             )
     return ordered
+
+
+# ── plain values ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_VERSIONS = "_metadata"  # attribute of a state dict: the versions of modules, which ``Module.load_state_dict`` reads
+_MAX_INT_BITS = 2000  # weights_only=True reads no integer of 256 bytes or more
+_LOADABLE = (type(None), bool, float, str, complex, bytes)  # exactly these classes, not subclasses
+
+
+class PlainValues:
+    """Converts values to types that ``torch.load`` reads by default; ``changed`` describes the values that differ.
+
+    Paths, dates, ranges and other objects become text; frozensets become sets, deques lists, namespaces dicts, and
+    numpy arrays tensors. Values that the checkpoint lacks are left out; in a list, None replaces them.
+    """
+
+    def __init__(self) -> None:
+        self.changed: list[str] = []
+
+    def convert(self, value: Any, path: str = "") -> Any:
+        """Return a value converted to types that ``weights_only=True`` allows."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return _with_own_storage(value)
+        if kind in _LOADABLE or isinstance(value, torch.dtype | torch.device):
+            return value
+        if kind is int and value.bit_length() < _MAX_INT_BITS:
+            return value
+        if isinstance(value, dict):
+            return self._mapping(value, path)
+        if isinstance(value, list | tuple | deque):
+            items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
+            kept = [None if self._is_dropped(*item) else self.convert(*item) for item in items]
+            return kind(kept) if kind in (list, tuple) else self._record(kept, value, path)
+        if isinstance(value, set | frozenset):
+            items = [(item, f"{path}/{i}") for i, item in enumerate(value)]
+            members = [self._key(*item) for item in items if not self._is_dropped(*item)]
+            self._record_merged(len(members) - len({*members}), path)
+            return {*members} if kind is set else self._record({*members}, value, path)
+        if isinstance(value, Namespace):
+            return self._record(self._mapping(vars(value), path), value, path)
+        if kind.__module__ == "numpy":
+            new = _from_numpy(value)
+            return self._record(new, value, path) if value.shape else new
+        return self._record(str(value), value, path)
+
+    def _key(self, value: Any, path: str) -> Any:
+        """Return a converted value that is hashable."""
+        key = self.convert(value, path)
+        return self._record(str(value), value, path) if isinstance(key, set) else key
+
+    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+        kept: dict[Any, Any] = {}
+        for key, item in value.items():
+            where = f"{path}/{key}" if path else str(key)
+            if not self._is_dropped(item, where):
+                new_key = self._key(key, where)
+                self._record_merged(int(new_key in kept), path)
+                kept[new_key] = self.convert(item, where)
+        if type(value) not in (Counter, OrderedDict):
+            return kept
+        new = type(value)(kept)
+        if (versions := vars(value).get(_VERSIONS)) is not None:  # a module's state dict
+            vars(new)[_VERSIONS] = self.convert(versions, f"{path}/{_VERSIONS}")
+        return new
+
+    def _is_dropped(self, item: Any, where: str) -> bool:
+        if isinstance(item, Dropped):
+            reason = "as it is pickled" if isinstance(item, Pickled) else "as it was when the checkpoint was saved"
+            self.changed.append(f"{where}: left out, {reason}: {item.type_name}")
+        return isinstance(item, Dropped)
+
+    def _record_merged(self, count: int, path: str) -> None:
+        if count:
+            self.changed.append(f"{path}: {count} of it left out, since others have become the same")
+
+    def _record(self, new: Any, old: Any, path: str) -> Any:
+        self.changed.append(f"{path}: {type(old).__name__} became {type(new).__name__}")
+        return new
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy if it is a part of a larger storage, or not contiguous."""
+    dtype_name(tensor, "beside the model and the optimizers")  # raises an error for one without plain memory
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _from_numpy(value: Any) -> Any:
+    """Return a tensor for an array, or a number; of lower precision, as lists, if torch has no dtype of its width."""
+    value = np.array(value, value.dtype.newbyteorder("="), order="C")
+    try:
+        tensor = torch.from_numpy(value)
+    except TypeError:
+        return value.astype("c16" if value.dtype.kind == "c" else "f8").tolist()
+    return tensor if value.shape else value.item()

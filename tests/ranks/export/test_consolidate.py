@@ -27,7 +27,7 @@ from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.plain_values import Simplifier
+from lightning_shardckpt.export.torch_export import PlainValues
 from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -107,14 +107,14 @@ def test_values_that_torch_load_refuses_become_plain_and_are_listed(
 def test_plain_values_load_by_default_whatever_they_were() -> None:
     odd = [1 << 5000, slice(1), {(1, 2): {frozenset([3])}}, collections_of_everything(), b"x", 1j, torch.device("cpu")]
     buffer = io.BytesIO()
-    torch.save(Simplifier().simplify(odd), buffer)
+    torch.save(PlainValues().convert(odd), buffer)
     buffer.seek(0)
     torch.load(buffer)
 
 
 def test_nothing_moves_or_goes_without_a_word() -> None:
-    gone, plain = Dropped("torch.relu", "a function"), Simplifier()
-    found = plain.simplify(
+    gone, plain = Dropped("torch.relu", "a function"), PlainValues()
+    found = plain.convert(
         {"list": [1, gone, 3], "tuple": (gone, 5), "set": {Path("a"), "a", gone}, "keys": {Path("a"): 1, "a": 2}}
     )
     assert found == {"list": [1, None, 3], "tuple": (None, 5), "set": {"a"}, "keys": {"a": 2}}

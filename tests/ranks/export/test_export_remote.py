@@ -13,9 +13,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_shardckpt import export_adapters
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.export.peft_export import export_adapters
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.transfer.reader import Checkpoint

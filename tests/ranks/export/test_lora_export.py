@@ -15,8 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lightning_shardckpt import export_adapters
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.export.peft_export import CONFIG, WEIGHTS, export_adapters
+from lightning_shardckpt.export.safetensors_export import ADAPTER_CONFIG as CONFIG
+from lightning_shardckpt.export.safetensors_export import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft_modules import adapters_of
 from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.plain_values import Simplifier
+from lightning_shardckpt.export.torch_export import PlainValues
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, TORCH_NAMES
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -27,7 +27,7 @@ def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:
 def test_a_tensor_gets_a_storage_of_its_own() -> None:
     whole = torch.arange(6.0).view(2, 3)
     for part in (whole.t(), whole[1:], whole):
-        found = Simplifier().simplify([part])[0]
+        found = PlainValues().convert([part])[0]
         assert torch.equal(found, part) and found.untyped_storage().nbytes() == part.nbytes
     assert found is whole
 
@@ -35,13 +35,13 @@ def test_a_tensor_gets_a_storage_of_its_own() -> None:
 def test_a_tensor_without_plain_memory_is_refused_by_name() -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.empty(2, device="meta")):
         with pytest.raises(StateError, match="tensor"):
-            Simplifier().simplify([tensor])
+            PlainValues().convert([tensor])
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_an_array_becomes_what_torch_makes_of_it(kind: str) -> None:
     array = numpy.arange(6).reshape(2, 3).astype(kind)
-    found = Simplifier().simplify({"a": array})["a"]
+    found = PlainValues().convert({"a": array})["a"]
     if kind == "g":  # numpy.longdouble
         assert found == array.tolist()
         with pytest.raises(TypeError):
@@ -66,7 +66,7 @@ class Versioned(nn.Linear):
 
 def test_the_versions_of_a_state_dict_reach_the_module_that_loads_it() -> None:
     module = Versioned(2, 2)
-    plain = Simplifier().simplify(module.state_dict())
+    plain = PlainValues().convert(module.state_dict())
     assert type(plain) is OrderedDict
     module.load_state_dict(OrderedDict(plain))  # a copy has no versions
     assert Versioned.seen is None
