@@ -511,6 +511,14 @@ MUTATIONS = (
         ("ranks/parallel/test_replicas.py",),
     ),
     Mutation(
+        "a group of small tensors is written over the converted one between them",
+        ONCE,
+        "transfer/file_filler.py",
+        "        if small and (is_alone or region.file",
+        "        if small and (region.file",
+        ("ranks/export/test_export.py::test_threads_write_each_byte_of_a_file_once",),
+    ),
+    Mutation(
         "gradients are clipped by the norm of this rank's shard",
         STEP,
         "parallel/sharding/clip_grad.py",

@@ -107,9 +107,8 @@ def test_a_disk_that_is_full_for_the_export_is_a_warning_and_leaves_the_checkpoi
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    io = saved(str(path), 2, export="huggingface")
     with pytest.warns(UserWarning, match=r"not exported for transformers: .*a\.ckpt.*No space left on device"):
-        io.wait()
+        saved(str(path), 2, export="huggingface").wait()
     assert verify(path).findings == ()
     assert {file.name for file in path.iterdir()} == before
     assert dict(load_keys(path, ["model.lm_head.weight"]))["model.lm_head.weight"].unique().tolist() == [2.0]
