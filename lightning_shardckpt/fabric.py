@@ -46,7 +46,7 @@ from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, 
 from lightning_shardckpt.parallel.tensors import written_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
+from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
@@ -335,10 +335,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         order = order_of_state(state, self._ranks, "describing what to save")
 
         def describe() -> str:
-            objects = collect_objects(state).in_order(order)
+            objects = NestedObjects.of(state).in_order(order)
             check_loaded([*objects.modules.values(), *objects.optimizers.values()])
             whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
-            described.append((objects, whole, names_for(objects, owner, whole)))
+            described.append((objects, whole, objects.parameter_names(owner, whole)))
             return file_path(path)
 
         common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])

@@ -10,23 +10,20 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.index import RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.did_you_mean import READABLE, open_checkpoint
-from lightning_shardckpt.sources.source import sharded_source
+from lightning_shardckpt.sources.open_source import open_source
+from lightning_shardckpt.sources.source import IndexedTensors, Source
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, entries_of
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.threads import drain_all
-from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +83,7 @@ def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
 
 
 _MAX_SUGGESTIONS = 3
+_ROLES = ("model", "optimizer", "trainer", "frozen", "peft", "huggingface")
 _PREFIXES = ("optimizer", "trainer", "rank")
 _RANK = re.compile(r"trainer-state-dist-(\d{5,})\.json")
 
@@ -203,15 +201,15 @@ def open(
     """
     drain_all()
     storage = StorageRouter(storage_options=storage_options, pre_download=pre_download)
-    return OpenCheckpoint(file_path(path), verify, storage if is_url(path) else None)
+    return OpenCheckpoint(file_path(path), verify, storage)
 
 
 class LazyTensor:
     """A stored tensor with a known dtype and shape, whose values are read by slicing. See ``OpenCheckpoint``."""
 
-    def __init__(self, checkpoint: OpenCheckpoint, name: str, component: str, key: str, spec: TensorSpec) -> None:
+    def __init__(self, source: Source, name: str, component: str, key: str, spec: TensorSpec) -> None:
         self.name, self.dtype, self.shape = name, spec.dtype, spec.shape
-        self._checkpoint, self._component, self._key = checkpoint, component, key
+        self._source, self._component, self._key = source, component, key
 
     @property
     def ndim(self) -> int:
@@ -241,92 +239,68 @@ class LazyTensor:
             IndexError: if the index is out of range or not supported.
             CorruptionError: naming file, tensor and rank.
         """
-        box, rest = sliced_box(index, self.shape, self.name)
-        return self._checkpoint.read(self._component, self._key, self.dtype, box)[rest]
-
-
-class OpenCheckpoint(Mapping[str, LazyTensor]):
-    """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
-
-    def __init__(self, path: str, verify: bool, storage: Storage | None = None) -> None:
-        self.path = path
-        self._checkpoint: Checkpoint | None = None
-        foreign_format = detect_format(path) if storage is None else None
-        if foreign_format is None:
-            self._checkpoint = open_checkpoint(path, storage, marks=READABLE)
-            self._source = sharded_source(self._checkpoint, verify)
-        else:
-            self._source = foreign_format.open(path)
-        self._components = self._source.components()
-        self._keys_by_name: dict[str, tuple[str, str]] = {}
-        for component in filter(self._components.__contains__, COMPONENTS):
-            stored = self._components[component]
-            prefix = "" if component == "model" else f"{component}/"
-            keys = {**dict(zip(stored.tensors, stored.tensors, strict=True)), **stored.aliases}
-            for name, key in keys.items():
-                self._keys_by_name.setdefault(prefix + name, (component, key))  # on a collision, the model's name wins
-
-    @property
-    def metadata(self) -> Metadata:
-        """The description of the checkpoint, without ``values``."""
-        tensors = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}
-        if self._checkpoint is None:
-            return Metadata(tensors)
-        root = self._checkpoint.root
-        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
-
-    def entries(self, names: Iterable[str] | None = None) -> dict[str, DocumentEntry]:
-        """Return the entries of documents by name.
-
-        With ``names``, only documents that may contain one of them are read.
-        """
-        split_names = None if names is None else [name.partition("/") for name in names]
-        documents: list[dict[str, DocumentEntry]] = []
-        for role in ("model", "optimizer", "trainer", "frozen", "peft", "huggingface"):
-            has_prefix = role in ("optimizer", "trainer")
-            if split_names is None or any(
-                start == role or (not has_prefix and start not in _PREFIXES) for start, _, _ in split_names
-            ):
-                documents.append(entries_of(role, self._document(role)))
-        ranks = [int(match[1]) for name in self._documents() if (match := _RANK.fullmatch(name))]
-        for rank in sorted(ranks):
-            if split_names is None or any(
-                (start, rest.partition("/")[0]) == ("rank", str(rank)) for start, _, rest in split_names
-            ):
-                documents.append(entries_of("rank", self._document("rank", rank), rank))
-        entries: dict[str, DocumentEntry] = {}
-        for name, entry in chain.from_iterable(document.items() for document in documents):
-            if name not in self._keys_by_name:  # a tensor's name takes precedence
-                entries.setdefault(name, entry)
-        return entries
-
-    def _documents(self) -> Iterable[str]:
-        return self._checkpoint.root.documents if self._checkpoint is not None else ()
-
-    def _document(self, role: str, rank: int = 0) -> Any:
-        if self._checkpoint is not None or role != "trainer":
-            return self._source.document(role, rank)
-        from lightning_shardckpt.state.json_tree import Encoder  # other formats have already imported torch
-
-        rest = self._source.trainer(_no_tensor)
-        return Encoder(droppable=("",), inline_bytes=None).encode(rest)
-
-    def read(self, component: str, key: str, dtype: str, box: Box) -> torch.Tensor:
-        """Return the values of a box of a stored tensor, as a new tensor on the CPU.
-
-        Raises:
-            CorruptionError: naming file, tensor and rank.
-        """
         import torch  # imported here, since names and shapes don't need it
 
         from lightning_shardckpt.sources.reading import ReadTarget, read_targets
         from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
+        box, rest = sliced_box(index, self.shape, self.name)
         if box.numel:
-            self._source.checked_shape(component, key)
-        target = ReadTarget(component, key, torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), box=box)
-        read_targets(self._source, [target])
-        return target.tensor
+            self._source.checked_shape(self._component, self._key)
+        part = torch.empty(box.shape, dtype=TORCH_DTYPES[self.dtype])
+        read_targets(self._source, [ReadTarget(self._component, self._key, part, box=box)])
+        return part[rest]
+
+
+class OpenCheckpoint(Mapping[str, LazyTensor]):
+    """A checkpoint opened by ``open``: a mapping from names to lazy tensors, the model's first. Not thread-safe."""
+
+    def __init__(self, path: str, verify: bool, storage: Storage) -> None:
+        self.path = path
+        self._source, _ = open_source(path, storage, verify=verify)
+        self._tensors: dict[str, LazyTensor] = {}
+        components = self._source.components()
+        for component in filter(components.__contains__, COMPONENTS):
+            stored, prefix = components[component], "" if component == "model" else f"{component}/"
+            for name, key in {**dict(zip(stored.tensors, stored.tensors, strict=True)), **stored.aliases}.items():
+                tensor = LazyTensor(self._source, prefix + name, component, key, stored.tensors[key])
+                self._tensors.setdefault(prefix + name, tensor)  # on a collision, the model's name wins
+
+    @property
+    def _root(self) -> RootIndex | None:
+        files = self._source.tensors
+        return files.checkpoint.root if isinstance(files, IndexedTensors) else None
+
+    @property
+    def metadata(self) -> Metadata:
+        """The description of the checkpoint, without ``values``."""
+        tensors, root = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}, self._root
+        if root is None:
+            return Metadata(tensors)
+        return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
+
+    def entries(self, names: Sequence[str] | None = None) -> dict[str, DocumentEntry]:
+        """Return the entries of documents by name.
+
+        With ``names``, only documents that may contain one of them are read.
+        """
+        documents = self._root.documents if self._root is not None else ()
+        ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
+        entries: dict[str, DocumentEntry] = {}
+        for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
+            if names is None or any(_may_have(role, rank, name) for name in names):
+                for name, entry in entries_of(role, self._document(role, rank), rank).items():
+                    if name not in self._tensors:  # a tensor's name takes precedence
+                        entries.setdefault(name, entry)
+        return entries
+
+    def _document(self, role: str, rank: int) -> Any:
+        if self._root is not None or role != "trainer":
+            return self._source.document(role, rank)
+        from lightning_shardckpt.state.json_tree import Encoder, refuse_tensor  # other formats have imported torch
+
+        # whose trainer's state has no separate tensors
+        return Encoder(droppable=("",), inline_bytes=None).encode(self._source.trainer(refuse_tensor))
 
     def close(self) -> None:
         """Close all files."""
@@ -339,19 +313,23 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if name not in self._keys_by_name:
+        if name not in self._tensors:
             raise KeyError(f"{self.path!r} does not have {_describe_missing(name, self)}")
-        component, key = self._keys_by_name[name]
-        return LazyTensor(self, name, component, key, self._components[component].tensors[key])
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys_by_name)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._keys_by_name)
+        return len(self._tensors)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys_by_name
+
+def _may_have(role: str, rank: int, name: str) -> bool:
+    """Return whether a document may have an entry of a name."""
+    start, _, rest = name.partition("/")
+    if role == "rank":
+        return start == role and rest.partition("/")[0] == str(rank)
+    return start == role if start in _PREFIXES else role not in _PREFIXES
 
 
 def decode_entry(entry: DocumentEntry) -> Any:
@@ -361,10 +339,6 @@ def decode_entry(entry: DocumentEntry) -> Any:
     from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
 
     return decode_small(entry.value)
-
-
-def _no_tensor(key: str) -> torch.Tensor:
-    raise KeyError(key)  # in other formats, the trainer's state has no separate tensors
 
 
 def _describe_missing(name: str, existing: Iterable[str]) -> str:

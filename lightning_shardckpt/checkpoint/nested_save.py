@@ -17,11 +17,10 @@ from lightning_shardckpt.checkpoint.save_job import RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
 from lightning_shardckpt.format.layout import parts_of_rank
-from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.module_versions import METADATA
-from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of, collect_objects, names_for
+from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import lift_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
@@ -84,9 +83,9 @@ class NestedSave:
         """
         if not self._overwrite and self._group.ranks.rank == 0:
             _refuse_existing(self.path, self._storage)
-        objects = check_state(self._state).in_order(self._order)
+        objects = NestedObjects.of(self._state).in_order(self._order)
         check_loaded([*objects.modules.values(), *objects.optimizers.values()])
-        names = names_for(objects, prefix=self._prefix)
+        names = objects.parameter_names(prefix=self._prefix)
         module = objects.root if objects.modules else None
         is_state_dict = hasattr(self._state, METADATA)
         checkpoint = self._state if is_state_dict else checkpoint_of(self._state, objects, names)
@@ -162,22 +161,9 @@ def order_of_state(state: Any, ranks: Ranks, phase: str) -> list[str]:
 
     def keys() -> list[str]:
         try:
-            return check_state(state).keys
+            return NestedObjects.of(state).keys
         except (StateError, TypeError):  # raised later, when the state is described
             return []
 
     order: list[str] = ranks.step(phase, keys, itemgetter(0))
     return order
-
-
-def check_state(state: dict[str, Any]) -> NestedObjects:
-    """Return the objects of a valid state.
-
-    Raises:
-        TypeError: if it is not a dict with strings as keys.
-        StateError: see ``collect_objects``.
-    """
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-        return collect_objects(state)
-    given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
-    raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')

@@ -17,8 +17,7 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.nested_dict import value_at
-from lightning_shardckpt.state.state_dicts import Path, insert, is_optimizer_state, key_of
+from lightning_shardckpt.state.state_dicts import Path, insert, is_optimizer_state, key_of, value_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 _EMPTY = Component({})

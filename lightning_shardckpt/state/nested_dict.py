@@ -23,9 +23,20 @@ from torch.utils.data import DataLoader
 from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors, parameter_names
 from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
-from lightning_shardckpt.state.state_dicts import KEYS, RESERVED, Path, join_states, key_of, prefixes_of
+from lightning_shardckpt.state.state_dicts import (
+    KEYS,
+    NOTHING,
+    RESERVED,
+    Path,
+    items_of,
+    join_states,
+    key_of,
+    prefixes_of,
+    replaced,
+)
 from lightning_shardckpt.system.memory import gc_paused
 
 WRAPPED = "_shardckpt_wrapped"
@@ -52,19 +63,67 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class NestedObjects:
-    """Objects and tensors in a dict, each kind by path.
+    """The values of a flat dict, and the items of lists with objects there, each kind by path.
 
     Attributes:
-        values: the largest parts of the dict that contain no object or tensor.
         loaders: DataLoaders without a state dict, which are neither saved nor restored.
+        plain: all other values: tensors and plain values, which may be nested.
     """
 
     modules: dict[Path, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path, Optimizer] = field(default_factory=dict)
     stateful: dict[Path, Stateful] = field(default_factory=dict)
-    tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
-    values: dict[Path, Any] = field(default_factory=dict)
     loaders: dict[Path, DataLoader[Any]] = field(default_factory=dict)
+    plain: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Any) -> NestedObjects:
+        """Return the objects of a state.
+
+        Raises:
+            TypeError: if it is not a dict with strings as keys.
+            StateError: for an object that is neither a value of the dict nor an item of a list there, for two under one
+                key, and for objects that are sharded without DTensors.
+        """
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            given = f"keys {shown([*state])}" if isinstance(state, dict) else type(state).__name__
+            raise TypeError(f'a state is a dict with strings as keys, such as {{"model": model}}, got {given}')
+        objects = cls()
+        for path, value in items_of(state, lambda items: any(map(_is_object, items))):
+            objects._add(unwrap(value), path)
+        for paths in (objects.modules, objects.optimizers):
+            if len({key_of(path) for path in paths}) < len(paths):
+                raise StateError(
+                    f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys"
+                )
+        objects._refuse_opaque_sharding()
+        return objects
+
+    def _add(self, value: Any, path: Path) -> None:
+        if isinstance(value, nn.Module):
+            self.modules[path] = value
+        elif isinstance(value, Optimizer):
+            self.optimizers[path] = value
+        elif isinstance(value, DataLoader) and not _is_stateful(value):
+            self.loaders[path] = value
+        elif not isinstance(value, torch.Tensor) and _is_stateful(value):
+            self.stateful[path] = value
+        else:
+            _refuse_objects(value, path)
+            self.plain[path] = value
+
+    def _refuse_opaque_sharding(self) -> None:
+        """Refuse objects whose state is sharded without DTensors, so that its place in the whole is unknown."""
+        for path, optimizer in self.optimizers.items():
+            refuse_zero_redundancy(optimizer, repr(key_of(path)))
+        for path, module in self.modules.items() if self.optimizers else ():
+            if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
+                raise StateError(
+                    f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of "
+                    "flat parameters as state, which can't be assigned to parameters. Use torch's fully_shard (FSDP2) "
+                    "or ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
+                    "get_state_dict; such a directory can be loaded here."
+                )
 
     @property
     def notes(self) -> list[str]:
@@ -101,7 +160,7 @@ class NestedObjects:
     @property
     def keys(self) -> list[str]:
         """The keys of all objects, in order."""
-        return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful, *self.tensors))]
+        return [*map(key_of, (*self.modules, *self.optimizers, *self.stateful))]
 
     def in_order(self, keys: Sequence[str]) -> NestedObjects:
         """Return the same objects in the order of ``keys``, followed by objects not among them.
@@ -110,17 +169,11 @@ class NestedObjects:
         """
         places = {key: place for place, key in enumerate(keys)}
 
-        def ordered(of: dict[Path, T]) -> dict[Path, T]:
-            return dict(sorted(of.items(), key=lambda item: places.get(key_of(item[0]), len(places))))
+        def ordered(kind: dict[Path, T]) -> dict[Path, T]:
+            return dict(sorted(kind.items(), key=lambda item: places.get(key_of(item[0]), len(places))))
 
-        return NestedObjects(
-            ordered(self.modules),
-            ordered(self.optimizers),
-            ordered(self.stateful),
-            ordered(self.tensors),
-            self.values,
-            self.loaders,
-        )
+        kinds = ordered(self.modules), ordered(self.optimizers), ordered(self.stateful)
+        return NestedObjects(*kinds, self.loaders, self.plain)
 
     @gc_paused()
     def state_dict(self) -> dict[str, Any]:
@@ -131,56 +184,52 @@ class NestedObjects:
         """
         return join_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
 
+    def entries(self, owner: nn.Module | None = None) -> frozenset[str]:
+        """Return the canonical names of the modules' entries, or without modules, of the parameters of ``owner``.
 
-def names_in(objects: NestedObjects, owner: nn.Module | None = None) -> frozenset[str]:
-    """Return the canonical names of all entries of the modules, or without modules, of the parameters of ``owner``.
+        Args:
+            owner: the module of the optimizers in a state without modules, if known.
 
-    Args:
-        objects: of the state.
-        owner: the module of the optimizers in a state without modules, if known.
+        Raises:
+            StateError: if two modules have an entry of one name.
+        """
+        if self.modules:
+            return frozenset(map(clean_fqn, self.state_dict()))
+        parameters, _ = named_tensors(unwrap(owner))
+        return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
 
-    Raises:
-        StateError: if two modules have an entry of one name.
-    """
-    if objects.modules:
-        return frozenset(map(clean_fqn, objects.state_dict()))
-    parameters, _ = named_tensors(unwrap(owner))
-    return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
+    def parameter_names(
+        self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
+    ) -> dict[int, str]:
+        """Return the name of each parameter of the optimizers, by ``id``.
 
+        An optimizer built from ``named_parameters`` names its own parameters, if no module contains them.
 
-def collect_objects(state: Mapping[str, Any]) -> NestedObjects:
-    """Collect the objects of a flat dict, and its tensors, which may be in dicts and lists.
+        Args:
+            owner: the module of the optimizers in a state without modules, if known.
+            whole: names of the model over all pipeline stages.
+            prefix: before each name.
+        """
+        names = parameter_names(unwrap(owner), whole) if owner is not None else {}
+        if self.modules:
+            names |= parameter_names(self.root, whole)
+        for optimizer in self.optimizers.values():
+            groups = optimizer.param_groups
+            if all("param_names" in group for group in groups):
+                own = {id(p): n for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
+                if not names.keys() & own.keys():
+                    names |= own
+        return {number: prefix + name for number, name in names.items()}
 
-    Raises:
-        StateError: for an object that is neither a value of the dict nor an item of a list there, and for two under one
-            key.
-    """
-    objects = NestedObjects()
-    for key, value in state.items():
-        if isinstance(value, list) and any(map(_is_object, value)):
-            for number, item in enumerate(value):
-                _add(item, (key, number), objects)
-        else:
-            _add(value, (key,), objects)
-    for paths in (objects.modules, objects.optimizers):
-        if len({key_of(path) for path in paths}) < len(paths):
-            raise StateError(f"several of {[*map(key_of, paths)]} have the same key in a checkpoint: choose other keys")
-    _refuse_opaque_sharding(objects)
-    return objects
+    def leaves(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the tensors of plain state, and the largest parts without tensors, by path."""
+        for path, value in self.plain.items():
+            yield from _leaves(value, path)
 
-
-def _refuse_opaque_sharding(objects: NestedObjects) -> None:
-    """Refuse objects whose state is sharded without DTensors, so that its place in the whole is unknown."""
-    for path, optimizer in objects.optimizers.items():
-        refuse_zero_redundancy(optimizer, repr(key_of(path)))
-    for path, module in objects.modules.items() if objects.optimizers else ():
-        if any(is_of_torch(part, "FullyShardedDataParallel") for part in module.modules()):
-            raise StateError(
-                f"{key_of(path)!r} has FullyShardedDataParallel modules (FSDP1), whose optimizers have pieces of flat "
-                "parameters as state, which can't be assigned to parameters. Use torch's fully_shard (FSDP2) or "
-                "ShardedStrategy. To move a run: save it once with torch.distributed.checkpoint and its "
-                "get_state_dict; such a directory can be loaded here."
-            )
+    def sharded_tensors(self) -> dict[str, DTensor]:
+        """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for loads."""
+        tensors = (item for path, one in self.stateful.items() for item in _leaves(one.state_dict(), path, tuples=True))
+        return {key_of(path): tensor for path, tensor in tensors if isinstance(tensor, DTensor)}
 
 
 def unwrap(value: Any) -> Any:
@@ -193,49 +242,33 @@ def unwrap(value: Any) -> Any:
     return loader_of_fabric(value)
 
 
-def _add(value: Any, path: Path, objects: NestedObjects) -> None:
-    """Add a value of the state, or an item of a list there."""
-    value = unwrap(value)
-    if isinstance(value, nn.Module):
-        objects.modules[path] = value
-    elif isinstance(value, Optimizer):
-        objects.optimizers[path] = value
-    elif isinstance(value, DataLoader) and not _is_stateful(value):
-        objects.loaders[path] = value
-    elif not isinstance(value, torch.Tensor) and _is_stateful(value):
-        objects.stateful[path] = value
-    else:
-        _add_tensors(value, path, objects)
-
-
-def _add_tensors(value: Any, path: Path, objects: NestedObjects) -> None:
-    """Add the tensors in a value without objects, and the parts without tensors.
-
-    Raises:
-        StateError: for an object.
-    """
-    if isinstance(value, torch.Tensor):
-        objects.tensors[path] = value
-        return
-    if type(value) not in _PLAIN and _is_object(value):
+def _refuse_objects(value: Any, path: Path) -> None:
+    """Refuse objects inside a value."""
+    if type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and _is_object(value):
         raise StateError(
             f"{key_of(path)!r} of the state is a {type(unwrap(value)).__name__}: objects are saved and restored as "
             "values of the state, or in a list that is one. Give it a key of its own, such as "
             f"{'_'.join(map(str, path))!r}"
         )
-    if isinstance(value, tuple | set | frozenset):
-        for number, item in enumerate(value):
-            _add_tensors(item, (*path, number), NestedObjects())  # refuses objects; tensors are part of the value
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        inside = NestedObjects()
-        for key, item in items:
-            _add_tensors(item, (*path, key), inside)
-        if inside.tensors:
-            objects.tensors |= inside.tensors
-            objects.values |= inside.values
-            return
-    objects.values[path] = value
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_objects(item, (*path, key))
+
+
+def _leaves(value: Any, path: Path, *, tuples: bool = False) -> Iterator[tuple[Path, Any]]:
+    containers = (dict, list, tuple) if tuples else (dict, list)
+    if not isinstance(value, containers) or not _has_tensors(value, containers):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, (*path, key), tuples=tuples)
+
+
+def _has_tensors(value: Any, containers: tuple[type, ...]) -> bool:
+    if isinstance(value, containers):
+        items: Any = value.values() if isinstance(value, dict) else value
+        return any(_has_tensors(item, containers) for item in items)
+    return isinstance(value, torch.Tensor)
 
 
 def _is_stateful(value: Any) -> bool:
@@ -261,16 +294,16 @@ def checkpoint_of(
     Args:
         state: the dict.
         objects: in the state.
-        names: of the parameters of optimizers, by ``id``; see ``names_for``.
+        names: of the parameters of optimizers, by ``id``; see ``NestedObjects.parameter_names``.
         filters: by key of ``state``: takes name and value of an entry, and returns True if it is saved.
 
     Raises:
         StateError: if a key of the state is reserved.
     """
     filters = filters or {}
-    state_dicts = {id(one): one.state_dict() for one in objects.stateful.values()}
-    values = {key: _without_objects(value, state_dicts) for key, value in state.items()}
-    checkpoint = {key: _filter(filters.get(key), value) for key, value in values.items() if value is not _NOTHING}
+    new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
+    new |= dict.fromkeys((*objects.modules, *objects.optimizers, *objects.loaders), NOTHING)
+    checkpoint = {key: _filter(filters.get(key), value) for key, value in replaced(state, new).items()}
     if reserved := checkpoint.keys() & {*RESERVED}:
         raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if objects.modules:
@@ -284,21 +317,6 @@ def checkpoint_of(
         "optimizers": [key_of(path) for path in objects.optimizers],
     }
     return checkpoint
-
-
-_NOTHING = object()
-
-
-def _without_objects(value: Any, state_dicts: Mapping[int, Any]) -> Any:
-    """Return a value without modules, optimizers and loaders, and with other objects replaced by their state dicts."""
-    if isinstance(value, list) and any(map(_is_object, value)):
-        items = [_without_objects(item, state_dicts) for item in value]
-        is_empty = all(item is _NOTHING for item in items)
-        return _NOTHING if is_empty else [None if item is _NOTHING else item for item in items]
-    value = loader_of_fabric(value)
-    if id(value) in state_dicts:
-        return state_dicts[id(value)]
-    return _NOTHING if isinstance(value, nn.Module | Optimizer | DataLoader) else value
 
 
 def _filter(keep: Keep | None, state: Any) -> Any:
@@ -325,88 +343,3 @@ def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     extra_entries(optimizer)  # raises for an optimizer whose state would be lost
     state_dict: dict[str, Any] = optimizer.state_dict()
     return state_dict
-
-
-def names_for(
-    objects: NestedObjects, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
-) -> dict[int, str]:
-    """Return the name of each parameter of the optimizers, by ``id``.
-
-    An optimizer built from ``named_parameters`` names its own parameters, if no module contains them.
-
-    Args:
-        objects: of the state.
-        owner: the module of the optimizers in a state without modules, if known.
-        whole: names of the model over all pipeline stages.
-        prefix: before each name.
-    """
-    names = parameter_names(unwrap(owner), whole) if owner is not None else {}
-    if objects.modules:
-        names |= parameter_names(objects.root, whole)
-    for optimizer in objects.optimizers.values():
-        groups = optimizer.param_groups
-        if all("param_names" in group for group in groups):
-            own = {id(p): n for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
-            if not names.keys() & own.keys():
-                names |= own
-    return {of: prefix + name for of, name in names.items()}
-
-
-# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def value_at(tree: Any, path: Path) -> Any:
-    """Return the value of stored state at a path.
-
-    Raises:
-        LookupError: if there is none.
-    """
-    for key in path:
-        if isinstance(tree, dict) or (isinstance(tree, list) and isinstance(key, int)):
-            tree = tree[key]  # type: ignore[index]  # a list by number
-        else:
-            raise LookupError(key)
-    return tree
-
-
-def put_at(state: Any, path: Path, value: Any) -> None:
-    """Replace the value at a path of a live dict."""
-    for key in path[:-1]:
-        state = state[key]
-    state[path[-1]] = value
-
-
-def remove_at(tree: Any, path: Path) -> None:
-    """Remove a value from stored state, and containers that become empty; in lists, None takes its place.
-
-    Does nothing if the value was removed already, with a list that contained nothing else.
-    """
-    with_parents: list[tuple[Any, str | int]] = []
-    for key in path:
-        if isinstance(tree, dict) and key not in tree:
-            return
-        with_parents.append((tree, key))
-        tree = tree[key]
-    for parent, key in reversed(with_parents):
-        if isinstance(parent, dict):
-            del parent[key]
-            if parent:
-                return
-        else:
-            parent[key] = None
-            if any(item is not None for item in parent):
-                return
-
-
-def sharded_tensors(objects: NestedObjects) -> dict[str, DTensor]:
-    """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for the load."""
-    tensors = (item for path, one in objects.stateful.items() for item in _tensors_in(one.state_dict(), path))
-    return {key_of(path): tensor for path, tensor in tensors if isinstance(tensor, DTensor)}
-
-
-def _tensors_in(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(item, (*path, key))

@@ -7,7 +7,7 @@ the attribute ``_metadata``, or by its tensors if no value has it; an optimizer'
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError, StateError
@@ -25,7 +25,8 @@ Path: TypeAlias = tuple[str | int, ...]
 
 VERSION = "pytorch-lightning_version"
 """Key of a Trainer's checkpoint, which a state of Fabric does not have."""
-_NOTHING = object()
+NOTHING = object()
+"""Stands for a missing value, and in ``replaced`` for one to leave out."""
 
 
 def key_of(path: Path) -> str:
@@ -35,6 +36,50 @@ def key_of(path: Path) -> str:
     'nets/0/ema'
     """
     return "/".join(map(str, path))
+
+
+def items_of(state: Mapping[str, Any], expands: Callable[[list[Any]], bool]) -> Iterator[tuple[Path, Any]]:
+    """Yield the values of a flat state, and in their places the items of lists that ``expands`` selects, by path."""
+    for key, value in state.items():
+        if isinstance(value, list) and expands(value):
+            yield from (((key, number), item) for number, item in enumerate(value))
+        else:
+            yield (key,), value
+
+
+def value_at(tree: Any, path: Path, default: Any = None) -> Any:
+    """Return the value at a path of a tree of dicts and lists; ``default`` if there is none."""
+    for key in path:
+        known: Any = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+        if key not in known:
+            return default
+        tree = tree[key]
+    return tree
+
+
+def replaced(tree: Mapping[str, Any], new: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return a tree with other values at some paths; other parts are the same objects.
+
+    ``NOTHING`` leaves a value out; None takes its place in a list. Containers of which nothing is left are left out.
+
+    >>> replaced({"a": [1, 2], "b": {"c": 3}}, {("a", 0): NOTHING, ("b", "c"): NOTHING})
+    {'a': [None, 2]}
+    """
+    inside = {path[:end] for path in new for end in range(len(path))}
+
+    def rebuild(value: Any, path: Path) -> Any:
+        if path in new or path not in inside:
+            return new.get(path, value)
+        if isinstance(value, Mapping):
+            items = {key: rebuild(item, (*path, key)) for key, item in value.items()}
+            return {key: item for key, item in items.items() if item is not NOTHING} or NOTHING
+        if not isinstance(value, list):
+            return value
+        kept = [rebuild(item, (*path, number)) for number, item in enumerate(value)]
+        return [None if item is NOTHING else item for item in kept] if {*map(id, kept)} != {id(NOTHING)} else NOTHING
+
+    result = rebuild(tree, ())
+    return {} if result is NOTHING else dict(result)
 
 
 def prefixes_of(paths: Collection[Path]) -> dict[Path, str]:
@@ -95,15 +140,14 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
     """
     if _is_module_state(state):
         return {"state_dict": state, KEYS: {"modules": {"": ""}, "optimizers": []}}
-    keys, items = state.get(KEYS, {"optimizers": []}), dict(_items_of(state))
+    keys, items = state.get(KEYS, {"optimizers": []}), dict(items_of(state, bool))
     modules = {path: value for path, value in items.items() if _is_module_state(value)}
     modules = modules or {path: value for path, value in items.items() if len(path) == 1 and is_weights(value)}
     others = {path: value for path, value in items.items() if path not in modules and is_optimizer_state(value)}
     optimizers = {} if keys["optimizers"] else others
     if not modules and not optimizers:
         return dict(state)
-    lifted = {*modules, *optimizers}
-    rest = {key: kept for key, value in state.items() if (kept := _without(value, key, lifted)) is not _NOTHING}
+    rest = replaced(state, dict.fromkeys((*modules, *optimizers), NOTHING))
     if KEYS not in state and (reserved := rest.keys() & {*RESERVED}):
         raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if only is not None and (only,) in modules:
@@ -115,25 +159,6 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
         rest["optimizer_states"] = list(optimizers.values())
     places = {key_of(path): prefix for path, prefix in prefixes.items()}
     return {**rest, KEYS: {"modules": places, "optimizers": [*keys["optimizers"], *map(key_of, optimizers)]}}
-
-
-def _items_of(state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of a flat state, and the items of lists in their places, by path."""
-    for key, value in state.items():
-        if type(value) is list and value:
-            yield from (((key, number), item) for number, item in enumerate(value))
-        else:
-            yield (key,), value
-
-
-def _without(value: Any, key: str, lifted: Container[Path]) -> Any:
-    """Return a value without lifted items, in whose place is None; ``_NOTHING`` if nothing is left."""
-    if (key,) in lifted:
-        return _NOTHING
-    if type(value) is not list or not any((key, number) in lifted for number in range(len(value))):
-        return value
-    items = [None if (key, number) in lifted else item for number, item in enumerate(value)]
-    return items if any(item is not None for item in items) else _NOTHING
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
