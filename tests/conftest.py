@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.doctest import DoctestModule  # not exported
 
-from tests.support import forked_workers, lanes, pool, stores
+from tests.support import forked_workers, lanes, pool, stores, warm_python
 
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
@@ -100,6 +100,12 @@ def s3_port() -> Iterator[int]:
 def s3(s3_port: int) -> stores.Bucket:
     """A new bucket."""
     return stores.bucket(s3_port)
+
+
+@pytest.fixture(scope="session")
+def python(request: pytest.FixtureRequest) -> warm_python.Run:
+    """Runs a command of Python, where torch and Lightning are imported already; with ``--sweeps``, in a new one."""
+    return warm_python.run_new if request.config.getoption("sweeps") else warm_python.run
 
 
 @pytest.fixture(autouse=True)

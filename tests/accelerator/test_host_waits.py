@@ -31,7 +31,7 @@ from tests.accelerator.test_pipelines import by
 from tests.accelerator.test_training import HSDP, REPLICAS, TENSOR_PARALLEL
 from tests.support.tiny import Block, TinyLM, loader, trainer
 
-STEPS = 6  # the first of them looks whether ranks agree
+STEPS = 4  # the first of them looks whether ranks agree
 COPY_OF_THE_BATCH = 1
 MORE_LAYERS = 4
 

@@ -69,8 +69,9 @@ RUNS: dict[int, dict[str, Run]] = {
 }
 
 SWEPT = (
-    *("1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipe_v", "clipped, accumulated"),
-    *("gpipe, four ranks", "1f1b, four ranks", "zbv_zero_bubble, four ranks", "gpipe, tensor parallel"),
+    *("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipe_v"),
+    *("clipped, accumulated", "gpipe, four ranks", "1f1b, four ranks", "interleaved_zero_bubble, four ranks"),
+    *("zbv_zero_bubble, four ranks", "gpipe, tensor parallel"),
 )
 """Orders of messages that others have, too; the sweeps run all of them."""
 

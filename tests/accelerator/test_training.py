@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
 QUICK = ("FSDP", "tensor parallel")
 SWEPT = (
     *("bf16-true", "checkpointed activations", "clipped by norm", "accumulated", "fused optimizer"),
-    *("offloaded replicas", "a communicator for each pair"),
+    *("offloaded replicas", "a communicator for each pair", "a module that is not sharded", "bf16-mixed", "replicas"),
 )
 GROUPS: dict[str, dict[str, Any]] = {
     "a communicator for each pair": {"pretend": {"eager": False}},

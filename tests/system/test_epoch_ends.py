@@ -97,7 +97,8 @@ def train_unequally(strategy: dict[str, Any], kind: str, options: dict[str, Any]
 
 ENDED = "epoch 0 of the training ended after 5 batches on rank"
 ROWS = [
-    *((name, "stream", {}) for name in TOPOLOGIES),
+    *((name, "stream", {}) for name in ("FSDP", "HSDP", "pipelines")),
+    *(pytest.param(name, "stream", {}, marks=pytest.mark.sweep) for name in ("replicas", "TP")),
     ("FSDP", "stream", {"limit_train_batches": 9}),
     ("FSDP", "stream", {"limit_val_batches": 0}),
     ("FSDP", "sized", {}),
@@ -142,7 +143,7 @@ def train_equally(strategy: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", [{}, REPLICAS], ids=["FSDP", "replicas"])
+@pytest.mark.parametrize("strategy", [{}, pytest.param(REPLICAS, marks=pytest.mark.sweep)], ids=["FSDP", "replicas"])
 def test_streams_of_equal_length_train_as_loaders_with_a_length(strategy: dict[str, Any]) -> None:
     for differing in run_ranks(2, train_equally, strategy):
         assert differing == {name: [] for name in RUNS}

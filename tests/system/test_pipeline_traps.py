@@ -479,7 +479,10 @@ class Hybrid(Named):
 NAMED = (*Named.__subclasses__(), OnBothSides)
 ALL = (*(kind for kind in Plain.__subclasses__() if kind is not Named), UsesSecondResult, *NAMED)
 KINDS = {kind.__name__: kind for kind in ALL}
-SWEPT = ("Plain", "TwoResults", "OfTheList", "TwiceBefore", "TwiceAfter")  # of which others are a kind
+SWEPT = (  # of which others are a kind
+    *("Plain", "TwoResults", "OfTheList", "TwiceBefore", "TwiceAfter", "PopsFromBatch", "SetsClipping", "DetachedHead"),
+    *("KeywordsOnly", "OnlyHead", "Steps", "ModuleOfAStep", "ChangesLogged"),
+)
 
 
 class Trained(NamedTuple):

@@ -84,9 +84,9 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("who", "strategy"),
     [
-        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=marks if who != "rank 1" else [])
-        for strategy, marks in (("fsdp2", [pytest.mark.slow]), ("pp2", [pytest.mark.slow, pytest.mark.sweep]))
-        for who in CHOICES
+        pytest.param(who, strategy, id=f"{who} of {strategy}", marks=[] if strategy == only else pytest.mark.sweep)
+        for who, only in (("rank 0", "fsdp2"), ("rank 1", "pp2"), ("both ranks", ""))
+        for strategy in STRATEGIES
     ],
 )
 def test_all_ranks_save_at_the_same_step_and_the_run_continues_exactly(

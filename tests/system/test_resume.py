@@ -410,8 +410,15 @@ def estimated(directory: str, stop: int, data: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("stop", [2, 4, 6])
-@pytest.mark.parametrize("data", [{}, {"workers": 1}, {"workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    ("stop", "data"),
+    [
+        *((stop, {}) for stop in (2, 4)),  # in the middle of an epoch, and at its end
+        (6, {"workers": 1, "persistent_workers": True}),
+        *(pytest.param(stop, {"workers": 1}, marks=pytest.mark.sweep) for stop in (2, 4, 6)),
+    ],
+    ids=str,
+)
 def test_loaders_that_are_prepared_before_the_load_resume(stop: int, data: dict[str, Any], tmp_path: Path) -> None:
     ((losses, state, resumed, state_resumed),) = run_ranks(1, estimated, str(tmp_path), stop, data)
     assert len(losses) == 12 - stop and resumed == losses

@@ -94,16 +94,18 @@ REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy"),
+    ("world", "strategy", "after"),
     [
-        (2, {}),
-        (2, REPLICAS),
-        (4, REPLICAS | {"data_parallel_shard_size": 2}),
-        (4, REPLICAS | {"pipeline_parallel_size": 2}),
+        (2, {}, "zeroes"),
+        (2, REPLICAS, "stops"),
+        (4, REPLICAS | {"data_parallel_shard_size": 2}, "stops"),
+        (4, REPLICAS | {"pipeline_parallel_size": 2}, "stops"),
+        pytest.param(2, {}, "stops", marks=pytest.mark.sweep),
+        pytest.param(2, REPLICAS, "zeroes", marks=pytest.mark.sweep),
+        pytest.param(4, REPLICAS | {"data_parallel_shard_size": 2}, "zeroes", marks=pytest.mark.sweep),
+        pytest.param(4, REPLICAS | {"pipeline_parallel_size": 2}, "zeroes", marks=pytest.mark.sweep),
     ],
-    ids=["FSDP", "replicas", "HSDP", "pipelines"],
 )
-@pytest.mark.parametrize("after", ["stops", "zeroes"])
 def test_gradients_that_no_step_used_are_of_all_ranks(world: int, strategy: dict[str, Any], after: str) -> None:
     (expected,) = run_ranks(1, accumulate, {}, after)
     for found in run_ranks(world, accumulate, strategy, after):

@@ -13,9 +13,9 @@ from tests.support.pool import ROOT
 
 ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 ENDS = """
-import atexit, sys, threading, time, warnings
+import atexit, sys, threading, warnings
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("a thread ended"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread ended"))).start()
 warnings.warn("as filters say")
 print(__name__, __spec__, sys.argv, sys.path[0], "lightning_shardckpt" in sys.modules)
 raise {raised}

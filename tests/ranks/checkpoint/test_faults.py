@@ -38,13 +38,13 @@ QUICK = [
 
 
 def rest_is_slow(names: Sequence[str]) -> pytest.MarkDecorator:
-    """The quick ones, and a quarter of the rest: ``python -m tests.sweeps.faults`` runs all."""
+    """The quick ones, and some of the rest: ``python -m tests.sweeps.faults`` runs all."""
     rest = [name for name in names if name not in QUICK]
-    return pytest.mark.parametrize("name", [*(name for name in names if name in QUICK), *one_in_four(rest)])
+    return pytest.mark.parametrize("name", [*(name for name in names if name in QUICK), *one_in_eight(rest)])
 
 
-def one_in_four(names: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names[::4]]
+def one_in_eight(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names[::8]]
 
 
 def in_a_fork(fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> Any:
@@ -92,7 +92,7 @@ def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_and_leaves_the_old_or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TWO[::4])
+@pytest.mark.parametrize("name", TWO[::8])
 def test_a_rank_that_is_killed_at_some_call_ends_all_ranks_whatever_they_do(name: str) -> None:
     _, trials, wrong = in_a_fork(swept, name, "kills", 13)
     assert wrong == [] and trials > 1  # fewer without syncs
@@ -107,7 +107,7 @@ def test_an_error_of_the_file_system_is_raised_or_overcome(name: str) -> None:
     assert without_names(wrong) == [] and trials > 10
 
 
-@pytest.mark.parametrize("name", one_in_four(ALONE[1::2]))
+@pytest.mark.parametrize("name", one_in_eight(ALONE[1::2]))
 def test_an_error_of_the_file_system_names_the_path(name: str) -> None:
     _, _, wrong = in_a_fork(swept, name, "errors", 5, [errno.ENOSPC])
     assert [said for said in wrong if ": message: " in said] == []
@@ -118,7 +118,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     assert wrong == [] and trials > 10
 
 
-@pytest.mark.parametrize("name", one_in_four(ALONE[::2]))
+@pytest.mark.parametrize("name", one_in_eight(ALONE[::2]))
 def test_any_error_at_some_call_is_raised_or_overcome(name: str) -> None:
     _, trials, wrong = in_a_fork(swept, name, "errors", 37)
     assert without_names(wrong) == [] and trials > 2

@@ -144,7 +144,7 @@ def trained_until_lost(directory: str, host: int, in_save: bool) -> None:
     ("in_save", "host"),
     [
         pytest.param(False, 0, id="host 0 in a step", marks=[pytest.mark.slow, pytest.mark.sweep]),
-        pytest.param(False, 1, id="host 1 in a step", marks=pytest.mark.slow),
+        pytest.param(False, 1, id="host 1 in a step", marks=[pytest.mark.slow, pytest.mark.sweep]),
         pytest.param(True, 0, id="host 0 in a save"),
         pytest.param(True, 1, id="host 1 in a save", marks=[pytest.mark.slow, pytest.mark.sweep]),
     ],

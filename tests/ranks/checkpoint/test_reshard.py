@@ -47,7 +47,7 @@ CASES: list[tuple[str, int, dict[str, Any], str, list[tuple[int, dict[str, Any]]
 ]
 
 
-SWEPT = ("fsdp4", "fsdp4-to-others", "tp2", "fsdp4-to-tp", "fsdp3", "tp4", "offloaded")
+SWEPT = ("hsdp2x2", "fsdp4", "fsdp4-to-others", "tp2", "fsdp4-to-tp", "fsdp3", "tp4", "offloaded")
 """What others combine."""
 
 

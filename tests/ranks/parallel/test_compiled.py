@@ -45,13 +45,8 @@ class Compiles(Natural):
     def __init__(self, part: str) -> None:
         super().__init__()
         layers: Any = self.net.layers
-        if part == "layers":
-            for layer in layers:
-                layer.compile(backend=BACKEND)
-        elif part == "wrapped layers":
+        if part == "wrapped layers":
             self.net.layers = nn.ModuleList(torch.compile(layer, backend=BACKEND) for layer in layers)
-        elif part == "in a layer":
-            layers[1].a.compile(backend=BACKEND)
         elif part == "all":
             self.net = torch.compile(self.net, backend=BACKEND)
         elif part == "head":
@@ -74,7 +69,6 @@ class Compiles(Natural):
 
 
 PARTS = {
-    "layers": "none",
     "wrapped layers": "none",
     "all": "none",
     "decays, compiled": "decays",
@@ -102,11 +96,10 @@ def train(strategy: dict[str, Any] | str, parts: list[str]) -> dict[str, Any]:
     return found
 
 
-REFUSED = {"layers": "net.layers.0", "wrapped layers": "net.layers.0", "in a layer": "net.layers.1.a", "all": "net"}
-REFUSED["late"] = "net.layers.1.a"
+REFUSED = {"wrapped layers": "net.layers.0", "all": "net", "late": "net.layers.1.a"}
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({}, [*PARTS]),
-    "kept": ({"fsdp": FSDP(reshard_after_forward=False)}, ["layers"]),
+    "kept": ({"fsdp": FSDP(reshard_after_forward=False)}, ["all"]),
     "tensor": (TENSOR_PARALLEL, [*REFUSED, "head"]),
 }
 

@@ -69,6 +69,7 @@ def test_ignored_modules_train_as_on_one_process_and_are_saved_once(tmp_path: Pa
     calls = {
         name: (world, train, Natural, {**strategy, "fsdp": FSDP(ignored=IGNORED)}, tmp_path / f"{name}.ckpt")
         for name, (world, strategy) in TOPOLOGIES.items()
+        if name in ("hsdp", "pp2 x fsdp2")
     }
     for name, ranks in run_each(calls).items():
         found = {key: value for rank in ranks for key, value in rank.items()}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -124,10 +125,16 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
 """Precision, layers, and options of the strategy."""
 
 
-def test_layers_gathered_in_the_dtype_of_autocast_train_as_on_one_process() -> None:
-    alone = run_each({(precision, how): (1, _train, how, precision, None) for precision, how, _ in WAYS})
-    found = run_each({n: (2, _train, how, precision, options) for n, (precision, how, options) in enumerate(WAYS)})
+SWEPT = ("frozen", "without gradients", "checkpointed", "changed", "pads by name")
+"""Layers that the suite leaves out."""
+
+
+@pytest.mark.parametrize("swept", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_layers_gathered_in_the_dtype_of_autocast_train_as_on_one_process(swept: bool) -> None:
+    ways = [way for way in WAYS if (way[1] in SWEPT) == swept]
+    alone = run_each({(precision, how): (1, _train, how, precision, None) for precision, how, _ in ways})
+    found = run_each({n: (2, _train, how, precision, options) for n, (precision, how, options) in enumerate(ways)})
     for number, ranks in found.items():
-        (expected,) = alone[WAYS[number][:2]]
+        (expected,) = alone[ways[number][:2]]
         for rank in ranks:
-            torch.testing.assert_close(rank, expected, rtol=0, atol=0, msg=lambda text, n=number: f"{WAYS[n]}: {text}")
+            torch.testing.assert_close(rank, expected, rtol=0, atol=0, msg=lambda text, n=number: f"{ways[n]}: {text}")

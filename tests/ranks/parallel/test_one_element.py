@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_shardckpt import Pipeline
 from tests.support import tiny
 from tests.support.nets import full_state
-from tests.support.pool import run_each, run_ranks
+from tests.support.pool import run_ranks
 from tests.sweeps.twins.base import CLASSES, Natural
 
 
@@ -79,11 +79,12 @@ def train(strategy: dict[str, Any] | str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.slow
-def test_any_optimizer_steps_a_parameter_of_one_element() -> None:
+@pytest.mark.parametrize(
+    "topology", [pytest.param(t, marks=pytest.mark.sweep if t in ("replicas", "pp2") else []) for t in TOPOLOGIES]
+)
+def test_any_optimizer_steps_a_parameter_of_one_element(topology: str) -> None:
     (alone,) = run_ranks(1, train, "auto", init_process_group=False)
-    for topology, ranks in run_each({name: (2, train, way) for name, way in TOPOLOGIES.items()}).items():
+    for found in run_ranks(2, train, TOPOLOGIES[topology]):
         for name, expected in alone.items():
-            for found in ranks:
-                state = {**expected, **found[name]} if topology == "pp2" else found[name]
-                torch.testing.assert_close(state, expected, rtol=0, atol=1e-10, msg=f"{topology}, {name}")
+            state = {**expected, **found[name]} if topology == "pp2" else found[name]
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-10, msg=name)

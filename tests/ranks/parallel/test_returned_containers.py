@@ -27,7 +27,6 @@ from tests.sweeps.twins.base import CLASSES, Natural
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "fsdp2, recomputed": (2, {"fsdp": FSDP(activation_checkpointing=True)}),
-    "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
 }
 Pair = namedtuple("Pair", ["x", "w"])
 

@@ -64,6 +64,8 @@ RUNS: dict[int, list[tuple[str, int]]] = {
 # Of these, what one of the writers saved is enough without --sweeps; the others are by both.
 FEWER: dict[tuple[int, str, int], list[str]] = {
     **{(world, name, 4): ["model parallel"] for world, name in ((1, "ours"), (2, "ours, tp"), (2, "ours, pp"))},
+    **{(world, name, 2): ["model parallel"] for world, name in ((1, "auto"), (2, "ours, pp"))},
+    **{(world, name, 2): ["fsdp"] for world, name in ((1, "ours"), (2, "ddp"))},
 }
 
 

@@ -96,7 +96,7 @@ def by_functions(path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return found, [contents(one), contents(other["a"]), {clean_fqn(n): v for n, v in contents(wrapped).items()}]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_functions_load_as_torch_does(tmp_path: Path, world: int) -> None:
     expected = by_torch()
     alone = {name: value for name, value in expected.items() if not name.startswith(("begin", "end"))}
@@ -512,7 +512,7 @@ def load_on_meta(path: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_tensors_on_the_meta_device_are_refused_by_name(tmp_path: Path, world: int) -> None:
     for model, tensor, doubled in run_ranks(world, load_on_meta, str(tmp_path / "a")):
         assert "model/weight" in model and "to_empty" in model

@@ -71,12 +71,12 @@ PASSING: dict[str, Harm] = {
 }
 
 
-def rest_is_slow(cases: Iterable[tuple[str, ...]], *quick: str) -> list[Any]:
-    """Of these cases, those are quick that begin with one of a few kinds."""
-    return [pytest.param(*case, marks=[] if case[0] in quick else [pytest.mark.slow]) for case in cases]
+def rest_is_swept(cases: Iterable[tuple[str, ...]], *chosen: str) -> list[Any]:
+    """Of these cases, the suite has those that begin with one of a few kinds."""
+    return [pytest.param(*case, marks=[] if case[0] in chosen else [pytest.mark.sweep]) for case in cases]
 
 
-@pytest.mark.parametrize("kind", rest_is_slow(((kind,) for kind in PASSING), "answer lost"))
+@pytest.mark.parametrize("kind", rest_is_swept(((kind,) for kind in PASSING), "answer lost", "throttled"))
 def test_a_save_survives_what_passes(kind: str, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
     save(storage, url, FIRST)
@@ -102,8 +102,8 @@ LASTING: dict[str, Harm] = {
 
 
 FAILING = [
-    *rest_is_slow(((kind, "something") for kind in LASTING), "writing is not permitted", NEVER_TAKEN),
-    *rest_is_slow([("a part is never taken", "nothing")]),
+    *rest_is_swept(((kind, "something") for kind in LASTING), "writing is not permitted", NEVER_TAKEN),
+    ("a part is never taken", "nothing"),
 ]
 
 
@@ -159,7 +159,7 @@ def test_a_store_that_knows_no_conditions_is_saved_to_all_the_same(
 
 
 @pytest.mark.parametrize(
-    "kind", [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reset", "truncate"))]
+    "kind", [503, "truncate", pytest.param("reset", marks=pytest.mark.sweep)]
 )
 def test_a_load_survives_what_passes(kind: Any, storage: StorageRouter, proxy: Proxy, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
