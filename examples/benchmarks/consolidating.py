@@ -7,7 +7,6 @@ own; ours imports no torch. All write model and optimizer. Only ours, and one cp
 from __future__ import annotations
 
 import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,23 +17,16 @@ from typing import Any
 import ours
 import peers
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from state import llama, wrong_in
 from torch import Tensor
-from torch.distributed.checkpoint import save as dcp_save
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files,
-    consolidate_safetensors_files_on_every_rank,
-)
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from turns import MB, Facts, Row, case, clear, on_ranks, timed
+from turns import Facts, Row, case, clear, on_ranks, timed
 
 from lightning_shardckpt.consolidate import consolidate as ours_consolidate
 
 LIMIT, SYNCED, PEER = "limit: cp -r, no fsync", "limit: cp -r, fsync", "DCP, dcp_to_torch_save"
-_TWO = "torch, …_files_on_every_rank, 2 ranks"
-_CHUNK_MB = 256  # so that several threads write to several files also where the state is small
 _CUT = ("rows", "columns")
 _Names = list[str]
 
@@ -46,7 +38,6 @@ class Tool:
     name: str
     make: Callable[[Path, Path, _Names], Any]
     whole: Callable[[Path], dict[str, Tensor]] | None
-    ranks: int = 1
 
 
 def consolidate(options: Namespace, folder: str) -> list[Row]:
@@ -55,14 +46,14 @@ def consolidate(options: Namespace, folder: str) -> list[Row]:
 
 
 def _consolidate(dim: int, options: Namespace, folder: str) -> list[Row]:
-    names, tools = on_ranks(4, _save, dim, options, folder), list(_tools(slow=options.slow))
+    names, tools = on_ranks(4, _save, dim, options, folder), list(_tools())
     found = {tool.name: _row(_case(dim), tool.name) for tool in tools}
     for number in range(options.rounds + 1):
         for tool in tools:
             row = found[tool.name]
             if "error" not in row:
                 try:
-                    facts = on_ranks(tool.ranks, _turn, tool, folder, names, number == 0)
+                    facts = on_ranks(1, _turn, tool, folder, names, number == 0)
                     row["rounds"] += [facts] * (number > 0)
                 except Exception as error:
                     row["error"] = str(error).strip().splitlines()[-1]
@@ -85,13 +76,6 @@ def _save(dim: int, options: Namespace, folder: str) -> _Names:
     ours.way().save(state, f"{folder}/ours")
     for way, name in zip(peers.LOADS, ("DCP", "HF"), strict=True):
         way.save(state, f"{folder}/{name}")
-    if options.slow:
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer_0": {}}
-        for name, tensor in state.tensors().items():
-            parts["model" if name.startswith("model.") else "optimizer_0"][name] = tensor
-        dcp_save(parts, checkpoint_id=f"{folder}/Lightning")
-        if dist.get_rank() == 0:
-            torch.save({}, f"{folder}/Lightning/meta.pt")  # by which Lightning knows its checkpoints
     return list(state.tensors())
 
 
@@ -99,9 +83,7 @@ def _turn(tool: Tool, folder: str, names: _Names, check: bool) -> Facts:
     source, out = Path(folder), Path(folder, "out")
     try:
         found = timed(lambda: tool.make(source, out, names))
-        if isinstance(ended := getattr(tool.make, "used_mb", None), list) and ended:
-            found["extra_mb"] = ended[-1]
-        if check and tool.whole is not None and dist.get_rank() == 0:
+        if check and tool.whole is not None:
             wrong = wrong_in(tool.whole(out), len(names))
             if wrong:
                 raise ValueError(wrong)
@@ -110,25 +92,15 @@ def _turn(tool: Tool, folder: str, names: _Names, check: bool) -> Facts:
         clear(str(out))
 
 
-def _tools(*, slow: bool) -> Iterator[Tool]:
+def _tools() -> Iterator[Tool]:
     copy = 'cp -r "$0" "$1"'
     for name, script in ((LIMIT, copy), (SYNCED, f'{copy} && find "$1" -type f -exec sync {{}} +')):
         yield Tool(name, partial(_run, script), None)
     yield Tool("ours", lambda source, out, _: ours_consolidate(source / "ours", out), _of_ours)
-    command = [sys.executable, "-m", "lightning_shardckpt.consolidate"]
-    yield Tool("ours, the whole command", _Command(command, "ours"), _of_ours)
     safetensors: dict[str, Any] = {"format": "safetensors", "optimizer": True}
     yield Tool("ours, safetensors", _Ours(**safetensors), _of_our_safetensors)
-    chunks = _Ours(**safetensors, split="chunks", size_per_shard=_CHUNK_MB)
-    yield Tool("ours, safetensors in chunks", chunks, _of_our_safetensors)
-    command = [*command, "--format", "safetensors", "--optimizer", "true"]
-    yield Tool("ours, safetensors, the whole command", _Command(command, "ours"), _of_our_safetensors)
     yield Tool(PEER, lambda source, out, _: dcp_to_torch_save(str(source / "DCP"), out), _of_torch)
     yield Tool("torch, consolidate_safetensors_files", _hugging_face, _of_safetensors)
-    yield Tool(_TWO, _on_every_rank, _of_safetensors, ranks=2)
-    if slow:
-        command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
-        yield Tool("Lightning, the whole command", _Command(command, "Lightning"), _of_lightning)
 
 
 def _run(script: str, source: Path, out: Path, names: _Names) -> None:
@@ -145,38 +117,9 @@ class _Ours:
         ours_consolidate(source / "ours", out, **self.options)
 
 
-# A process counts the memory of the one that started it as its own, so a small one has to start it.
-_STARTER = """
-import resource, subprocess, sys
-code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-sys.exit(code)
-"""
-
-
-class _Command:
-    """A command with a folder and --output_file; remembers the memory that it needed in all, imports included."""
-
-    def __init__(self, command: list[str], of: str) -> None:
-        self.command, self.of, self.used_mb = command, of, list[float]()
-
-    def __call__(self, source: Path, out: Path, names: _Names) -> None:
-        command = [*self.command, source / self.of, "--output_file", out]
-        done = subprocess.run([sys.executable, "-IS", "-c", _STARTER, *command], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        self.used_mb.append(int(done.stdout) * 1024 / MB)
-
-
 def _hugging_face(source: Path, out: Path, names: _Names) -> None:
     out.mkdir()
     consolidate_safetensors_files(str(source / "HF"), str(out), dict.fromkeys(names, 1))
-
-
-def _on_every_rank(source: Path, out: Path, names: _Names) -> None:
-    out.mkdir(exist_ok=True)
-    files = {name: 1 + number % 2 for number, name in enumerate(names)}
-    consolidate_safetensors_files_on_every_rank(str(source / "HF"), str(out), files)
 
 
 def _of_ours(out: Path) -> dict[str, Tensor]:
@@ -197,11 +140,6 @@ def _of_our_safetensors(out: Path) -> dict[str, Tensor]:
 
 def _of_torch(out: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in torch.load(out, mmap=True).items() if tensor.ndim}
-
-
-def _of_lightning(out: Path) -> dict[str, Tensor]:
-    found = torch.load(out, mmap=True)
-    return found["state_dict"] | found["optimizer_states"][0]
 
 
 def _of_safetensors(out: Path) -> dict[str, Tensor]:

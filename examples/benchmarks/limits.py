@@ -1,5 +1,4 @@
 """The limits: the same bytes by plain system calls, one file of each rank, its shards one after the other.
-Where there is no file system, an object by plain requests.
 
 No format, no checksums, no agreement between ranks: what no way of saving or loading can beat.
 """
@@ -10,14 +9,12 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
 from state import State, view
 from turns import Way
 
 _PIECE = 8 << 20
-_LARGEST_PUT = 5 << 30  # S3's limit
 
 
 def _file(path: str) -> str:
@@ -77,7 +74,6 @@ def read_into(tensors: Iterable[torch.Tensor], path: str) -> None:
 
 def read_anew(state: State, path: str) -> None:
     """The same, but the optimizer's tensors are allocated first, as in a run that resumes."""
-    assert state.optimizer is not None
     for parameter in state.model.parameters():
         moments = {name: torch.empty_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
         state.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
@@ -103,31 +99,8 @@ def _copied(state: State, path: str) -> None:
         tensor.copy_(of)
 
 
-def put(state: State, url: str, *, part: int) -> None:
-    """By one request, or in parts, several at a time."""
-    if "content" not in state.kept:
-        state.kept["content"] = b"".join(map(view, state.pull()))
-    fsspec.filesystem("s3").pipe_file(f"{url}/{dist.get_rank()}.bin", state.kept["content"], chunksize=part)
-
-
-def get(state: State, url: str) -> None:
-    """By ranges, all at a time, and from there into the live tensors."""
-    begins = range(0, state.nbytes, _PIECE)
-    ends = [min(begin + _PIECE, state.nbytes) for begin in begins]
-    urls = [f"{url}/{dist.get_rank()}.bin"] * len(begins)
-    found = fsspec.filesystem("s3").cat_ranges(urls, list(begins), ends, on_error="raise")
-    left = memoryview(b"".join(found))
-    tensors = state.pull()
-    for tensor in tensors:
-        target = view(tensor)
-        target[:] = left[: len(target)]
-        left = left[len(target) :]
-    state.push(tensors)
-
-
 DIRECT, SYNCED, BUFFERED = "limit: O_DIRECT + fsync", "limit: write + fsync", "limit: write, no fsync"
 READ, READ_ANEW, COPY = "limit: preadv in place", "limit: preadv, new moments", "limit: memcpy"
-REQUESTS = "limit: s3fs, one put, ranged gets"
 
 WRITES = [
     Way(DIRECT, write_direct, read, limit=DIRECT),
@@ -138,8 +111,4 @@ READS = [
     Way(READ, lambda s, p: write_buffered(s, p, sync=True), read, limit=READ),
 ]
 RESUMES = [Way(READ_ANEW, lambda s, p: write_buffered(s, p, sync=True), read_anew, limit=READ_ANEW, fresh=True)]
-REMOTE = [
-    Way(REQUESTS, lambda s, u: put(s, u, part=_LARGEST_PUT), get, limit=REQUESTS),  # moto hashes parts twice
-    Way("limit: s3fs, multipart put", lambda s, u: put(s, u, part=_PIECE), get, limit=REQUESTS),
-]
 COPIES = [Way(COPY, lambda s, p: None, _copied, begin=copy, limit=COPY)]

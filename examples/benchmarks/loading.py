@@ -6,7 +6,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import limits
-import others
 import ours
 import peers
 import torch.distributed as dist
@@ -38,7 +37,7 @@ _RESHARDS = (Change(4, 2), Change(2, 4), Change(4, 1), Change(2, 2, 0, 1), Chang
 
 def load(options: Namespace, folder: str) -> list[Row]:
     """On 2 ranks what 2 saved: from the page cache, from the disk, and right after the save."""
-    ways = limits.READS + ours.LOADS + peers.LOADS + peers.MAPPED + others.LOADS
+    ways = limits.READS + ours.LOADS + peers.LOADS
     ways += limits.RESUMES + ours.RESUMES + peers.RESUMES
     to = Change(2, 2)
     return case("load", str(to), _saved_and_loaded, to, ways, options, folder, "load", (WARM, COLD, SAVED))
@@ -106,7 +105,7 @@ def _load(
             recall(_path(folder, way))
         dist.barrier()
         found = timed(lambda: way.load(state, _path(folder, way)), state.empty_moments if way.fresh else lambda: None)
-        if not state.optimizer.state:  # type: ignore[union-attr]
+        if not state.optimizer.state:
             raise ValueError("it loaded no optimizer state")
         return {**found, "needed_bytes": needed, "still_cached": stayed}
 

@@ -5,13 +5,12 @@ All that a save costs is in its time: collecting the state dicts, agreement, che
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
+from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW
 from state import State
-from turns import Missing, Way
+from turns import Way
 
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
@@ -28,9 +27,6 @@ def _checkpoint_io(state: State, **options: Any) -> ShardCkptIO:
     """The CheckpointIO with these options, made once; all ranks must ask for theirs in the same order."""
     key = f"ShardCkptIO {options}"
     if key not in state.kept:
-        unknown = options.keys() - inspect.signature(ShardCkptIO).parameters.keys()
-        if unknown:
-            raise Missing(f"this version of ShardCkptIO has no {', '.join(unknown)}")
         state.kept[key] = attached(state, Ranks.of_default_group(), **options)
     return state.kept[key]
 
@@ -50,10 +46,9 @@ def _names(state: State) -> dict[int, str]:
 
 def checkpoint(state: State, io: ShardCkptIO) -> dict[str, Any]:
     """Lightning's checkpoint dict."""
-    found = {"state_dict": _state_dict(state, io), "epoch": 0, "global_step": 1, "loops": {}}
-    if state.optimizer is not None:
-        found["optimizer_states"] = [optimizer_state(state.optimizer, _names(state))]
-    return found
+    optimizers = [optimizer_state(state.optimizer, _names(state))]
+    weights = _state_dict(state, io)
+    return {"state_dict": weights, "optimizer_states": optimizers, "epoch": 0, "global_step": 1, "loops": {}}
 
 
 def _state_dict(state: State, io: ShardCkptIO) -> dict[str, Any]:
@@ -80,8 +75,7 @@ def _load(state: State, path: str, **options: Any) -> None:
 
 def load_into(io: ShardCkptIO, state: State, path: str) -> None:
     """As ``ShardedStrategy`` resumes."""
-    optimizers = [state.optimizer] if state.optimizer is not None else None
-    targets = LoadTargets.of_module(state.model, _state_dict(state, io), io.names, optimizers)
+    targets = LoadTargets.of_module(state.model, _state_dict(state, io), io.names, [state.optimizer])
     io.load_into(path, targets, strict=True)
 
 
@@ -90,7 +84,7 @@ def way(name: str = OURS, **about: Any) -> Way:
     return Way(name, _save, _load, **about)
 
 
-DCP, DCP_UNSYNCED, DCP_FSSPEC = "DCP", "DCP, no fsync", "DCP, FsspecWriter"  # what ours is compared with
+DCP, DCP_UNSYNCED = "DCP", "DCP, no fsync"  # what ours is compared with
 DCP_RESUMED = "DCP, new moments"
 
 SAVES = [
@@ -102,7 +96,6 @@ LOADS = [
     Way(UNVERIFIED, _save, lambda s, p: _load(s, p, verify=False), READ, DCP),
 ]
 RESUMES = [way(RESUMED, limit=READ_ANEW, peer=DCP_RESUMED, fresh=True)]
-REMOTE = [way(limit=REQUESTS, peer=DCP_FSSPEC)]
 COPIES = [
     Way(ASYNC, _save, _load, COPY, "DCP, thread", begin=lambda s, p: _begin(s, p, use_async=True)),
     Way(SYNC, _save, _load, COPY, "DCP, thread", begin=_begin),

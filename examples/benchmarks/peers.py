@@ -6,20 +6,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW, REQUESTS
+from limits import BUFFERED, COPY, DIRECT, READ, READ_ANEW
 from safetensors import safe_open
 from safetensors.torch import save_file
 from state import State
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.tensor import Shard
 from turns import Way
 
 
@@ -38,9 +33,8 @@ def forget(state: State) -> None:
     state.kept.pop("flat", None)
 
 
-def _dcp_save(state: State, path: str, *, cached_plan: bool = False, **options: Any) -> None:
-    planner = DefaultSavePlanner(enable_plan_caching=True) if cached_plan else None
-    dcp.save(_flat(state), storage_writer=FileSystemWriter(path, **options), planner=planner)
+def _dcp_save(state: State, path: str, **options: Any) -> None:
+    dcp.save(_flat(state), storage_writer=FileSystemWriter(path, **options))
 
 
 def _dcp_load(state: State, path: str) -> None:
@@ -49,7 +43,6 @@ def _dcp_load(state: State, path: str) -> None:
 
 def _dcp_load_anew(state: State, path: str) -> None:
     """As a run that resumes must: make the optimizer's state, with the function that is there for it, and fill it."""
-    assert state.optimizer is not None
     get_optimizer_state_dict(state.model, state.optimizer)
     dcp.load(state.flat(), checkpoint_id=path)
 
@@ -60,14 +53,6 @@ def _dcp_begin(state: State, path: str, *, reuse: bool = False, **options: Any) 
             state.kept["stager"] = DefaultStager(StagingOptions(False, False, False, False))
         options["async_stager"] = state.kept["stager"]
     return dcp.async_save(_flat(state), checkpoint_id=path, **options).result  # type: ignore[union-attr]
-
-
-def _fsspec_save(state: State, url: str, **options: Any) -> None:
-    dcp.save(_flat(state), storage_writer=FsspecWriter(url, **options))
-
-
-def _fsspec_load(state: State, url: str) -> None:
-    dcp.load(_flat(state), storage_reader=FsspecReader(url))
 
 
 def _sharded(state: State) -> dict[str, Any]:
@@ -81,32 +66,6 @@ def _hf_save(state: State, path: str) -> None:
 
 def _hf_load(state: State, path: str) -> None:
     dcp.load(_sharded(state), storage_reader=HuggingFaceStorageReader(path))
-
-
-def _gather_save(state: State, path: str) -> None:
-    """As ColossalAI does: every tensor is gathered on rank 0, which writes one file."""
-    whole, world, first = {}, dist.get_world_size(), dist.get_rank() == 0
-    for name, tensor in _flat(state).items():
-        if not tensor.ndim:
-            whole[name] = tensor
-            continue
-        local = tensor.to_local()
-        parts = [torch.empty_like(local) for _ in range(world)] if first else None
-        dist.gather(local, parts, dst=0)
-        if first:
-            whole[name] = torch.cat(parts)
-    if first:
-        os.makedirs(path)
-        torch.save(whole, f"{path}/whole.pt")
-    dist.barrier()
-
-
-def _gather_load(state: State, path: str) -> None:
-    """Every rank maps the file and copies its rows."""
-    whole = torch.load(f"{path}/whole.pt", mmap=True)
-    for name, tensor in _sharded(state).items():
-        assert tensor.placements == (Shard(0),), "rows only"
-        tensor.to_local().copy_(whole[name].chunk(dist.get_world_size())[dist.get_rank()])
 
 
 def _st_file(path: str) -> str:
@@ -127,16 +86,7 @@ def _st_load(state: State, path: str) -> None:
 SAFETENSORS = "safetensors save_file per rank"
 SAVES = [
     Way("DCP", _dcp_save, _dcp_load, DIRECT, "DCP"),
-    Way("DCP, 2 threads", lambda s, p: _dcp_save(s, p, thread_count=2), _dcp_load, DIRECT, "DCP"),
     Way("DCP, no fsync", lambda s, p: _dcp_save(s, p, sync_files=False), _dcp_load, BUFFERED, "DCP, no fsync"),
-    Way(
-        "DCP, no fsync, 2 threads",
-        lambda s, p: _dcp_save(s, p, sync_files=False, thread_count=2),
-        _dcp_load,
-        BUFFERED,
-        "DCP, no fsync",
-    ),
-    Way("gather on rank 0, torch.save", _gather_save, _gather_load, BUFFERED, "DCP, no fsync"),
     Way(SAFETENSORS, _st_save, _st_load, BUFFERED, "DCP, no fsync"),
 ]
 LOADS = [
@@ -144,36 +94,9 @@ LOADS = [
     Way("DCP, HuggingFaceStorageReader", _hf_save, _hf_load, READ, "DCP"),
 ]
 RESUMES = [Way("DCP, new moments", _dcp_save, _dcp_load_anew, READ_ANEW, "DCP, new moments", fresh=True)]
-MAPPED = [Way("gathered file, torch.load mmap", _gather_save, _gather_load, READ, "DCP")]
-REMOTE = [
-    Way("DCP, FsspecWriter", _fsspec_save, _fsspec_load, REQUESTS, "DCP, FsspecWriter"),
-    Way(
-        "DCP, FsspecWriter, no sync, 4 threads",
-        lambda s, p: _fsspec_save(s, p, sync_files=False, thread_count=4),
-        _fsspec_load,
-        REQUESTS,
-        "DCP, FsspecWriter",
-    ),
-]
 COPIES = [
     Way("DCP, thread", _dcp_save, _dcp_load, COPY, "DCP, thread", begin=_dcp_begin),
     Way(
         "DCP, reused stager", _dcp_save, _dcp_load, COPY, "DCP, thread", begin=lambda s, p: _dcp_begin(s, p, reuse=True)
     ),
-]
-PROCESSES = [
-    Way(
-        "DCP, process",
-        _dcp_save,
-        _dcp_load,
-        COPY,
-        "DCP, thread",
-        begin=lambda s, p: _dcp_begin(s, p, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
-    )
-]
-_ST = Way(SAFETENSORS, _st_save, _st_load, SAFETENSORS, "DCP")
-MANY = [Way("DCP", _dcp_save, _dcp_load, SAFETENSORS, "DCP"), _ST]
-SMALL = [
-    *MANY,
-    Way("DCP, plans cached", lambda s, p: _dcp_save(s, p, cached_plan=True), _dcp_load, SAFETENSORS, "DCP"),
 ]

@@ -34,36 +34,16 @@ COLUMNS = {
         Column("blocked", "blocked"),
         Column("complete", "complete"),
         EXTRA,
-        Column("after_mb", "MB kept", 0, False),
-        Column("grown_mb", "MB since save 2", 0, False),
     ),
     "load": (SECONDS, Column("read_ratio", "read/needed", 2, False), EXTRA),
     "reshard": (SECONDS, Column("read_ratio", "read/needed", 2, False), EXTRA),
-    "small": (
-        Column("first_us", "first save µs", 1, False),
-        Column("save_us", "save µs", 1),
-        Column("load_us", "load µs", 1),
-        EXTRA,
-    ),
-    "remote": (
-        Column("save_s", "save s"),
-        Column("save_requests", "requests", 0, False),
-        Column("save_sent_mb", "sent MB", 0, False),
-        Column("save_extra_mb", "extra MB", 0, False),
-        Column("load_s", "load s"),
-        Column("load_requests", "requests", 0, False),
-        Column("load_received_mb", "received MB", 0, False),
-        Column("load_extra_mb", "extra MB", 0, False),
-    ),
     "consolidate": (SECONDS, EXTRA),
-    "planning": (
-        Column("save_s", "plan of save s", 4, False),
-        Column("load_s", "plan of load s", 4, False),
-        Column("sent_b", "sent, bytes", 0, False),
-        Column("root_mb", "root index MB", 2, False),
+    "training": (
+        Column("ms", "ms a step", 2),
+        Column("tokens_s", "tokens/s", 0, False),
+        Column("of_peak", "% of peak", 0, False),
+        Column("gpu_mb", "peak GPU MB", 0),
     ),
-    "training": (Column("ms", "ms a step", 2), Column("gpu_mb", "peak GPU MB", 0)),
-    "steps": (Column("ms", "ms", 1, False),),
 }
 
 
@@ -138,18 +118,9 @@ def _json(found: Mapping[str, Any]) -> str:
     parts = []
     for section, values in found.items():
         about = json.dumps(values["about"], ensure_ascii=False)
-        rows = ",\n".join(json.dumps(_rounded(row), ensure_ascii=False) for row in values["rows"])
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in values["rows"])
         parts.append(f'"{section}": {{"about": {about}, "rows": [\n{rows}\n]}}')
     return "{" + ",\n".join(parts) + "}\n"
-
-
-def _rounded(value: Any) -> Any:
-    """With six digits of every number."""
-    if isinstance(value, dict):
-        return {key: _rounded(of) for key, of in value.items()}
-    if isinstance(value, list):
-        return [_rounded(of) for of in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def store(path: Path, section: str, about: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Section training: the milliseconds of an optimizer step, beside Lightning's strategies and plain torch.
+"""Section training: optimizer steps and tokens per second, beside Lightning's strategies and plain torch.
 
 The same model, data and AdamW everywhere; tiny, so that hardly anything but the cost of the machinery is left, and of a
 size at which layers take most of the time. A way counts only if its first losses are those of one process.
@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,6 +33,7 @@ from lightning_shardckpt import ShardedStrategy
 OURS = "ours"
 _BYTES = 256
 _MILLI = 1e3
+_FLOPS_OF_A_WEIGHT = 6  # for each token: two forward, four backward
 _CHECKED = 3  # steps
 _TOLERANCE = 1e-4  # of losses in float32, whose sums have another order
 _ROUNDED = 2e-2  # the same in bf16
@@ -50,6 +51,11 @@ class Size:
     length: int
     warm: int
     steps: int
+
+    @property
+    def weights(self) -> int:
+        """Of matrices: each token is multiplied by each of them."""
+        return 8 * self.layers * self.width**2 + _BYTES * self.width
 
 
 SIZES = [Size("tiny", 4, 32, 8, 16, warm=5, steps=30), Size("mid", 8, 512, 8, 32, warm=3, steps=4)]
@@ -218,6 +224,19 @@ def on_one_process(size: Size, steps: int) -> Steps:
     return loop(net := whole_net(size), lambda x: _back(net, x), batches(size, steps, 1))
 
 
+def fsdp_by_hand(size: Size, steps: int) -> Steps:
+    """``fully_shard`` and a plain loop; two ranks share a batch."""
+    net, mesh = whole_net(size), init_device_mesh(device().type, (dist.get_world_size(),))
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return loop(net, lambda x: _back(net, x), batches(size, steps, dist.get_world_size()))
+
+
+def _fsdp1() -> FSDPStrategy:
+    return FSDPStrategy(auto_wrap_policy={Block})  # of torch's first FSDP, which has no kernels for CPUs
+
+
 def tensor_parallel_by_hand(size: Size, steps: int) -> Steps:
     """torch's styles and a plain loop."""
     net = whole_net(size)
@@ -279,7 +298,8 @@ def _cases() -> Iterator[tuple[str, int, list[Training]]]:
         Training(OURS, with_trainer(_split()), peer=auto),
     ]
     mixed: Any = "bf16-mixed"
-    if torch.cuda.device_count():  # slow on CPUs
+    on_gpus = torch.cuda.device_count() > 0
+    if on_gpus:  # slow on CPUs
         yield f"one process, {mixed}", 1, [
             Training(auto, with_trainer(lambda: "auto", precision=mixed)),
             Training(lightning, with_trainer(split(1, 1), SplitByHand, precision=mixed), peer=auto),
@@ -287,6 +307,8 @@ def _cases() -> Iterator[tuple[str, int, list[Training]]]:
         ]
     yield "FSDP2, 2 ranks", 2, [
         Training(lightning, with_trainer(split(2, 1), SplitByHand, 2)),
+        Training("torch, by hand", fsdp_by_hand, peer=lightning),
+        *([Training("Lightning, FSDPStrategy", with_trainer(_fsdp1, ranks=2), peer=lightning)] if on_gpus else []),
         Training(OURS, with_trainer(_split(data_parallel_shard_size=2), ranks=2), peer=lightning),
     ]
     yield "tensor parallel, 2 ranks", 2, [
@@ -313,6 +335,7 @@ def training(options: Namespace, folder: str) -> list[Row]:
 
 def _measure(ways: list[Training], size: Size, rounds: int, label: str) -> list[Row]:
     reference = [float(loss or 0) for loss in on_one_process(size, _CHECKED).losses]
+    peak = _fastest_product(torch.bfloat16 if "bf16" in label else torch.float32) if device().type == "cuda" else 0.0
 
     def check(way: Training) -> Facts:
         losses = [_of_all(loss) for loss in way.train(size, _CHECKED).losses]
@@ -328,10 +351,24 @@ def _measure(ways: list[Training], size: Size, rounds: int, label: str) -> list[
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         ends = way.train(size, size.warm + size.steps).ends[size.warm - 1 :]
-        facts = {"ms": _MILLI * median(b - a for a, b in pairwise(ends))}
-        return {**facts, "gpu_mb": torch.cuda.max_memory_allocated() / MB} if on_gpu else facts
+        seconds, tokens = median(b - a for a, b in pairwise(ends)), size.samples * size.length
+        facts = {"ms": _MILLI * seconds, "tokens_s": tokens / seconds}
+        if not on_gpu:
+            return facts
+        share = _FLOPS_OF_A_WEIGHT * size.weights * tokens / seconds / dist.get_world_size() / peak
+        return {**facts, "of_peak": 100 * share, "gpu_mb": torch.cuda.max_memory_allocated() / MB}
 
     return take_turns(ways, rounds, check, act, section="training", case=label)
+
+
+def _fastest_product(dtype: torch.dtype) -> float:
+    """Operations per second of large matrix products on this rank's GPU: what no training exceeds."""
+    a, seconds = torch.randn(8192, 8192, device=device(), dtype=dtype), list[float]()
+    for _ in range(5):
+        begin = now()
+        a @ a
+        seconds.append(now() - begin)
+    return 2 * len(a) ** 3 / min(seconds)
 
 
 def _of_all(loss: Tensor | None) -> float:

@@ -63,10 +63,6 @@ class Way:
     """An asynchronous save: returns what waits until the checkpoint is complete."""
 
 
-class Missing(Exception):
-    """A way that this environment does not have; says how to get it."""
-
-
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -149,8 +145,6 @@ def together(work: Callable[[], Facts]) -> Facts:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, described if failure is not None else None))
     errors = [error for _, error in everyone if error is not None]
-    if isinstance(failure, Missing):
-        raise failure
     if errors:
         raise RuntimeError(errors[0]) from failure
     return {key: (sum if key.endswith("bytes") else max)(facts[key] for facts, _ in everyone) for key in mine}
@@ -178,8 +172,6 @@ def take_turns(
             return None
         try:
             return together(lambda: work(way))
-        except Missing as error:
-            rows[way.name]["error"] = str(error)
         except Exception as error:
             rows[way.name]["error"] = str(error) or type(error).__name__
         return None

@@ -22,13 +22,13 @@ import state
 state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
-# Cases by section. The others are run by hand: save, async, load, reshard, consolidate, planning, steps.
-SECTIONS = {"small": 1, "remote": 1, "training": 8}
-OPTIONAL = {"torchsnapshot", "torch_checkpointing", "Megatron-Core", "OLMo-core"}
+# Cases by section. The others are run by hand: save, load, reshard.
+SECTIONS = {"async": 1, "consolidate": 2, "training": 2}
 
 
 @pytest.fixture(
-    scope="module", params=["small", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("remote", "training"))]
+    scope="module",
+    params=["async", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("consolidate", "training"))],
 )
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python: Run
@@ -40,8 +40,7 @@ def found(
         *("-c", COMMAND),
         "--gb=0.02",
         "--rounds=1",
-        "--tensors=100",
-        "--saves=2",
+        "--ranks=1",
         f"--out={folder}/results.json",
         *("--only", section),
     ]
@@ -49,7 +48,6 @@ def found(
     done = python([*command, f"--dir={folder}"], env=env, timeout_s=900)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    assert "results.png" in done.stdout or "matplotlib" in done.stdout
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [], "it leaves nothing behind"
     assert f"| {section}, " in done.stdout
     return section, results[section]
@@ -61,16 +59,6 @@ def test_every_section_has_rows_for_each_case(found: tuple[str, dict[str, Any]])
     assert results["about"]["rounds"] == 1
 
 
-@pytest.mark.parametrize("found", [pytest.param("remote", marks=pytest.mark.sweep)], indirect=True)
-def test_what_is_saved_goes_to_the_store_and_is_loaded_from_there(found: tuple[str, dict[str, Any]]) -> None:
-    for row in found[1]["rows"]:
-        for facts in row["rounds"]:
-            assert min(facts["save_sent_mb"], facts["load_received_mb"]) > 19.5, "MB of 0.02 GB"
-            assert min(facts["save_requests"], facts["load_requests"]) >= 2, "from each rank"
-
-
 def test_every_way_that_is_installed_brings_back_what_it_saved(found: tuple[str, dict[str, Any]]) -> None:
     for row in found[1]["rows"]:
-        absent = row["way"] in OPTIONAL or "this version of ShardCkptIO" in row.get("error", "")
-        assert "error" not in row or absent, row
-        assert row["median"] or "error" in row, row
+        assert "error" not in row and row["median"], row

@@ -166,25 +166,6 @@ def test_the_losses_are_drawn_with_a_curve_for_each_leg(job: Job, tmp_path: Path
     assert re.findall(r">(\w+) leg<", drawn) == list(TOPOLOGIES)
 
 
-@pytest.mark.sweep
-def test_the_benchmark_of_pipelines_prints_a_row_for_each_schedule(python: Run) -> None:
-    size = ["--rounds=1", "--steps=1", "--layers=4", "--width=16", "--length=8", "--batch=8"]
-    command = [EXAMPLES / "benchmarks" / "pipeline.py", *size, "--schedules", "1f1b", "zbv_zero_bubble"]
-    done = python(command, env=ENV, timeout_s=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    head, alone, *rows = lines[2:6]
-    assert lines[0].startswith("2 processes in a pipeline")
-    assert head.split() == ["step", "ratio", "at", "best", "work", "idle", "bubble", "state", "peak"]
-    assert alone.startswith("one process") and "100%" in alone
-    assert [row.split()[0] for row in rows] == ["1f1b", "zbv_zero_bubble"]
-    for row, (best, bubble) in zip(rows, [("0.62", "20%"), ("0.52", "4%")], strict=True):
-        _, step, _, shown_best, _, _, shown_bubble, _, state, *_ = row.split()
-        assert float(step) > 0 and (shown_best, shown_bubble) == (best, bubble)
-        assert 50 <= int(state.rstrip("%")) < 75  # embedding and head are not cut in half
-    assert lines[-1].startswith("ready to run, but without a core: ")
-
-
 @pytest.mark.parametrize("steps", ["0", "10"])
 def test_a_number_of_steps_that_makes_no_legs_is_refused(steps: str, tmp_path: Path, python: Run) -> None:
     done = python([EXAMPLES / "main_job.py", "--steps", steps, "--dir", tmp_path], env=ENV)

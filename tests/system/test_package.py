@@ -16,7 +16,9 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lightning_shardckpt.compat.supported_versions import SUPPORTED
 from tests.support.pool import ROOT
 from tests.support.warm_python import Run
 
@@ -24,6 +26,7 @@ NAME, MODULE = "lightning-shardckpt", "lightning_shardckpt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_path("purelib"))
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+WORKFLOWS = ("checks", "release")
 COMPATIBILITY = ROOT / "docs" / "pages" / "compatibility.md"
 
 
@@ -112,6 +115,20 @@ def test_no_classifier_names_a_python_that_the_tests_have_not_run_with(wheel: Pa
     head = "Programming Language :: Python :: "
     named = [text.removeprefix(head) for text in PROJECT["classifiers"] if text.startswith(head)]
     assert sorted(named) == sorted([*tested, "3 :: Only"])
+
+
+def test_workflows_run_the_commands_of_ci_with_every_supported_torch() -> None:
+    checks, release = (yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text()) for name in WORKFLOWS)
+    matrix = checks["jobs"]["versions"]["strategy"]["matrix"]
+    first, last = SUPPORTED["torch"]
+    assert [tuple(map(int, torch.split(".")[:2])) for torch in matrix["torch"]] == [
+        (first[0], minor) for minor in range(first[1], last[1] + 1)
+    ]
+    assert all(f'"{torch}"' in (ROOT / "configs/noxfile.py").read_text() for torch in matrix["torch"])
+    done = {step["run"] for step in checks["jobs"]["versions"]["steps"] if "run" in step}
+    assert {"ruff check .", "mypy", 'python -m pytest -m "not slow"'} <= done
+    assert {".ci/run"} <= {step.get("run") for step in checks["jobs"]["suite"]["steps"]}
+    assert not any("publish" in str(step) or "upload --" in str(step) for step in release["jobs"]["build"]["steps"])
 
 
 def test_the_installed_wheel_runs_its_tools(wheel: Path, tmp_path: Path) -> None:
