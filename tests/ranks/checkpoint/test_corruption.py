@@ -5,10 +5,9 @@ The oracle is the change itself. Each is made in a copy of a checkpoint of 2 ran
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,39 +180,6 @@ def test_a_missing_file_is_named_even_quickly(copy: Path) -> None:
         else:
             check_found(copy, name, quick=True)
         (copy / name).write_bytes(content)
-
-
-# ── something else in place of a file ─────────────────────────────────────────────────────────────────────────────
-
-
-def _directory(path: Path) -> None:
-    path.mkdir()
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _link(path: Path) -> None:
-    path.symlink_to(path.parent.with_name("original") / path.name)
-
-
-def _dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize("make", [_directory, _fifo, _link, _dangling])
-def test_only_regular_files_are_read(copy: Path, make: Callable[[Path], None]) -> None:
-    shutil.copytree(copy, copy.with_name("original"))
-    for name in names(copy):
-        (copy / name).unlink()
-        make(copy / name)
-        if name == ROOT and make is _dangling:
-            assert isinstance(refusal(copy), CheckpointNotFoundError)
-        else:
-            check_found(copy, name, quick=True)
-        (copy / name).rmdir() if make is _directory else (copy / name).unlink()
-        shutil.copy(copy.with_name("original") / name, copy / name)
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,6 +164,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("components/model/tensors/a/2", 3, "IndexError"),
     ("components/model/tensors/a/2", -1, "-1 is not a size"),
     ("components/model/tensors/a", [], "IndexError"),
+    ("components/model/tensors/a", ["F32", [8, 3], 0, "x"], "nothing or a 1"),
     ("components/model/aliases", {"a": "d"}, "alias 'a'"),
     ("components/model/indexes/0/0", "a/b", "is not a file name"),
     ("components/model/indexes/0/0", ".hidden", "is not a file name"),

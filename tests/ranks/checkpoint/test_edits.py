@@ -1,10 +1,13 @@
-"""A hostile directory can make a load fail, quickly and in little memory; it runs nothing and opens nothing outside.
+"""Edits of a checkpoint × readers: each edit is one documented error, soon and in little memory, or does no harm.
 
-All checksums above an edit are right, as an attacker would make them. Every case goes through every tool.
+All checksums above an edit are right, as an attacker would make them, and every edit goes to every reader. Nothing that
+a file says is run, and nothing outside of the checkpoint is opened. unit/format/test_format.py breaks each rule of the
+format, and test_corruption.py changes bytes whose checksums tell.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,13 +18,15 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+import lightning_shardckpt
 from lightning_shardckpt.checkpoint import checkpoint
+from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
@@ -36,18 +41,22 @@ from tests.sweeps import fuzz
 LIMIT_S = 20  # SIGALRM: a hang is an error, a slow machine is none
 LIMIT_BYTES = 256 << 20
 DOCUMENTED = (FormatError, CorruptionError, CheckpointNotFoundError, MismatchError)
-TOOLS = ("load", "load_full", "verify", "consolidate")  # inspect looks at indexes only
+READERS = ("load", "load_full", "open", "verify", "consolidate", "inspect", "map", "diff")
+# What shows indexes, and does not compare them with files; a load into a model has no use for documents of others.
+LOOKS = ("inspect", "map")
+OF_DOCUMENTS = (*LOOKS, "open", "verify", "diff")
+OUTPUTS = {True: ("map.html", "one.ckpt"), False: ()}  # of readers that accept an edit
 Change = Callable[[Path], None]
 W = "components/model/tensors/w"
 
 
 class Case(NamedTuple):
-    """What is done to the checkpoint, and words of the refusal; the tools that do not look there accept it."""
+    """What is done to the checkpoint, and words of the refusal; the readers that do not look there accept it."""
 
     name: str
     change: Change
     words: str
-    accepted_by: tuple[str, ...] = ("inspect",)
+    accepted_by: tuple[str, ...] = LOOKS
 
 
 def at(path: str, new: Any) -> Edit:
@@ -71,6 +80,18 @@ def index(path: str, new: Any) -> Change:
 def document(value: Any) -> Change:
     """Under a key of a callback's state."""
     return lambda p: edit(p, DOCUMENT, at("callbacks/Best", value))
+
+
+def parameters(value: Any) -> Change:
+    return lambda p: edit(p, DOCUMENT, lambda content: content.update(hyper_parameters=value))
+
+
+def moved(folder: Path) -> None:
+    edit(folder, INDEX, lambda v: v["metadata"]["w"].update(begin=v["metadata"]["w"]["begin"] - 8))
+
+
+def twice(folder: Path) -> None:
+    edit(folder, INDEX, lambda v: v["metadata"]["w"].update(more=[dict(v["metadata"]["w"])]))
 
 
 def optimizer(path: str, new: Any) -> Change:
@@ -183,20 +204,27 @@ def overlapping(value: Any) -> None:
     value["b"]["data_offsets"] = value["norm"]["data_offsets"]
 
 
-def lying_length(length: int) -> Change:
-    return lambda p: put_header(p, lambda h: struct.pack("<Q", length) + h[8:])
-
-
 def keys_of_one_hash(count: int) -> list[int]:
     return [i * ((1 << 61) - 1) for i in range(count)]
 
 
-BASE64 = {"$": "tensor", "dtype": "F32", "v": "AAAAAA=="}
+DEEP: Any = 1
+for _ in range(60):
+    DEEP = {"a": DEEP}
+HARMLESS: dict[str, Change] = {
+    "no size": root(("topology", {"shard": 0})),
+    "a huge mesh": root(("topology", {"pipeline": 1 << 40, "shard": 1})),
+    "an axis of markup": root(("topology", {"<script>": 1})),
+    "software": root(("software", {"</script>": "\n\u2028"})),
+    "hyper-parameters that are a list": parameters([1, {"$": "map", "v": 5}]),
+    "pairs that are none": parameters({"$": "map", "v": [[1], 5, [[2], 3], ["a", "b"]]}),
+    "an unknown tag": parameters({"x": {"$": 5}, "y": {"$": ["a"], "v": 1}}),
+    "deep": parameters(DEEP),
+}
+"""What is shown, and refused at most by those that give it to a module."""
 CASES = [
-    # names
-    Case("name with NUL", root(("documents", {"a\0b": [1, "0" * 16]})), "not a file name"),
+    # files
     Case("file of no rank", index("metadata/w/file", "checkpoint.index.json"), "KeyError"),
-    # other kinds of files
     *(
         Case(f"{kind} as {name}", replaced(name, make), "regular file|link|not a complete|not bytes|unfinished")
         for name in (SHARD, ROOT)
@@ -207,116 +235,64 @@ CASES = [
             "directory": lambda p: p.mkdir(),
         }.items()
     ),
-    # JSON
-    Case(
-        "many keys, the last one twice",
-        raw(INDEX, json.dumps({str(i): 0 for i in range(60_000)}).encode()[:-1] + b',"1":0}'),
-        "duplicate key '1'",
-    ),
-    Case("half a character", raw_root(lambda t: t.replace(b'"norm"', b'"\\ud800"')), "UTF-8"),
+    Case("metadata of DCP beside", ambiguous, "at once, so the format is ambiguous", (*LOOKS, "verify", "diff")),
+    Case("planted pickles", planted, "'pickle' is malformed", OF_DOCUMENTS),
+    # claims
     Case("depth bomb of lists", raw(INDEX, deep("[", "]", 100_000)), "nested deeper"),
-    Case("deep unknown key", raw_root(lambda t: t[:-1] + b',"x":' + deep("[", "]", 300) + b"}"), "nested deeper"),
     Case("root index of 2^40 bytes", replaced(ROOT, sparse(1 << 40)), f"more than the limit of {MAX_JSON_BYTES}"),
-    Case("rank index of 2^40 bytes", replaced(INDEX, sparse(1 << 40)), "1099511627776 bytes"),
-    Case("65 MB of JSON", raw_root(lambda t: t + b" " * (65 << 20)), f"more than the limit of {MAX_JSON_BYTES}"),
-    Case("millions of entries", raw(DOCUMENT, b'{"a":[' + b"{}," * 3_000_000 + b"{}]}"), "more than 2097152 values"),
+    Case(
+        "millions of entries",
+        raw(DOCUMENT, b'{"a":[' + b"{}," * 3_000_000 + b"{}]}"),
+        "more than 2097152 values",
+        (*LOOKS, "open"),
+    ),
     Case(
         "number of 5000 digits", raw_root(lambda t: t.replace(b'"step":2', b'"step":' + b"9" * 5000)), "not valid JSON"
     ),
-    # numbers
-    *(
-        Case(f"length {length!r}", root((f"{W}/1", [length, 4])), "is not a size")
-        for length in (1 << 63, -1, True)
-    ),
-    Case("shape that overflows", root((f"{W}/1", [1 << 62, 1 << 62])), "more than 2\\^63 bytes"),
-    Case("100,000 dims", root((f"{W}/1", [1 << 62] * 100_000)), "100000 dims"),
-    Case("2^40 elements that no file has", root((f"{W}/1", [1 << 38, 4])), "do not fit into indexes"),
     Case(
         "2^22 elements that no file has",
         root(("components/trainer/tensors", {"callbacks/EMA/mean": ["F32", [1 << 22], 0, 1]})),
         "has no box",
+        (*LOOKS, "diff"),
     ),
     Case("2^40 elements with their boxes", both_boxes(("global_shape", [1 << 38, 4])), "do not fit"),
-    Case(
-        "2^30 elements of optimizer state",
-        lambda p: edit(
-            p, ROOT, lambda v: v["components"]["optimizer"]["tensors"].update({"0/b/exp_avg": ["F32", [1 << 26], 1]})
-        ),
-        "has no box",
-    ),
-    # boxes
     Case("many tensors in the same bytes", one_for_all, "share bytes|cannot"),
-    # layouts
     Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 65536 ranks"),
-    Case("2^40 blocks", a_layout(cuts=[[0, 0, 1 << 40]]), "blocks"),
     Case("order without a holder", a_layout(order=[5, 7]), "not in"),
     Case("huge world with nothing in it", huge_world, "do not fit"),
-    Case("world of 2^63", root(("world_size", (1 << 63) - 1)), "a world of"),
     Case("indexes that are not there", claimed_indexes, "1 difference|the file is missing"),
-    Case("index of a rank outside", root(("components/model/indexes/7", ["x.json", 1, "0" * 16])), "the index of rank"),
-    # the rest of the indexes
-    Case("fourth item of a tensor", root((f"{W}", ["F32", [6, 4], 1, "x"])), "nothing or a 1"),
-    # headers
-    Case("header length of 0", lying_length(0), "header"),
-    Case("header shorter than it is", lying_length(16), "header|JSON"),
-    Case("header with overlaps", header(overlapping), "overlaps|follows a gap|wrongly"),
-    Case("header with a tensor more", lambda p: put_header(p, _with_extra), "in the header|header"),
-    Case("depth bomb in a header", lambda p: put_header(p, lambda h: _framed(deep("[", "]", 50_000))), "nested deeper"),
     Case("header of 1 GB", replaced(SHARD, sparse(1 << 30)), "1073741824 bytes"),
-    # files for Hugging Face
-    # documents
-    Case("metadata of DCP beside", ambiguous, "at once, so the format is ambiguous", ("inspect", "verify")),
-    Case("planted pickles", planted, "'pickle' is malformed", ("inspect", "verify")),
     *(
-        Case(f"tagged {number} {str(value)[:40]}", document(value), words, ("inspect", "verify"))
-        for number, (value, words) in enumerate(
-            (
-                ({"$": "os.system", "v": "true"}, "'os.system' is malformed"),
-                ({"$": "tuple"}, "KeyError"),
-                ({"$": "tuple", "v": "abc"}, "not a list"),
-                ({"$": "int", "v": "9" * 5000}, "'int' is malformed"),
-                ({"$": "int", "v": 1.5}, "not a string"),
-                ({"$": "float", "v": "1e999"}, "malformed"),
-                ({"$": "bytes", "v": "@@@"}, "malformed"),
-                ({"$": "dtype", "v": "float32.__class__"}, "malformed"),
-                ({"$": "device", "v": "cuda:99999999999999999999"}, "not a device"),
-                ({"$": "namespace", "v": [[1, 2]]}, "not a string"),
-                ({"$": "deque", "v": [], "maxlen": 1 << 70}, "malformed"),
-                ({"$": "range", "v": [0, 1, 0]}, "malformed"),
-                ({"$": "set", "v": [[1]]}, "malformed"),
-                ({"$": "map", "v": [[k, 0] for k in keys_of_one_hash(100_000)]}, "few different hashes"),
-                ({"$": "timedelta", "v": [1 << 70]}, "malformed"),
-                ({"$": "numpy", "dtype": "O", "shape": [1], "v": "AAAA"}, "malformed"),
-                ({"$": "numpy", "dtype": "<f4", "shape": [-1], "v": "AAAAAA=="}, "not a size"),
-                ({"$": "numpy", "dtype": "<f4", "shape": [1 << 40], "v": "AAAAAA=="}, "cannot reshape"),
-                ({**BASE64, "shape": [1 << 40]}, "malformed|bytes for"),
-                ({**BASE64, "shape": [1 << 40, [0]]}, "not a size"),
-                ({**BASE64, "shape": [0, 1 << 62, 1 << 62]}, "2\\^63"),
-                ({**BASE64, "dtype": "__class__", "shape": [1]}, "malformed"),
-            )
+        Case(f"tagged {str(value)[:40]}", document(value), words, OF_DOCUMENTS)
+        for value, words in (
+            ({"$": "os.system", "v": "true"}, "'os.system' is malformed"),
+            ({"$": "map", "v": [[k, 0] for k in keys_of_one_hash(100_000)]}, "few different hashes"),
+            ({"$": "numpy", "dtype": "<f4", "shape": [1 << 40], "v": "AAAAAA=="}, "cannot reshape"),
+            ({"$": "tensor", "dtype": "F32", "v": "AAAAAA==", "shape": [0, 1 << 62, 1 << 62]}, "2\\^63"),
         )
     ),
-    Case("stored tensor that is none", document({"$": "stored", "v": "x"}), "x"),
-    Case("stored tensor of another kind", document({"$": "stored", "v": ["x"]}), "malformed|not stored"),
-    Case("trainer state that is a list", raw(DOCUMENT, b"[]"), "not an object", ("inspect", "verify")),
-    Case(
-        "trainer state that is a tuple", raw(DOCUMENT, b'{"$":"tuple","v":[]}'), "not an object", ("inspect", "verify")
-    ),
+    # what files say of each other
+    Case("header with overlaps", header(overlapping), "overlaps|follows a gap|wrongly"),
+    Case("header with a tensor more", lambda p: put_header(p, _with_extra), "in the header|header"),
+    Case("index of another rank", index("rank", 1), "this is the index of rank 1"),
+    Case("another place in the file", moved, "in the header of the file"),
+    Case("box of a tensor twice", twice, "several boxes of one tensor"),
+    Case("stored tensor that is none", document({"$": "stored", "v": "x"}), "x", (*LOOKS, "open", "diff")),
     *(
-        Case(f"optimizer {path} {str(new)[:20]}", optimizer(path, new), words, ("inspect", "verify"))
+        Case(f"optimizer {path} {str(new)[:20]}", optimizer(path, new), words, OF_DOCUMENTS)
         for path, new, words in (
             ("0", [], "not an object"),
             ("7", {}, "has keys"),
             ("0/groups/0", {"params": []}, "with hyper"),
             ("0/groups/0/hyper", [], "not an object"),
             ("0/groups/0/params", [["w"]], "names no parameter"),
-            ("0/groups/5", {"hyper": {}, "params": []}, "has keys"),
             ("0/numbered", True, "names no parameter"),
             ("0/numbered", 1, "not true or false"),
             ("0/values", {"step": 3}, "not a list"),
             ("0/values", {"step": [{"value": 3}]}, "with value, params"),
         )
     ),
+    *(Case(name, change, "", READERS) for name, change in HARMLESS.items()),
 ]
 
 
@@ -386,23 +362,43 @@ def found_by_verify(path: str) -> None:
         raise CorruptionError("\n".join(lines[:50]))
 
 
-def attempts(path: Path) -> dict[str, Callable[[], Any]]:
+def opened(path: str) -> None:
+    with lightning_shardckpt.open(path) as found:
+        for name in found:
+            found[name][:]
+
+
+def by_command(*arguments: str) -> None:
+    out, error = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(error):
+        status = main(arguments)
+    said = error.getvalue()
+    if status == (2 if arguments[0] == "diff" else 1):
+        assert said.count("\n") < 3 and "Traceback" not in said
+        raise FormatError(said)
+    assert status < 2 and not said
+
+
+def attempts(path: Path, good: str) -> dict[str, Callable[[], Any]]:
     return {
         "load": lambda: small.load(str(path)),
         "load_full": lambda: checkpoint.load_full(str(path)),
+        "open": lambda: opened(str(path)),
         "verify": lambda: found_by_verify(str(path)),
-        "inspect": lambda: (render(inspect(str(path)), True), json.dumps(inspect(str(path)))),
         "consolidate": lambda: consolidate(path, path.parent / "one.ckpt"),
+        "inspect": lambda: (render(inspect(str(path)), True), json.dumps(inspect(str(path)))),
+        "map": lambda: by_command("map", str(path), "-o", str(path.parent / "map.html")),
+        "diff": lambda: by_command("diff", str(path), good),
     }
 
 
-def outcome(attempt: Callable[[], Any], watch: Watch) -> tuple[str, str, int]:
+def outcome(reader: str, attempt: Callable[[], Any], watch: Watch) -> tuple[str, str, int]:
     """Kind and words of the error, if any, and the memory that it took."""
     forget_peak()
     before = peak_bytes()
     signal.alarm(LIMIT_S)
     try:
-        with watch.on():
+        with nullcontext() if reader in ("map", "diff") else watch.on():  # their commands are parsed, which compiles
             attempt()
         return "", "", peak_bytes() - before
     except DOCUMENTED as error:
@@ -414,7 +410,7 @@ def outcome(attempt: Callable[[], Any], watch: Watch) -> tuple[str, str, int]:
 
 
 def half_of_the_cases(good: str, parent: str, names: set[str]) -> dict[str, dict[str, tuple[str, str, int]]]:
-    """Case -> tool -> outcome; "watch" has what the interpreter was asked to do. Two processes share the cases."""
+    """Case -> reader -> outcome; "watch" has what the interpreter was asked to do. Two processes share the cases."""
     signal.signal(signal.SIGALRM, _too_slow)
     half = int(os.environ["RANK"])
     folder = f"{parent}/{half}"
@@ -423,7 +419,7 @@ def half_of_the_cases(good: str, parent: str, names: set[str]) -> dict[str, dict
     watch = Watch(Path(folder))
     found: dict[str, Any] = {}
     shutil.copytree(good, place)
-    for attempt in attempts(place).values():
+    for attempt in attempts(place, good).values():
         attempt()  # what is imported when first needed is so now
     cases = [case for case in CASES if case.name in names]
     for case in [Case("untouched", lambda p: None, ""), *cases][half::2]:
@@ -432,7 +428,7 @@ def half_of_the_cases(good: str, parent: str, names: set[str]) -> dict[str, dict
         shutil.copytree(good, place)
         case.change(place)
         watch.seen.clear()
-        found[case.name] = {tool: outcome(attempt, watch) for tool, attempt in attempts(place).items()}
+        found[case.name] = {reader: outcome(reader, read, watch) for reader, read in attempts(place, good).items()}
         found[case.name]["watch"] = list(watch.seen)
         found[case.name]["left"] = sorted(os.listdir(folder))
     return found
@@ -458,24 +454,38 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return one | other
 
 
-def test_there_are_many_cases_and_the_untouched_one_is_accepted(outcomes: dict[str, dict[str, Any]]) -> None:
-    assert len({case.name for case in CASES}) == len(CASES) >= 60
+def test_the_untouched_checkpoint_is_accepted(outcomes: dict[str, dict[str, Any]]) -> None:
     untouched = outcomes["untouched"]
-    assert {tool: untouched[tool][0] for tool in (*TOOLS, "inspect")} == dict.fromkeys((*TOOLS, "inspect"), "")
-    assert untouched["watch"] == []
+    assert {reader: untouched[reader][:2] for reader in READERS} == dict.fromkeys(READERS, ("", ""))
+    assert untouched["watch"] == [] and len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_a_hostile_checkpoint_is_refused(case: Case, outcomes: dict[str, dict[str, Any]]) -> None:
+def test_an_edit_is_one_documented_error(case: Case, outcomes: dict[str, dict[str, Any]]) -> None:
     found = outcomes[case.name]
-    tools = {tool: found[tool] for tool in (*TOOLS, "inspect")}
-    wrong = {tool: one for tool, one in tools.items() if one[0].startswith("undocumented")}
+    readers = {reader: found[reader] for reader in READERS}
+    wrong = {reader: one for reader, one in readers.items() if one[0].startswith("undocumented")}
     assert not wrong, wrong
-    accepted = {tool for tool, (kind, _, _) in tools.items() if not kind}
-    assert accepted <= set(case.accepted_by), tools
-    assert re.search(case.words, "\n".join(words for _, words, _ in tools.values())), tools
-    assert max(used for _, _, used in tools.values()) < LIMIT_BYTES, {t: u >> 20 for t, (_, _, u) in tools.items()}
-    assert found["watch"] == [] and found["left"] == ["hostile.ckpt"]
+    accepted = {reader for reader, (kind, _, _) in readers.items() if not kind}
+    assert accepted <= set(case.accepted_by), readers
+    assert re.search(case.words, "\n".join(words for _, words, _ in readers.values())), readers
+    assert max(used for _, _, used in readers.values()) < LIMIT_BYTES, {r: u >> 20 for r, (_, _, u) in readers.items()}
+    assert found["watch"] == [] and {"hostile.ckpt"} <= {*found["left"]} <= {"hostile.ckpt", *OUTPUTS[bool(accepted)]}
+
+
+@pytest.mark.parametrize("length", [1 << 20, 4_000_000])
+def test_long_names_take_no_time_and_no_stack(length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.ckpt"
+    run_ranks(2, small.save, str(path))
+
+    def rename(content: Any) -> None:
+        model = content["components"]["model"]["tensors"]
+        model["a." * (length // 2)] = model["w"]
+
+    edit(path, ROOT, rename)
+    assert main(["inspect", str(path), "--tensors", "a.a"]) == 0
+    assert main(["map", str(path), "-o", str(tmp_path / "map.html")]) == 0
+    capsys.readouterr()
 
 
 def mutated(count: int, files: fuzz.Files) -> Counter[str]:
@@ -485,7 +495,7 @@ def mutated(count: int, files: fuzz.Files) -> Counter[str]:
 @pytest.mark.slow
 def test_a_mutated_checkpoint_is_refused_or_right() -> None:
     """`python -m tests.sweeps.fuzz` makes more."""
-    count = 1500
+    count = 1000
     one, other = run_ranks(2, mutated, count, fuzz.good_files(), timeout_s=300, init_process_group=False)
     counts = one + other
     ends = Counter(kind.rpartition(": ")[2] for kind in counts.elements())
