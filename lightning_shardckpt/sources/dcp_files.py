@@ -14,7 +14,8 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 from zipfile import ZipFile
@@ -34,6 +35,7 @@ from lightning_shardckpt.format.value_checks import (
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor
 from lightning_shardckpt.state.tensor_bytes import DTYPES, host_bytes
 from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.protocol import Reader
 
 KeyPath = tuple[str | int, ...]
 
@@ -44,8 +46,8 @@ _MAX_METADATA_BYTES = 1 << 29
 _MAX_VALUE_BYTES = 64 << 20  # of a value, for which Python needs a multiple of it
 
 
-class FilePart(NamedTuple):
-    """A part of a file: an archive of ``torch.save``."""
+class Archive(NamedTuple):
+    """A part of a file: what ``torch.save`` wrote."""
 
     file: str
     begin: int
@@ -55,23 +57,20 @@ class FilePart(NamedTuple):
         return f"{self.file}, bytes {self.begin} to {self.begin + self.nbytes}"
 
 
-class ArchivedTensor(NamedTuple):
-    """The only tensor of an archive; its dtype is named as in safetensors."""
+class Chunk(NamedTuple):
+    """An archive of a single tensor, a chunk of a stored one; its dtype is named as in safetensors."""
 
+    archive: Archive
     dtype: str
     shape: Shape
-    part: FilePart
 
 
 class DCPMetadata(NamedTuple):
-    """The stored entries by flat key, and the path of each in the state dict.
-
-    The boxes of tensors are in "files" of ``chunks``, one for each chunk that is not empty.
-    """
+    """The stored entries by flat key: tensors, whose boxes are in the "files" of ``chunks``; values; paths of both."""
 
     tensors: dict[str, ForeignTensor]
-    chunks: dict[str, ArchivedTensor]
-    values: dict[str, FilePart]
+    chunks: dict[str, Chunk]
+    values: dict[str, Archive]
     paths: dict[str, KeyPath]
 
 
@@ -79,15 +78,25 @@ class DCPMetadata(NamedTuple):
 
 
 def read_metadata(reader: LocalReader, name: str) -> DCPMetadata:
-    """Read the file of a directory.
+    """Read the file of a directory, and check that the files that it names are long enough.
 
     Raises:
         FormatError: if it is malformed, or has content that torch does not write.
+        CorruptionError: if a file is missing or too short.
     """
     size = reader.size(name)
     if size > _MAX_METADATA_BYTES:
         raise FormatError(f"{name} has {size} bytes, more than {_MAX_METADATA_BYTES}")
-    return parse_metadata(_read(reader, FilePart(name, 0, size)), name)
+    stored = parse_metadata(_read(reader, Archive(name, 0, size)), name)
+    archives = [*(chunk.archive for chunk in stored.chunks.values()), *stored.values.values()]
+    for archive in {a.file: a for a in sorted(archives, key=lambda a: a.begin + a.nbytes)}.values():
+        try:
+            size = reader.size(archive.file)
+        except FileNotFoundError:
+            raise CorruptionError(f"file {archive.file}: the file is missing") from None
+        if archive.begin + archive.nbytes > size:
+            raise CorruptionError(f"file {archive} are wanted, it has {size}")
+    return stored
 
 
 def parse_metadata(content: bytes, where: str) -> DCPMetadata:
@@ -102,15 +111,27 @@ def parse_metadata(content: bytes, where: str) -> DCPMetadata:
 
 
 def _entries(stored: Record) -> DCPMetadata:
-    parts, nested = _parts(stored.storage_data), stored.planner_data
+    archives = dict[tuple[str, Shape | None], Archive]()  # by key and offset in the tensor; None as that of a value
+    for index, info in stored.storage_data.items():
+        if transforms := info.state.get("transform_descriptors"):
+            raise FormatError(f"{shown(index.fqn)} is stored through {shown(transforms)}")
+        offset = index.state.get("offset")
+        at = check_text(index.fqn), None if offset is None else check_shape(offset)
+        archives[at] = Archive(check_file_name(info.relative_path), check_size(info.offset), check_size(info.length))
+
+    def archive_at(key: str, offset: Shape | None) -> Archive:
+        if (key, offset) not in archives:
+            raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
+        return archives[key, offset]
+
     found = DCPMetadata({}, {}, {}, {})
     for key, entry in stored.state_dict_metadata.items():
-        path = nested.get(check_text(key)) if isinstance(nested, dict) else None
+        path = stored.planner_data.get(check_text(key)) if isinstance(stored.planner_data, dict) else None
         if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
             path = (key,)  # it was not nested, or another planner saved it
         found.paths[key] = path
         if isinstance(entry, _CLASSES["BytesStorageMetadata"]):
-            found.values[key] = _part(parts, key, None)
+            found.values[key] = archive_at(key, None)
             continue
         state = _check_type(_check_type(entry, "TensorStorageMetadata").properties, "TensorProperties").state
         stored_dtype = state["dtype"] if isinstance(state, dict) else state[0]  # a tuple, if it has __getstate__
@@ -122,39 +143,11 @@ def _entries(stored: Record) -> DCPMetadata:
         for chunk in entry.chunks:
             start, lengths = check_shape(chunk.offsets), check_shape(chunk.sizes)
             if 0 not in lengths and start not in boxes:
-                part = _part(parts, key, start)
-                found.chunks[str(part)] = ArchivedTensor(dtype, lengths, part)
-                boxes[start] = ForeignBox(Box.whole(lengths).shift(start), str(part), 0)
+                archive = archive_at(key, start)
+                found.chunks[str(archive)] = Chunk(archive, dtype, lengths)
+                boxes[start] = ForeignBox(Box.whole(lengths).shift(start), str(archive), 0)
         found.tensors[key] = ForeignTensor(dtype, shape, tuple(boxes.values()))
     return found
-
-
-_Parts = Mapping[tuple[str, Shape | None], FilePart]
-
-
-def _parts(storage_data: Mapping[Record, Record]) -> _Parts:
-    """Return the archive of each chunk, by key and offset in the tensor; None as the offset of a value."""
-    parts: dict[tuple[str, Shape | None], FilePart] = {}
-    for index, info in storage_data.items():
-        if transforms := info.state.get("transform_descriptors"):
-            raise FormatError(f"{shown(index.fqn)} is stored through {shown(transforms)}")
-        file, offset = check_file_name(info.relative_path), index.state.get("offset")
-        part = FilePart(file, check_size(info.offset), check_size(info.length))
-        parts[check_text(index.fqn), None if offset is None else check_shape(offset)] = part
-    return parts
-
-
-def _part(parts: _Parts, key: str, offset: Shape | None) -> FilePart:
-    part = parts.get((key, offset))
-    if part is None:
-        raise FormatError(f"{shown(key)}: there is no storage info of the chunk at {offset}")
-    return part
-
-
-def _check_type(value: Any, name: str) -> Record:
-    if not isinstance(value, _CLASSES[name]):
-        raise FormatError(f"{shown(value)} where a {name} is expected")
-    return value
 
 
 # ── pickle ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,12 +168,15 @@ class Record:
         return self.state[name]
 
 
-def _record(name: str) -> type[Record]:
-    return type(name, (Record,), {})
+def _check_type(value: Any, name: str) -> Record:
+    if not isinstance(value, _CLASSES[name]):
+        raise FormatError(f"{shown(value)} where a {name} is expected")
+    return value
 
 
 _OF_METADATA = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
-_CLASSES = {name: _record(name) for name in (*_OF_METADATA, "TensorProperties", "StorageMeta", "_StorageInfo", "Other")}
+_RECORDS = (*_OF_METADATA, "TensorProperties", "StorageMeta", "_StorageInfo", "Other")
+_CLASSES: dict[str, type[Record]] = {name: type(name, (Record,), {}) for name in _RECORDS}
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _KNOWN: dict[str, Any] = {
@@ -244,11 +240,11 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of Any
 # ── archives ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _PartFile(io.RawIOBase):
-    """A part of a file, opened for reading."""
+class _ArchiveFile(io.RawIOBase):
+    """An archive, opened for reading."""
 
-    def __init__(self, reader: LocalReader, part: FilePart) -> None:
-        self._reader, self._part, self._at = reader, part, 0
+    def __init__(self, reader: Reader, archive: Archive) -> None:
+        self._reader, self._archive, self._at = reader, archive, 0
 
     def readable(self) -> bool:
         return True
@@ -257,52 +253,35 @@ class _PartFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(offset + (0, self._at, self._part.nbytes)[whence], 0)
+        self._at = max(offset + (0, self._at, self._archive.nbytes)[whence], 0)
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def readinto(self, target: Any) -> int:
-        memory = memoryview(target).cast("B")[: max(self._part.nbytes - self._at, 0)]
-        self._reader.read_into(self._part.file, self._part.begin + self._at, memory)
+        memory = memoryview(target).cast("B")[: max(self._archive.nbytes - self._at, 0)]
+        self._reader.read_into(self._archive.file, self._archive.begin + self._at, memory)
         self._at += len(memory)
         return len(memory)
 
 
-def _open(reader: LocalReader, part: FilePart) -> io.BufferedReader:
-    return io.BufferedReader(_PartFile(reader, part))
+def load_archive(reader: LocalReader, archive: Archive, weights_only: bool) -> Any:
+    """Return the content of an archive.
+
+    Raises:
+        FormatError: naming file and bytes, if ``torch.load`` fails.
+    """
+    with _errors_of_torch(f"file {archive}"):
+        return torch.load(io.BufferedReader(_ArchiveFile(reader, archive)), "cpu", weights_only=weights_only)
 
 
-def _read(reader: LocalReader, part: FilePart) -> bytes:
-    content = bytearray(part.nbytes)
-    reader.read_into(part.file, part.begin, memoryview(content))
-    return bytes(content)
-
-
-def check_parts(reader: LocalReader, parts: Iterable[FilePart]) -> None:
-    """Raise CorruptionError if a file is missing or shorter than a part of it."""
-    for part in {part.file: part for part in sorted(parts, key=lambda part: part.begin + part.nbytes)}.values():
-        try:
-            size = reader.size(part.file)
-        except FileNotFoundError:
-            raise CorruptionError(f"file {part.file}: the file is missing") from None
-        if part.begin + part.nbytes > size:
-            raise CorruptionError(f"file {part} are wanted, it has {size}")
-
-
-def read_value(reader: LocalReader, part: FilePart) -> Any:
+def read_value(reader: LocalReader, archive: Archive) -> Any:
     """Return the value in an archive, which the caller must not change."""
-    if part.nbytes > _MAX_VALUE_BYTES:
-        raise FormatError(f"file {part}: a value of more than {_MAX_VALUE_BYTES} bytes")
-    content, load = _read(reader, part), _load_small if part.nbytes < _SMALL_BYTES else _load_value
-    return _load_or_raise(lambda: load(content), f"file {part}")
-
-
-def load_file(reader: LocalReader, name: str, weights_only: bool) -> Any:
-    """Return the content of a file of ``torch.save``."""
-    part = FilePart(name, 0, reader.size(name))
-    return _load_or_raise(lambda: torch.load(_open(reader, part), "cpu", weights_only=weights_only), f"file {part}")
+    if archive.nbytes > _MAX_VALUE_BYTES:
+        raise FormatError(f"file {archive}: a value of more than {_MAX_VALUE_BYTES} bytes")
+    with _errors_of_torch(f"file {archive}"):
+        return (_load_small if archive.nbytes < _SMALL_BYTES else _load_value)(_read(reader, archive))
 
 
 def _load_value(content: bytes) -> Any:
@@ -312,106 +291,102 @@ def _load_value(content: bytes) -> Any:
 _load_small = lru_cache(maxsize=1024)(_load_value)
 
 
-def _load_or_raise(load: Callable[[], Any], place: str) -> Any:
-    """Return the result of ``load``, which calls ``torch.load``; ``place`` names file and bytes in the error.
+def _read(reader: LocalReader, archive: Archive) -> bytes:
+    content = bytearray(archive.nbytes)
+    reader.read_into(archive.file, archive.begin, memoryview(content))
+    return bytes(content)
 
-    Raises:
-        FormatError: if the call fails.
-    """
+
+@contextmanager
+def _errors_of_torch(where: str) -> Iterator[None]:
+    """Turn errors of ``torch.load`` into a FormatError; ``where`` names file and bytes."""
     try:
-        return load()
+        yield
     except (MemoryError, FormatError, CorruptionError):
         raise
     except Exception as error:  # torch raises a dozen kinds
         reason = shown(str(error).partition("\n")[0] or type(error).__name__)
-        raise FormatError(f"{place}: torch.load does not read it: {reason}") from None
+        raise FormatError(f"{where}: torch.load does not read it: {reason}") from None
 
 
-class ArchiveReader:
-    """A reader for which every archived tensor is a file of its row-major bytes. Opens archives when they are read.
+class ChunkReader:
+    """A reader for which every chunk is a file of its row-major bytes; archives are opened when they are read.
 
     Implements ``Reader``.
 
     Args:
         path: of the directory, for messages.
-        files: the reader of its files, which have the archives.
-        tensors: by the name of the file that a tensor is for callers.
+        files: the reader of its files.
+        chunks: by the name of the file that a chunk is for callers.
     """
 
     high_latency = False
 
-    def __init__(self, path: str, files: LocalReader, tensors: Mapping[str, ArchivedTensor]) -> None:
-        self._path, self._files, self._tensors = path, files, tensors
+    def __init__(self, path: str, files: Reader, chunks: Mapping[str, Chunk]) -> None:
+        self._path, self._files, self._chunks = path, files, chunks
         self._begins: dict[str, int | None] = {}
         self._held: tuple[str, memoryview] = ("", memoryview(b""))
 
     def size(self, name: str) -> int:
-        """Return the length of a tensor in bytes."""
-        return bytes_in(self._tensors[name].shape, self._tensors[name].dtype)
+        """Return the length of a chunk in bytes."""
+        return bytes_in(self._chunks[name].shape, self._chunks[name].dtype)
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with a tensor's row-major bytes from ``offset`` on.
+        """Fill ``target`` with a chunk's row-major bytes from ``offset`` on.
 
         Raises:
             FormatError: if the archive has no such tensor.
         """
-        tensor = self._tensors[name]
+        chunk = self._chunks[name]
         if name not in self._begins:
-            self._begins[name] = None if tensor.part.nbytes <= _WHOLE_BYTES else self._find(tensor)
+            self._begins[name] = None if chunk.archive.nbytes <= _WHOLE_BYTES else self._find(chunk)
         if (begin := self._begins[name]) is not None:
-            self._files.read_into(tensor.part.file, begin + offset, target)
+            self._files.read_into(chunk.archive.file, begin + offset, target)
             return
         if self._held[0] != name:
-            self._held = name, host_bytes(self._load(tensor, "cpu"))
+            self._held = name, host_bytes(self._load(chunk, "cpu"))
         target[:] = self._held[1][offset : offset + len(target)]
 
-    def _load(self, tensor: ArchivedTensor, device: str) -> torch.Tensor:
-        part, place = tensor.part, self._place(tensor.part)
-        loaded = _load_or_raise(lambda: torch.load(_open(self._files, part), device, weights_only=True), place)
+    def _load(self, chunk: Chunk, device: str) -> torch.Tensor:
+        where = f"checkpoint {self._path!r}, file {chunk.archive}"
+        with _errors_of_torch(where):
+            file = io.BufferedReader(_ArchiveFile(self._files, chunk.archive))
+            loaded = torch.load(file, device, weights_only=True)
         if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
-            raise FormatError(f"{place}: a {type(loaded).__name__}, not a dense tensor")
-        stored, expected = (DTYPES.get(loaded.dtype), tuple(loaded.shape)), (tensor.dtype, tensor.shape)
+            raise FormatError(f"{where}: a {type(loaded).__name__}, not a dense tensor")
+        stored, expected = (DTYPES.get(loaded.dtype), tuple(loaded.shape)), (chunk.dtype, chunk.shape)
         if stored != expected:
-            raise FormatError(f"{place}: {stored} is stored, expected {expected}")
+            raise FormatError(f"{where}: {stored} is stored, expected {expected}")
         return loaded
 
-    def _place(self, part: FilePart) -> str:
-        return f"checkpoint {self._path!r}, file {part}"
-
-    def _find(self, tensor: ArchivedTensor) -> int | None:
-        """Return the offset of the row-major bytes in the file; None if they are in another order."""
-        described = self._load(tensor, "meta")
+    def _find(self, chunk: Chunk) -> int | None:
+        """Return the offset of the row-major bytes in the file; None if they are in another order, or compressed."""
+        described, archive = self._load(chunk, "meta"), chunk.archive
         if not described.is_contiguous() or described.is_conj() or described.is_neg():
             return None
         offset = int(described.storage_offset()) * described.itemsize
-        begin: int | None = _load_or_raise(
-            lambda: self._bytes_begin(tensor.part, offset, described.nbytes), self._place(tensor.part)
-        )
-        return begin
-
-    def _bytes_begin(self, part: FilePart, offset: int, nbytes: int) -> int | None:
-        """Return where bytes of the only storage in an archive begin in the file; None if they are not there as such.
-        """
-        with ZipFile(_open(self._files, part)) as archive:
-            storages = [entry for entry in archive.infolist() if "/data/" in entry.filename]
-            orders = [archive.read(entry) for entry in archive.infolist() if entry.filename.endswith("/byteorder")]
-        if len(storages) != 1 or storages[0].compress_type or orders not in ([], [sys.byteorder.encode()]):
-            return None
-        (entry,), header = storages, bytearray(_LOCAL.size)
-        self._files.read_into(part.file, part.begin + entry.header_offset, memoryview(header))
-        signature, name_bytes, extra_bytes = _LOCAL.unpack(header)
-        begin = int(entry.header_offset + _LOCAL.size + name_bytes + extra_bytes)
-        if signature != b"PK\3\4" or offset + nbytes > entry.file_size or begin + entry.file_size > part.nbytes:
-            raise ValueError(f"{entry.filename} is not where its directory says, or too short")
-        return part.begin + begin + offset
+        where = f"checkpoint {self._path!r}, file {archive}"
+        with _errors_of_torch(where), ZipFile(io.BufferedReader(_ArchiveFile(self._files, archive))) as opened:
+            storages = [entry for entry in opened.infolist() if "/data/" in entry.filename]
+            orders = [opened.read(entry) for entry in opened.infolist() if entry.filename.endswith("/byteorder")]
+            if len(storages) != 1 or storages[0].compress_type or orders not in ([], [sys.byteorder.encode()]):
+                return None
+            (entry,), header = storages, bytearray(_LOCAL.size)
+            self._files.read_into(archive.file, archive.begin + entry.header_offset, memoryview(header))
+            signature, name_bytes, extra_bytes = _LOCAL.unpack(header)
+            begin = int(entry.header_offset + _LOCAL.size + name_bytes + extra_bytes)
+            is_outside = offset + described.nbytes > entry.file_size or begin + entry.file_size > archive.nbytes
+            if signature != b"PK\3\4" or is_outside:
+                raise ValueError(f"{entry.filename} is not where its directory says, or too short")
+            return archive.begin + begin + offset
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return sorted(self._tensors)
+        """Return the names of all chunks."""
+        return sorted(self._chunks)
 
-    def clone(self) -> ArchiveReader:
+    def clone(self) -> ChunkReader:
         """Return a reader of the same files for another thread."""
-        return ArchiveReader(self._path, self._files.clone(), self._tensors)
+        return ChunkReader(self._path, self._files.clone(), self._chunks)
 
     def close(self) -> None:
         """Close the files."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape, find_cover_error
@@ -187,8 +187,11 @@ def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
     return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")
 
 
+_R = TypeVar("_R", bound=Reader)
+
+
 @contextmanager
-def close_on_error(reader: Reader) -> Iterator[Reader]:
+def close_on_error(reader: _R) -> Iterator[_R]:
     """Close a reader if the block fails."""
     try:
         yield reader

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -30,12 +30,10 @@ from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import KEYS, is_lightning_dict, is_weights, lift_state_dicts
-from lightning_shardckpt.state.tensor_bytes import bytes_of, dtype_name, host_bytes, is_host_memory
+from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts
+from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.local.local_reader import LocalReader
-
-CheckpointAndWeights: TypeAlias = tuple[dict[str, Any], dict[str, Any] | None]
-"""Lightning's checkpoint dict without ``state_dict``, and the state dict; None if there is no model."""
+from lightning_shardckpt.storage.protocol import Reader
 
 
 def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
@@ -51,17 +49,40 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
     """
     folder, name = os.path.split(os.path.abspath(path))
     folder, names = (path, list(files)) if files is not None else (folder, [name])
-    reader = LocalReader(folder, follow_links=True)
-    with close_on_error(reader):
-        sizes = {name: reader.size(name) for name in names}
-        contents = [_map_file(os.path.join(folder, name), weights_only) for name in names]
-        return _source(path, _MappedFiles(reader, sizes), contents, "model")
+    with close_on_error(LocalReader(folder, follow_links=True)) as reader:
+        mapped = MappedTensors(reader, {name: reader.size(name) for name in names}, {})
+        first, *others = [_map_file(os.path.join(folder, name), weights_only) for name in names]
+
+        def source(only: str | None) -> Source:
+            rest, state_dict = _split(first, path, only)
+            for other in others:
+                state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
+            return source_of_dicts(path, mapped, state_dict, rest, mapped.locate, all_modules)
+
+        def all_modules() -> Source:
+            return source(None)
+
+        return source("model")
 
 
-def _source(path: str, files: _MappedFiles, contents: Sequence[Any], only: str | None) -> Source:
-    rest, state_dict = _split(contents[0], path, only)
-    for other in contents[1:]:
-        state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
+def source_of_dicts(
+    path: str,
+    reader: Reader,
+    state_dict: Mapping[str, Any] | None,
+    rest: dict[str, Any],
+    locate: Callable[[str, torch.Tensor], ForeignTensor],
+    all_modules: Callable[[], Source] | None = None,
+) -> Source:
+    """Return the source of Lightning's checkpoint dict.
+
+    Args:
+        path: of the checkpoint.
+        reader: of the stored tensors.
+        state_dict: of the model; None if there is none.
+        rest: the other entries; changed.
+        locate: returns the stored tensor of one in the dicts, given a name for it and the tensor.
+        all_modules: see ``Source``.
+    """
     leaves, documents = dict[str, Leaves](), dict[str, Any]()
     if state_dict is not None:
         leaves["model"], documents["model"] = model_leaves(state_dict)
@@ -71,33 +92,15 @@ def _source(path: str, files: _MappedFiles, contents: Sequence[Any], only: str |
     if FROZEN in rest:
         check_frozen(rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
-    mapped, tensors = dict[str, torch.Tensor](), dict[str, dict[str, ForeignTensor]]()
-    for component, of_component in leaves.items():
-        tensors[component] = {}
-        for key, tensor in of_component.tensors.items():
-            name, shape = f"{component}/{key}", tuple(tensor.shape)
-            mapped[name], box = tensor, ForeignBox(Box.whole(shape), name, 0)
-            tensors[component][key] = ForeignTensor(dtype_name(tensor, key), shape, (box,))
-    aliases = {component: of_component.aliases for component, of_component in leaves.items()}
-
-    def all_modules() -> Source:
-        whole = _split(contents[0], path, None)[0].get(KEYS)
-        return source if whole in (None, rest.get(KEYS)) else _source(path, files, contents, None)
-
-    located = ForeignTensors(path, _MappedTensors(*files, mapped), tensors, aliases)
-    source = foreign_source(located, documents, rest, all_modules)
-    return source
+    tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
+    aliases = {name: one.aliases for name, one in leaves.items()}
+    return foreign_source(ForeignTensors(path, reader, tensors, aliases), documents, rest, all_modules)
 
 
-class _MappedFiles(NamedTuple):
-    """The reader of the files' directory, and the sizes of the mapped files by name."""
-
-    reader: LocalReader
-    sizes: Mapping[str, int]
-
-
-class _MappedTensors:
+class MappedTensors:
     """A reader for which every tensor is a file of its row-major bytes, copied from the mapped files.
+
+    Implements ``Reader``.
 
     Args:
         files: the reader of the files' directory.
@@ -107,9 +110,14 @@ class _MappedTensors:
 
     high_latency = False
 
-    def __init__(self, files: LocalReader, sizes: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, files: Reader, sizes: Mapping[str, int], tensors: dict[str, torch.Tensor]) -> None:
         self._files, self._sizes, self._tensors = files, sizes, tensors
         self._held: tuple[str, memoryview] = ("", memoryview(b""))
+
+    def locate(self, name: str, tensor: torch.Tensor) -> ForeignTensor:
+        """Add a tensor under a name."""
+        self._tensors[name], shape = tensor, tuple(tensor.shape)
+        return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
 
     def size(self, name: str) -> int:
         """Return the length of a tensor in bytes."""
@@ -120,20 +128,18 @@ class _MappedTensors:
         for file, size in self._sizes.items():
             if (now := self._files.size(file)) < size:
                 raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
-        tensor = self._tensors[name]
-        if not is_host_memory(tensor) and self._held[0] != name:
-            self._held = name, host_bytes(tensor)
-        content = bytes_of(tensor) if is_host_memory(tensor) else self._held[1]
-        piece = torch.frombuffer(content, dtype=torch.uint8, count=len(target), offset=offset)
+        if self._held[0] != name:
+            self._held = name, host_bytes(self._tensors[name])
+        piece = torch.frombuffer(self._held[1], dtype=torch.uint8, count=len(target), offset=offset)
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return sorted(self._tensors)
 
-    def clone(self) -> _MappedTensors:
+    def clone(self) -> MappedTensors:
         """Return a reader of the same tensors for another thread."""
-        return _MappedTensors(self._files.clone(), self._sizes, self._tensors)
+        return MappedTensors(self._files.clone(), self._sizes, self._tensors)
 
     def close(self) -> None:
         """Close the files; the mapping lives as long as the tensors."""
@@ -174,7 +180,7 @@ def _refuse_compressed(path: str) -> None:
         )
 
 
-def _split(content: Any, path: str, only: str | None) -> CheckpointAndWeights:
+def _split(content: Any, path: str, only: str | None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Split the content of a file into Lightning's other keys and the state dict; None if it has only optimizers."""
     is_dict = isinstance(content, dict)
     if is_dict and isinstance(content.get("state"), dict) and isinstance(content.get("param_groups"), list):

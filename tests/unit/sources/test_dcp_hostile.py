@@ -29,7 +29,6 @@ import lightning_shardckpt as ckpt
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
-from lightning_shardckpt.sources.dcp import layout_of
 from lightning_shardckpt.sources.dcp_files import unpickle
 from tests.support import tiny
 from tests.support.pool import ROOT
@@ -359,28 +358,25 @@ except Exception as error:
 # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_optimizers_are_in_the_order_of_their_numbers() -> None:
-    paths: dict[str, tuple[str | int, ...]] = {"model.w": ("model", "w")}
+def test_optimizers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": {"w": torch.ones(2)}}
     for number in range(12):
-        for key, path in (("lr", ("param_groups", 0, "lr")), ("m", ("state", "w", "m"))):
-            paths[f"optimizer_{number}.{key}"] = (f"optimizer_{number}", *path)
-    found = layout_of(paths, ["model.w", *(k for k in paths if k.endswith(".m"))], extended=True)
-    assert found.model == {"w": "model.w"} and found.rest == {}
-    assert [one.groups[0]["lr"] for one in found.optimizers] == [f"optimizer_{i}.lr" for i in range(12)]
-    assert [one.state["w"]["m"] for one in found.optimizers] == [f"optimizer_{i}.m" for i in range(12)]
+        moments = {"w": {"m": torch.full((2,), float(number))}}
+        state[f"optimizer_{number}"] = {"state": moments, "param_groups": [{"lr": number, "params": ["w"]}]}
+    found = load_full(str(save(tmp_path / "a", state)))
+    assert found.keys() == {"state_dict", "optimizer_states"}
+    for number, optimizer in enumerate(found["optimizer_states"]):
+        assert optimizer["param_groups"] == [{"lr": number, "params": ["w"]}]
+        assert torch.equal(optimizer["state"]["w"]["m"], torch.full((2,), float(number)))
 
 
-def test_names_with_dots_are_told_apart_by_the_models_names() -> None:
-    paths = {
-        "a.b": ("a.b",),
-        "a.b.c": ("a.b.c",),
-        "o.state.a.b.c.m": ("o", "state.a.b.c.m"),
-        "o.state.a.b.m": ("o", "state.a.b.m"),
-        "o.param_groups.a.b.lr": ("o", "param_groups.a.b.lr"),
-        "step": ("train_state", "step"),
-    }
-    found = layout_of(paths, ["a.b", "a.b.c", "o.state.a.b.c.m", "o.state.a.b.m"], extended=False)
-    assert found.model == {"a.b": "a.b", "a.b.c": "a.b.c"} and found.rest == {"step": ("train_state", "step")}
-    (optimizer,) = found.optimizers
-    assert optimizer.state == {"a.b.c": {"m": "o.state.a.b.c.m"}, "a.b": {"m": "o.state.a.b.m"}}
-    assert optimizer.settings == {"a.b": {"lr": "o.param_groups.a.b.lr"}}
+def test_names_with_dots_are_told_apart_by_the_models_names(tmp_path: Path) -> None:
+    model = {"a.b": torch.ones(2), "a.b.c": torch.ones(3)}
+    flat = {"state.a.b.c.m": torch.zeros(3), "state.a.b.m": torch.zeros(2)}
+    flat |= {"param_groups.a.b.lr": 0.5, "param_groups.a.b.c.lr": 0.25}
+    found = load_full(str(save(tmp_path / "a", {**model, "o": flat, "train_state": {"step": 7}})))
+    assert tiny.differences(model, found["state_dict"]) == [] and found["train_state"] == {"step": 7}
+    (optimizer,) = found["optimizer_states"]
+    moments = {name: {k: v.numel() for k, v in entries.items()} for name, entries in optimizer["state"].items()}
+    assert moments == {"a.b.c": {"m": 3}, "a.b": {"m": 2}}
+    assert optimizer["param_groups"] == [{"lr": 0.5, "params": ["a.b"]}, {"lr": 0.25, "params": ["a.b.c"]}]
