@@ -19,58 +19,8 @@ from lightning_shardckpt.format.safetensors_files import OutputTensor
 from lightning_shardckpt.format.value_checks import TORCH_NAMES
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
 
-# ── patterns of names ─────────────────────────────────────────────────────────────────────────────────────────────────
-# One rule stands for the names of all layers, which differ only in numbers.
-
-
 NamedBoxes: TypeAlias = "list[list[Any]]"
 """The tensors that one entry of a state dict becomes: name, start and stop of the box, and shape of each."""
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-
-
-def pattern_of(name: str) -> str:
-    """Return the name with ``#`` for each number between dots.
-
-    >>> pattern_of("layers.7.conv1.0.w")
-    'layers.#.conv1.#.w'
-    """
-    return _NUMBER.sub("#", name)
-
-
-def generalize(name: str, parts: NamedBoxes) -> NamedBoxes:
-    """Return the parts of a name with ``#`` in place of the name's numbers, in its order."""
-    numbers = _NUMBER.findall(name)
-    general: NamedBoxes = []
-    for to, *box in parts:
-        left = list(numbers)
-
-        def replace_number(match: re.Match[str], left: list[str] = left) -> str:
-            return "#" if left and left.pop(0) == match[0] else match[0]
-
-        general.append([_NUMBER.sub(replace_number, to), *box])
-    return general
-
-
-def apply_pattern(pattern: str, parts: NamedBoxes, name: str) -> NamedBoxes | None:
-    """Return the parts of ``name`` if it matches the pattern, a name with ``#`` for numbers; else None.
-
-    >>> apply_pattern("layers.#.w", [["layers.#.0.w", [0], [2], [2]]], "layers.7.w")
-    [['layers.7.0.w', [0], [2], [2]]]
-    """
-    if "#" not in pattern:
-        return parts if pattern == name else None
-    if pattern_of(name) != pattern:
-        return None
-    numbers = _NUMBER.findall(name)
-    filled: NamedBoxes = []
-    for to, *box in parts:
-        text = to
-        for number in numbers:
-            text = text.replace("#", number, 1)
-        filled.append([text.replace("#", ""), *box])
-    return filled
-
 
 CONFIG_DTYPES = {name: TORCH_NAMES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")}
 """Names of floating dtypes in a config, by their names in safetensors."""
@@ -137,10 +87,8 @@ class Model:
             FormatError: if the document's boxes do not tile the tensor.
         """
         own = tensor.name.replace(_ADAPTED, ".") if self.recorded["adapter"] else tensor.name
-        names, rule = self.recorded["names"], own if own in self.recorded["names"] else pattern_of(own)
-        parts = apply_pattern(rule, names[rule], own) if rule in names else None
-        if parts is None:
-            parts = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
+        unchanged = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
+        parts: NamedBoxes = self.recorded["names"].get(own, unchanged)
         total = 0
         for name, start, stop, shape in parts:
             part = OutputTensor(name, tensor.dtype, tuple(shape), tensor.source, Box(tuple(start), tuple(stop)))

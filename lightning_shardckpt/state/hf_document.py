@@ -23,8 +23,7 @@ from lightning_shardckpt.compat.transformers import has_own_code, names_not_save
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.state.hf_directory import NamedBoxes, apply_pattern, generalize, pattern_of
-from lightning_shardckpt.state.model import is_elsewhere
+from lightning_shardckpt.state.hf_directory import NamedBoxes
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────
 # The names of a model's weights in the files of ``from_pretrained``, where they differ from its state dict.
@@ -37,7 +36,7 @@ from lightning_shardckpt.state.model import is_elsewhere
 def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     """Return the tensors that the entries of a model's state dict become in a file, by name, if they are converted.
 
-    A rule with ``#`` for the number of a layer stands for equal layers, also those of other pipeline stages.
+    Entries of other pipeline stages are among them.
     """
     revert = revert_function()
     if revert is None:
@@ -52,35 +51,16 @@ def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
         entry, start, stop = lineage.box(name, tensor)
         parts.setdefault(entry, []).append([name, start, stop, list(tensor.shape)])
     unchanged = {name: [[name, [0] * t.ndim, list(t.shape), list(t.shape)]] for name, t in stand_ins.items()}
-    return _group_by_pattern({name: sorted(boxes) for name, boxes in parts.items()}, unchanged)
+    return {name: sorted(boxes) for name, boxes in parts.items() if boxes != unchanged[name]}
 
 
-def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and persistent buffers, without calling the hooks of ``state_dict``, which may gather."""
-    state: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if not is_elsewhere(p)]
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers, without calling the hooks of ``state_dict``, which may gather."""
+    yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in buffer_slots(module).items():
             if buffer is not None and name not in non_persistent_buffers(module):
-                state.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return state
-
-
-def _group_by_pattern(parts: dict[str, NamedBoxes], unchanged: dict[str, NamedBoxes]) -> dict[str, NamedBoxes]:
-    """Return changed parts by pattern if all names of the pattern have equal parts, else by name."""
-    patterns: dict[str, list[tuple[str, NamedBoxes]]] = {}
-    for name, boxes in parts.items():
-        patterns.setdefault(pattern_of(name), []).append((name, boxes))
-    rules: dict[str, NamedBoxes] = {}
-    for pattern, names in patterns.items():
-        if all(boxes == unchanged[name] for name, boxes in names):
-            continue
-        general = [generalize(name, boxes) for name, boxes in names]
-        pairs = zip(general, names, strict=True)
-        if all(one == general[0] and apply_pattern(pattern, one, name) == boxes for one, (name, boxes) in pairs):
-            rules[pattern] = general[0]
-        else:
-            rules |= {name: boxes for name, boxes in names if boxes != unchanged[name]}
-    return rules
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @dataclass(frozen=True, slots=True)
