@@ -25,7 +25,7 @@ from lightning_shardckpt.export.options import Format, Options, Split
 from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
 from lightning_shardckpt.export.whole_files import Export, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.did_you_mean import READABLE, describe_path, did_you_mean, open_checkpoint
+from lightning_shardckpt.sources.did_you_mean import describe_path, did_you_mean, open_checkpoint
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source, sharded_source
@@ -269,7 +269,7 @@ def _write(
 
 def _describe_problem(folder: Path) -> str:
     """Return the reason why a folder is not a checkpoint: Lightning's sentence, and a hint."""
-    description, hint = describe_path(folder), did_you_mean(folder, READABLE)
+    description, hint = describe_path(folder), did_you_mean(folder)
     if not folder.exists():
         return f"The provided checkpoint folder does not exist: {folder}{hint}"
     if not folder.is_dir():

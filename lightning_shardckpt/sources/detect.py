@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
 from lightning_shardckpt.format.value_checks import refuse_lfs_pointer
-from lightning_shardckpt.sources.did_you_mean import READABLE, did_you_mean, is_unfinished
+from lightning_shardckpt.sources.did_you_mean import did_you_mean, is_unfinished
 from lightning_shardckpt.state.documents import FROZEN
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def detect_format(path: str) -> Format | None:
     """
     name = os.path.basename(path)
     if (name in _PARTS or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
-        raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path, READABLE)}")
+        raise CheckpointNotFoundError(f"{path!r} is a part of a sharded checkpoint{did_you_mean(path)}")
     if _SLICES.fullmatch(name) and os.path.isfile(path):
         raise CheckpointNotFoundError(f"{path!r} has one rank's slices of tensors: give the path of its directory")
     if is_unfinished(path):

@@ -23,11 +23,7 @@ READABLE = (ROOT_NAME, ".metadata")
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
-    storage: Storage | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    marks: tuple[str, ...] = (ROOT_NAME,),
+    path: str | os.PathLike[str], storage: Storage | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
     """Open a checkpoint for reading.
 
@@ -35,26 +31,18 @@ def open_checkpoint(
         path: of a directory, or a URL.
         storage: of the path; by default chosen by the path.
         storage_options: for URLs, without ``storage``.
-        marks: files that mark a directory that the caller can read, for suggestions.
 
     Raises:
         CheckpointNotFoundError: describing the content of the path, and suggesting others.
     """
     path = file_path(path)
-    if storage is not None:
-        return Checkpoint(storage, path)
     try:
-        return Checkpoint(backend_of(path, storage_options), path)
+        return Checkpoint(storage or backend_of(path, storage_options), path)
     except CheckpointNotFoundError as error:
         if is_url(path):
             raise
-        raise CheckpointNotFoundError(explain_missing(path, error, marks)) from None
-
-
-def explain_missing(path: str, error: CheckpointNotFoundError, marks: tuple[str, ...]) -> str:
-    """Return the error message about a path of the file system, with its content and suggestions."""
-    message = describe_path(path) or str(error).partition("; did you mean")[0]
-    return message + did_you_mean(path, marks)
+        message = describe_path(path) or str(error).partition("; did you mean")[0]
+        raise CheckpointNotFoundError(message + did_you_mean(path)) from None
 
 
 def describe_path(path: str | os.PathLike[str]) -> str | None:
@@ -63,7 +51,11 @@ def describe_path(path: str | os.PathLike[str]) -> str | None:
     if not os.path.lexists(path):
         return f"no checkpoint at {str(path)!r}: there is nothing at this path"
     if path.is_file():
-        return f"{str(path)!r} is a file{_kind_of_file(path)}; a sharded checkpoint is a directory"
+        with path.open("rb") as file:
+            is_archive = file.read(4) == b"PK\x03\x04"
+        kind = " of tensors" if path.suffix == ".safetensors" else ""
+        kind = " that torch.load reads, not sharded" if is_archive else kind
+        return f"{str(path)!r} is a file{kind}; a sharded checkpoint is a directory"
     if is_unfinished(path):
         return f"{str(path)!r} is the rest of an unfinished save: it has no {ROOT_NAME}, so it cannot be trusted"
     if not path.is_dir() or (path / ROOT_NAME).exists():
@@ -80,42 +72,34 @@ def is_unfinished(path: str | os.PathLike[str]) -> bool:
     return path.name.startswith(".tmp-") or any(map(is_part, os.listdir(path)))
 
 
-def _kind_of_file(path: Path) -> str:
-    if path.suffix == ".safetensors":
-        return " of tensors"
-    with path.open("rb") as file:
-        start = file.read(4)
-    return " that torch.load reads, not sharded" if start == b"PK\x03\x04" else ""
-
-
-def did_you_mean(path: str | os.PathLike[str], marks: tuple[str, ...] = (ROOT_NAME,)) -> str:
-    """Return a question that names checkpoints near ``path``, if there are any; ``marks`` are files that mark one."""
+def did_you_mean(path: str | os.PathLike[str]) -> str:
+    """Return a question that names checkpoints around ``path``, if there are any: above, else below, else beside it."""
     here = Path.cwd()
     path = here / path
-    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent, marks) else []
-    suggestions = above or list(islice(_below(path, marks), _SUGGESTED)) or _beside(path, marks)
+    above = [path.parent] if path.parent != path and _is_checkpoint(path.parent) else []
+    suggestions = above or list(islice(_below(path), _SUGGESTED)) or _beside(path)
     names = [one.relative_to(here) if one.is_relative_to(here) and one != here else one for one in suggestions]
     return f"; did you mean {' or '.join(repr(str(name)) for name in names)}?" if names else ""
 
 
-def _is_checkpoint(path: Path, marks: tuple[str, ...]) -> bool:
-    return any(os.path.isfile(path / mark) for mark in marks)  # False if it is in a directory that may not be read
+def _is_checkpoint(path: Path) -> bool:
+    return any(os.path.isfile(path / mark) for mark in READABLE)  # False if it is in a directory that may not be read
 
 
-def _below(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
+def _below(path: Path) -> Iterator[Path]:
     """Yield checkpoints under a directory, a few levels deep; looks at a bounded number of directories."""
     for directory, folders, files in islice(os.walk(path), _LOOKED_AT):
-        found, is_checkpoint = Path(directory), not set(marks).isdisjoint(files)
+        found, is_checkpoint = Path(directory), not set(READABLE).isdisjoint(files)
         if is_checkpoint and found != path:
             yield found
         is_deep = is_checkpoint or len(found.relative_to(path).parts) >= _DEPTH
         folders[:] = [] if is_deep else sorted(name for name in folders if not name.startswith("."))
 
 
-def _beside(path: Path, marks: tuple[str, ...]) -> list[Path]:
+def _beside(path: Path) -> list[Path]:
     """Return siblings with a similar name."""
     try:
-        names = [name for name in sorted(os.listdir(path.parent)) if _is_checkpoint(path.parent / name, marks)]
+        names = [name for name in sorted(os.listdir(path.parent)) if _is_checkpoint(path.parent / name)]
     except OSError:  # it does not exist, is a file, or may not be read
         return []
     return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=_SUGGESTED, cutoff=0.6)]

@@ -7,7 +7,7 @@ adapter of PEFT. Its older files of ``torch.save`` are read as such.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
@@ -34,20 +34,23 @@ from lightning_shardckpt.sources.foreign_source import (
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import open_path as open_torch_files
 from lightning_shardckpt.storage.local.local_reader import LocalReader
-from lightning_shardckpt.storage.protocol import Reader, read_all
-from lightning_shardckpt.system.text import count_text
-
-_LISTED = 5
+from lightning_shardckpt.storage.protocol import read_all
+from lightning_shardckpt.system.text import list_some
 
 
 def open_path(path: str, weights_only: bool = True) -> Source:
     """Open a directory, an index file, or a file of safetensors; files of ``torch.save`` always with ``weights_only``.
     """
-    if not os.path.isdir(path):
-        return _open(path, *os.path.split(os.path.abspath(path)))
-    if (chosen := _choose(path)) is not None:
-        return _open(path, path, chosen)
-    return _open_slices(path, files_of_slices(path))
+    folder, name = (path, _choose(path)) if os.path.isdir(path) else os.path.split(os.path.abspath(path))
+    if name is None:
+        return _open(path, folder, files_of_slices(folder), {}, are_slices=True)
+    weight_map = _weight_map_in(folder, name) if is_index_name(name) else {}
+    names = list(dict.fromkeys(weight_map.values())) or [name]
+    if name.startswith(SAFE) if weight_map else is_safetensors(os.path.join(folder, name)):
+        return _open(path, folder, names, weight_map, are_slices=False)
+    if missing := [one for one in names if not os.path.isfile(os.path.join(folder, one))]:
+        raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {name}")
+    return open_torch_files(folder, files=names)
 
 
 def _choose(path: str) -> str | None:
@@ -69,57 +72,43 @@ def _choose(path: str) -> str | None:
     return found[0] if found else None
 
 
-def _open(path: str, folder: str, name: str) -> Source:
-    """Open a file of weights, or the files that an index names; messages name ``path``."""
-    if is_index_name(name):
-        weight_map = _weight_map_in(folder, name)
-        names, is_safe = list(dict.fromkeys(weight_map.values())), name.startswith(SAFE)
-    else:
-        weight_map, names, is_safe = {}, [name], is_safetensors(os.path.join(folder, name))
-    missing = [one for one in names if not os.path.isfile(os.path.join(folder, one))]
-    if not is_safe and missing:
-        raise CorruptionError(f"{path!r}, file {missing[0]}: the file is missing, as named in {name}")
-    if not is_safe:
-        return open_torch_files(folder, files=names)
+def _open(
+    path: str, folder: str, names: Sequence[str], weight_map: Mapping[str, str], *, are_slices: bool
+) -> Source:
+    """Open files of safetensors.
+
+    Args:
+        path: for messages.
+        folder: of the files.
+        names: of the files.
+        weight_map: the file of each tensor, which chooses among several of the same name.
+        are_slices: whether each file has a rank's slices, at offsets in its header.
+    """
+    parts: dict[str, list[tuple[str, ForeignTensor]]] = {}
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        files = {name: tensors_of(reader, name, folder) for name in names}
-        if any(any(box.start) for of in files.values() for tensor in of.values() for box, _, _ in tensor.boxes):
-            raise FormatError(f"{path!r} has one rank's slices of tensors: give the path of a directory with all files")
-        return _weights(path, reader, _pick(path, files, weight_map))
+        for file in names:
+            for key, part in tensors_of(reader, file, folder).items():
+                if weight_map.get(key, file) == file:
+                    parts.setdefault(clean_fqn(key), []).append((f"{shown(key)} in {file}", part))
+        lost = [f"{shown(key)} should be in {file}" for key, file in weight_map.items() if clean_fqn(key) not in parts]
+        if lost:
+            raise CorruptionError(f"{path!r}: not all tensors of the index are in the files\n  {list_some(lost, 5)}")
+        tensors = {name: _joined(of_name, path, are_slices=are_slices) for name, of_name in parts.items()}
+        return foreign_source(ForeignTensors(path, reader, {"model": tensors}))
 
 
-def _pick(
-    path: str, files: Mapping[str, Mapping[str, ForeignTensor]], weight_map: Mapping[str, str]
-) -> dict[str, ForeignTensor]:
-    """Return all tensors of the files; the index chooses among several of the same name."""
-    tensors: dict[str, ForeignTensor] = {}
-    for name, in_file in files.items():
-        for key, tensor in in_file.items():
-            if weight_map.get(key, name) != name:
-                continue
-            if key in tensors:
-                raise FormatError(f"{path!r}: {shown(key)} is in {tensors[key].boxes[0].file} and in {name}")
-            tensors[key] = tensor
-    lost = [key for key in weight_map if key not in tensors]
-    if lost:
-        listed = "\n  ".join(f"{shown(key)} should be in {weight_map[key]}" for key in lost[:_LISTED])
-        raise CorruptionError(f"{path!r}: {count_text(len(lost), 'tensor')} of the index not in the files\n  {listed}")
-    return tensors
-
-
-def _open_slices(path: str, names: list[str]) -> Source:
-    """Open a directory in which each file has a rank's slices, at offsets in its header."""
-    tensors: dict[str, ForeignTensor] = {}
-    with close_on_error(LocalReader(path, follow_links=True)) as reader:
-        for name in names:
-            for key, part in tensors_of(reader, name, path).items():
-                first = tensors.get(key, part)
-                if (first.dtype, len(first.shape)) != (part.dtype, len(part.shape)):
-                    raise FormatError(f"{path!r}: {shown(key)} has another dtype or number of dims in {name}")
-                shape = tuple(map(max, first.shape, part.shape))
-                boxes = part.boxes if first is part else first.boxes + part.boxes
-                tensors[key] = ForeignTensor(part.dtype, shape, boxes)
-        return _weights(path, reader, tensors)
+def _joined(parts: Sequence[tuple[str, ForeignTensor]], path: str, *, are_slices: bool) -> ForeignTensor:
+    """Return the tensor of parts, each with its name and file; only slices have several parts."""
+    (where, first), *others = parts
+    if not are_slices and any(first.boxes[0].box.start):
+        raise FormatError(f"{path!r} has one rank's slices of tensors: give the path of a directory with all files")
+    for other_where, other in others:
+        if not are_slices:
+            raise FormatError(f"{path!r}: {where} and {other_where} are two tensors of that name")
+        if (other.dtype, len(other.shape)) != (first.dtype, len(first.shape)):
+            raise FormatError(f"{path!r}: {other_where} has another dtype or number of dims than {where}")
+    shape = tuple(map(max, zip(*(part.shape for _, part in parts), strict=True)))
+    return ForeignTensor(first.dtype, shape, tuple(box for _, part in parts for box in part.boxes))
 
 
 def _weight_map_in(path: str, index: str) -> dict[str, str]:
@@ -141,12 +130,3 @@ def _weight_map_in(path: str, index: str) -> dict[str, str]:
         return {check_text(key): check_file_name(name) for key, name in weight_map.items()}
     except FormatError as error:
         raise FormatError(f"{where}: {error}; files must be in the same directory") from None
-
-
-def _weights(path: str, reader: Reader, tensors: dict[str, ForeignTensor]) -> Source:
-    """Return a model's tensors under their names without the components that wrappers such as torch.compile add."""
-    named = {clean_fqn(key): tensor for key, tensor in tensors.items()}
-    if len(named) < len(tensors):
-        again = next(key for key in tensors if tensors[key] is not named[clean_fqn(key)])
-        raise FormatError(f"{path!r}: {shown(again)} and {shown(clean_fqn(again))} are two tensors of that name")
-    return foreign_source(ForeignTensors(path, reader, {"model": named}))

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.sources.detect import detect_format
-from lightning_shardckpt.sources.did_you_mean import READABLE, explain_missing
+from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.router import is_url
-from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
     from lightning_shardckpt.distributed.ranks import Ranks  # imports torch, which tools that move bytes don't need
@@ -135,11 +133,6 @@ def open_source(
     if (other := detect_format(path)) is not None:
         source = other.open(path, weights_only)
         return source, f"{other.name}, {_digest(source)}"
-    try:
-        checkpoint = Checkpoint(storage, path)
-    except CheckpointNotFoundError as error:
-        if is_url(path):
-            raise
-        raise CheckpointNotFoundError(explain_missing(path, error, READABLE)) from None
+    checkpoint = open_checkpoint(path, storage)
     source = sharded_source(checkpoint, verify, weights_only=weights_only, for_export=for_export)
     return source, checkpoint.root.save_id
