@@ -1,8 +1,9 @@
 """A directory of ``torch.distributed.checkpoint`` as a source: Lightning's sharded checkpoints, OLMo-core's and others.
 
 The entries become the dicts that a file of ``torch.save`` would have, with stand-ins on the meta device for tensors, of
-which only the chunks that a rank reads are opened. No code is executed: ``.metadata`` is read as data, all else by
-``torch.load(weights_only=True)``; Lightning's ``meta.pt`` as well, unless the user passes ``weights_only=False``.
+which only the chunks that a rank reads are loaded, one after another. No code is executed: ``.metadata`` is read as
+data, all else by ``torch.load(weights_only=True)``; Lightning's ``meta.pt`` as well, unless the user passes
+``weights_only=False``.
 
 Entries have paths of a nested state dict, whose keys depend on the program:
 
@@ -20,33 +21,36 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from copy import deepcopy
 from math import prod
+from threading import Lock
 from typing import Any
 
 import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, shown
 from lightning_shardckpt.sources.dcp_files import (
     Archive,
-    ChunkReader,
     DCPMetadata,
     KeyPath,
     load_archive,
+    load_chunk,
     read_metadata,
     read_value,
 )
 from lightning_shardckpt.sources.detect import DCP_NAME, find_dcp_directory
 from lightning_shardckpt.sources.foreign_source import ForeignTensor, close_on_error
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.torch_save import source_of_dicts
+from lightning_shardckpt.sources.torch_save import LoadedTensors, source_of_dicts
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.protocol import Reader
 
 META = "meta.pt"
 _MAX_SMALL_BYTES = 64 << 20  # of a tensor that is read as a value: a setting, or state without dims
+_HELD_CHUNKS = 2  # two threads are rarely further apart
 _MODELS = ("model", "state_dict")
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -81,7 +85,7 @@ def _meta(reader: LocalReader, weights_only: bool) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     try:
-        meta = load_archive(reader, archive, weights_only)
+        meta = load_archive(reader, archive, weights_only=weights_only)
     except FormatError as error:
         raise FormatError(
             f"{error}. If you trust its author, pass weights_only=False to the Trainer's method, which then executes "
@@ -116,8 +120,24 @@ def _source(path: str, reader: LocalReader, meta: dict[str, Any] | None) -> Sour
     others = entries.nested(rest) | (meta or {})
     if optimizers or "lr_schedulers" in others:  # of a Trainer whose optimizers may have had no state and groups
         others["optimizer_states"] = [entries.optimizer(paths, model) for paths in optimizers]
-    chunks = ChunkReader(path, reader, stored.chunks)
-    return source_of_dicts(path, chunks, state_dict, others, lambda _, stand_in: entries.located[id(stand_in)][1])
+    nbytes = {name: bytes_in(chunk.shape, chunk.dtype) for name, chunk in stored.chunks.items()}
+    held, lock = dict[str, torch.Tensor](), Lock()
+
+    def load(files: Reader, name: str) -> torch.Tensor:
+        with lock:  # threads read near ranges, most often of the same chunk
+            if name not in held:
+                while len(held) >= _HELD_CHUNKS:
+                    del held[next(iter(held))]
+                try:
+                    held[name] = load_chunk(files, stored.chunks[name])
+                except FormatError as error:
+                    raise FormatError(f"checkpoint {path!r}, {error}") from None
+            return held[name]
+
+    def locate(_: str, stand_in: torch.Tensor) -> ForeignTensor:
+        return entries.located[id(stand_in)][1]
+
+    return source_of_dicts(path, LoadedTensors(reader, nbytes, load), state_dict, others, locate)
 
 
 def assign_entries(

@@ -13,12 +13,10 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
-from zipfile import ZipFile
 
 import torch
 
@@ -33,15 +31,13 @@ from lightning_shardckpt.format.value_checks import (
     shown,
 )
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor
-from lightning_shardckpt.state.tensor_bytes import DTYPES, host_bytes
+from lightning_shardckpt.state.tensor_bytes import DTYPES
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 KeyPath = tuple[str | int, ...]
 
-_LOCAL = struct.Struct("<4s22x2H")  # of a zip entry: signature, lengths of name and extra field
 _SMALL_BYTES = 8 << 10  # of a value that is kept, since the settings of most parameters are equal
-_WHOLE_BYTES = 256 << 10  # an archive of at most this size is read at once
 _MAX_METADATA_BYTES = 1 << 29
 _MAX_VALUE_BYTES = 64 << 20  # of a value, for which Python needs a multiple of it
 
@@ -266,128 +262,59 @@ class _ArchiveFile(io.RawIOBase):
         return len(memory)
 
 
-def load_archive(reader: LocalReader, archive: Archive, weights_only: bool) -> Any:
+def load_archive(reader: Reader, archive: Archive, *, weights_only: bool = True) -> Any:
     """Return the content of an archive.
 
     Raises:
         FormatError: naming file and bytes, if ``torch.load`` fails.
     """
-    with _errors_of_torch(f"file {archive}"):
+    with _errors_of_torch(archive):
         return torch.load(io.BufferedReader(_ArchiveFile(reader, archive)), "cpu", weights_only=weights_only)
 
 
-def read_value(reader: LocalReader, archive: Archive) -> Any:
+def read_value(reader: Reader, archive: Archive) -> Any:
     """Return the value in an archive, which the caller must not change."""
     if archive.nbytes > _MAX_VALUE_BYTES:
         raise FormatError(f"file {archive}: a value of more than {_MAX_VALUE_BYTES} bytes")
-    with _errors_of_torch(f"file {archive}"):
-        return (_load_small if archive.nbytes < _SMALL_BYTES else _load_value)(_read(reader, archive))
+    if archive.nbytes > _SMALL_BYTES:
+        return load_archive(reader, archive)
+    with _errors_of_torch(archive):
+        return _load_small(_read(reader, archive))
 
 
-def _load_value(content: bytes) -> Any:
+@lru_cache(maxsize=1024)
+def _load_small(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), "cpu", weights_only=True)
 
 
-_load_small = lru_cache(maxsize=1024)(_load_value)
-
-
-def _read(reader: LocalReader, archive: Archive) -> bytes:
+def _read(reader: Reader, archive: Archive) -> bytes:
     content = bytearray(archive.nbytes)
     reader.read_into(archive.file, archive.begin, memoryview(content))
     return bytes(content)
 
 
 @contextmanager
-def _errors_of_torch(where: str) -> Iterator[None]:
-    """Turn errors of ``torch.load`` into a FormatError; ``where`` names file and bytes."""
+def _errors_of_torch(archive: Archive) -> Iterator[None]:
+    """Turn errors of ``torch.load`` into a FormatError that names file and bytes."""
     try:
         yield
     except (MemoryError, FormatError, CorruptionError):
         raise
     except Exception as error:  # torch raises a dozen kinds
         reason = shown(str(error).partition("\n")[0] or type(error).__name__)
-        raise FormatError(f"{where}: torch.load does not read it: {reason}") from None
+        raise FormatError(f"file {archive}: torch.load does not read it: {reason}") from None
 
 
-class ChunkReader:
-    """A reader for which every chunk is a file of its row-major bytes; archives are opened when they are read.
+def load_chunk(reader: Reader, chunk: Chunk) -> torch.Tensor:
+    """Return the tensor of a chunk, in row-major order.
 
-    Implements ``Reader``.
-
-    Args:
-        path: of the directory, for messages.
-        files: the reader of its files.
-        chunks: by the name of the file that a chunk is for callers.
+    Raises:
+        FormatError: if it is not in the archive.
     """
-
-    high_latency = False
-
-    def __init__(self, path: str, files: Reader, chunks: Mapping[str, Chunk]) -> None:
-        self._path, self._files, self._chunks = path, files, chunks
-        self._begins: dict[str, int | None] = {}
-        self._held: tuple[str, memoryview] = ("", memoryview(b""))
-
-    def size(self, name: str) -> int:
-        """Return the length of a chunk in bytes."""
-        return bytes_in(self._chunks[name].shape, self._chunks[name].dtype)
-
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` with a chunk's row-major bytes from ``offset`` on.
-
-        Raises:
-            FormatError: if the archive has no such tensor.
-        """
-        chunk = self._chunks[name]
-        if name not in self._begins:
-            self._begins[name] = None if chunk.archive.nbytes <= _WHOLE_BYTES else self._find(chunk)
-        if (begin := self._begins[name]) is not None:
-            self._files.read_into(chunk.archive.file, begin + offset, target)
-            return
-        if self._held[0] != name:
-            self._held = name, host_bytes(self._load(chunk, "cpu"))
-        target[:] = self._held[1][offset : offset + len(target)]
-
-    def _load(self, chunk: Chunk, device: str) -> torch.Tensor:
-        where = f"checkpoint {self._path!r}, file {chunk.archive}"
-        with _errors_of_torch(where):
-            file = io.BufferedReader(_ArchiveFile(self._files, chunk.archive))
-            loaded = torch.load(file, device, weights_only=True)
-        if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
-            raise FormatError(f"{where}: a {type(loaded).__name__}, not a dense tensor")
-        stored, expected = (DTYPES.get(loaded.dtype), tuple(loaded.shape)), (chunk.dtype, chunk.shape)
-        if stored != expected:
-            raise FormatError(f"{where}: {stored} is stored, expected {expected}")
-        return loaded
-
-    def _find(self, chunk: Chunk) -> int | None:
-        """Return the offset of the row-major bytes in the file; None if they are in another order, or compressed."""
-        described, archive = self._load(chunk, "meta"), chunk.archive
-        if not described.is_contiguous() or described.is_conj() or described.is_neg():
-            return None
-        offset = int(described.storage_offset()) * described.itemsize
-        where = f"checkpoint {self._path!r}, file {archive}"
-        with _errors_of_torch(where), ZipFile(io.BufferedReader(_ArchiveFile(self._files, archive))) as opened:
-            storages = [entry for entry in opened.infolist() if "/data/" in entry.filename]
-            orders = [opened.read(entry) for entry in opened.infolist() if entry.filename.endswith("/byteorder")]
-            if len(storages) != 1 or storages[0].compress_type or orders not in ([], [sys.byteorder.encode()]):
-                return None
-            (entry,), header = storages, bytearray(_LOCAL.size)
-            self._files.read_into(archive.file, archive.begin + entry.header_offset, memoryview(header))
-            signature, name_bytes, extra_bytes = _LOCAL.unpack(header)
-            begin = int(entry.header_offset + _LOCAL.size + name_bytes + extra_bytes)
-            is_outside = offset + described.nbytes > entry.file_size or begin + entry.file_size > archive.nbytes
-            if signature != b"PK\3\4" or is_outside:
-                raise ValueError(f"{entry.filename} is not where its directory says, or too short")
-            return archive.begin + begin + offset
-
-    def names(self) -> list[str]:
-        """Return the names of all chunks."""
-        return sorted(self._chunks)
-
-    def clone(self) -> ChunkReader:
-        """Return a reader of the same files for another thread."""
-        return ChunkReader(self._path, self._files.clone(), self._chunks)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    loaded = load_archive(reader, chunk.archive)
+    if not isinstance(loaded, torch.Tensor) or loaded.layout is not torch.strided:
+        raise FormatError(f"file {chunk.archive}: a {type(loaded).__name__}, not a dense tensor")
+    stored, expected = (DTYPES.get(loaded.dtype), tuple(loaded.shape)), (chunk.dtype, chunk.shape)
+    if stored != expected:
+        raise FormatError(f"file {chunk.archive}: {stored} is stored, expected {expected}")
+    return loaded.resolve_conj().resolve_neg().contiguous()

@@ -50,17 +50,26 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
     folder, name = os.path.split(os.path.abspath(path))
     folder, names = (path, list(files)) if files is not None else (folder, [name])
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        mapped = MappedTensors(reader, {name: reader.size(name) for name in names}, {})
+        sizes = {name: reader.size(name) for name in names}
         first, *others = [_map_file(os.path.join(folder, name), weights_only) for name in names]
+        mapped, nbytes = dict[str, torch.Tensor](), dict[str, int]()
+
+        def locate(name: str, tensor: torch.Tensor) -> ForeignTensor:
+            mapped[name], nbytes[name], shape = tensor, tensor.nbytes, tuple(tensor.shape)
+            return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
+
+        def load(files: Reader, name: str) -> torch.Tensor:
+            for file, size in sizes.items():  # to read the memory of a truncated file would end in a signal
+                if (now := files.size(file)) < size:
+                    raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
+            return mapped[name]
 
         def source(only: str | None) -> Source:
             rest, state_dict = _split(first, path, only)
             for other in others:
                 state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
-            return source_of_dicts(path, mapped, state_dict, rest, mapped.locate, all_modules)
-
-        def all_modules() -> Source:
-            return source(None)
+            tensors = LoadedTensors(reader, nbytes, load)
+            return source_of_dicts(path, tensors, state_dict, rest, locate, lambda: source(None))
 
         return source("model")
 
@@ -97,52 +106,45 @@ def source_of_dicts(
     return foreign_source(ForeignTensors(path, reader, tensors, aliases), documents, rest, all_modules)
 
 
-class MappedTensors:
-    """A reader for which every tensor is a file of its row-major bytes, copied from the mapped files.
+class LoadedTensors:
+    """A reader for which every tensor is a file of its row-major bytes, copied from what ``load`` returns.
 
     Implements ``Reader``.
 
     Args:
-        files: the reader of the files' directory.
-        sizes: of the mapped files, by name. The memory of a file that was truncated cannot be read without a signal.
-        tensors: by the name of the file that a tensor is for callers.
+        files: the reader of the files that hold the tensors.
+        nbytes: of each tensor, by name.
+        load: returns a tensor, given a reader of the files and the name. Threads call it at the same time.
     """
 
     high_latency = False
 
-    def __init__(self, files: Reader, sizes: Mapping[str, int], tensors: dict[str, torch.Tensor]) -> None:
-        self._files, self._sizes, self._tensors = files, sizes, tensors
-        self._held: tuple[str, memoryview] = ("", memoryview(b""))
-
-    def locate(self, name: str, tensor: torch.Tensor) -> ForeignTensor:
-        """Add a tensor under a name."""
-        self._tensors[name], shape = tensor, tuple(tensor.shape)
-        return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
+    def __init__(self, files: Reader, nbytes: Mapping[str, int], load: Callable[[Reader, str], torch.Tensor]) -> None:
+        self._files, self._nbytes, self._load = files, nbytes, load
+        self._held: tuple[torch.Tensor | None, memoryview] = None, memoryview(b"")
 
     def size(self, name: str) -> int:
         """Return the length of a tensor in bytes."""
-        return self._tensors[name].nbytes
+        return self._nbytes[name]
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` with a tensor's row-major bytes from ``offset`` on."""
-        for file, size in self._sizes.items():
-            if (now := self._files.size(file)) < size:
-                raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
-        if self._held[0] != name:
-            self._held = name, host_bytes(self._tensors[name])
+        tensor = self._load(self._files, name)
+        if self._held[0] is not tensor:
+            self._held = tensor, host_bytes(tensor)
         piece = torch.frombuffer(self._held[1], dtype=torch.uint8, count=len(target), offset=offset)
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
-        return sorted(self._tensors)
+        return sorted(self._nbytes)
 
-    def clone(self) -> MappedTensors:
+    def clone(self) -> LoadedTensors:
         """Return a reader of the same tensors for another thread."""
-        return MappedTensors(self._files.clone(), self._sizes, self._tensors)
+        return LoadedTensors(self._files.clone(), self._nbytes, self._load)
 
     def close(self) -> None:
-        """Close the files; the mapping lives as long as the tensors."""
+        """Close the files."""
         self._files.close()
 
 
