@@ -6,9 +6,8 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
@@ -45,20 +44,12 @@ _SLICES = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")  # Hug
 
 def files_of_slices(path: str) -> list[str]:
     """Return the names of the files in which torch's HuggingFaceStorageWriter put the slices of each rank."""
-    return _names(path, _SLICES)
+    return sorted(filter(_SLICES.fullmatch, os.listdir(path))) if os.path.isdir(path) else []
 
 
 def indexes(path: str) -> list[str]:
-    """Return the names of index files in a directory, such as ``model.safetensors.index.json`` or ``….index.ema.json``.
-    """
-    return _names(path, _INDEX)
-
-
-def _names(path: str, pattern: re.Pattern[str]) -> list[str]:
-    try:
-        return sorted(filter(pattern.fullmatch, os.listdir(path)))
-    except OSError:  # not a directory
-        return []
+    """Return the names of index files in a directory, such as ``model.safetensors.index.ema.json``."""
+    return sorted(filter(is_index_name, os.listdir(path))) if os.path.isdir(path) else []
 
 
 def is_index_name(name: str) -> bool:
@@ -88,8 +79,7 @@ def leaves_out_frozen(path: str) -> bool:
 # ── detection ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A format of another program.
 
     Attributes:
@@ -108,10 +98,6 @@ class Format:
         return source
 
 
-def _is_dcp(path: str) -> bool:
-    return find_dcp_directory(path) is not None
-
-
 def _is_hugging_face(path: str) -> bool:
     if os.path.isfile(path):
         return is_index_name(os.path.basename(path)) or is_safetensors(path)
@@ -119,14 +105,10 @@ def _is_hugging_face(path: str) -> bool:
     return has_weights or bool(indexes(path)) or bool(files_of_slices(path))
 
 
-def _is_torch_file(path: str) -> bool:
-    return os.path.isfile(path) and not _is_hugging_face(path)
-
-
 FORMATS = [
-    Format("a checkpoint of torch.distributed.checkpoint", _is_dcp, "dcp"),
+    Format("a checkpoint of torch.distributed.checkpoint", lambda path: find_dcp_directory(path) is not None, "dcp"),
     Format("a Hugging Face directory", _is_hugging_face, "hugging_face"),
-    Format("a file of torch.save", _is_torch_file, "torch_save"),
+    Format("a file of torch.save", lambda path: os.path.isfile(path) and not _is_hugging_face(path), "torch_save"),
 ]
 _PARTS = (ROOT_NAME, DCP_NAME, "meta.pt")
 
