@@ -15,13 +15,10 @@ from typing import Any
 from torch import nn
 
 from lightning_shardckpt.compat.transformers import Conversion, conversions_of
-from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor
-
-Pieces = dict[str, list[ForeignTensor]]
-"""Tensors by the pattern of their names."""
 
 
 class UnsupportedError(Exception):
@@ -104,41 +101,26 @@ def convert(
     Raises:
         UnsupportedError: naming the unsupported operation.
     """
-    pieces: Pieces = {pattern: list(tensors) for pattern, tensors in parts.items()}
-    targets: list[str] = list(converter.target_patterns)
+    pieces: dict[str, list[ForeignTensor]] = {pattern: list(tensors) for pattern, tensors in parts.items()}
+    sources, targets = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
-        kind = type(operation).__name__
-        if kind not in _OPERATIONS:
-            raise UnsupportedError(f"{kind} of {', '.join(converter.source_patterns)}")
-        pieces = _OPERATIONS[kind](pieces, operation, list(converter.source_patterns), targets)
+        kind, dim = type(operation).__name__, getattr(operation, "dim", None)
+        has_count = getattr(operation, "num_shards_attribute", None) is not None
+        if kind == "MergeModulelist" and dim is not None:
+            names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
+            pieces = {names[pattern]: [stack(tensors, dim)] for pattern, tensors in pieces.items()}
+        elif kind == "Concatenate" and dim is not None:
+            pieces = {targets[0]: [concatenate([t for s in sources for t in pieces.get(s, [])], dim)]}
+        elif kind == "Chunk" and dim == 0 and not has_count and [*map(len, pieces.values())] == [1]:
+            ((tensor,),) = pieces.values()
+            pieces = {name: [piece] for name, piece in zip(targets, chunks(tensor, len(targets)), strict=True)}
+        else:
+            raise UnsupportedError(f"{kind} along dim {dim} of {', '.join(sources)}")
     results = {name: tensors[0] for name, tensors in pieces.items() if len(tensors) == 1}
     if len(results) != len(pieces):
-        raise UnsupportedError(f"{len(pieces)} results of {', '.join(converter.source_patterns)}")
+        raise UnsupportedError(f"{len(pieces)} results of {', '.join(sources)}")
     first = next(name for name in [*targets, ""] if name in target)
     return {target.replace(first, name, 1): tensor for name, tensor in results.items()}
-
-
-def _merge(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
-    names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
-    return {names[pattern]: [stack(tensors, operation.dim)] for pattern, tensors in pieces.items()}
-
-
-def _concatenate(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
-    return {targets[0]: [concatenate([t for s in sources for t in pieces.get(s, [])], operation.dim)]}
-
-
-def _chunk(pieces: Pieces, operation: Any, sources: list[str], targets: list[str]) -> Pieces:
-    (tensors,) = pieces.values()
-    if operation.dim != 0 or getattr(operation, "num_shards_attribute", None) is not None or len(tensors) != 1:
-        raise UnsupportedError(f"Chunk along dim {operation.dim} of {', '.join(sources)}")
-    return {target: [piece] for target, piece in zip(targets, chunks(tensors[0], len(targets)), strict=True)}
-
-
-_OPERATIONS: dict[str, Callable[[Pieces, Any, list[str], list[str]], Pieces]] = {
-    "MergeModulelist": _merge,
-    "Concatenate": _concatenate,
-    "Chunk": _chunk,
-}
 
 
 def stack(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
@@ -147,23 +129,30 @@ def stack(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
     Raises:
         UnsupportedError: if dtypes or shapes differ.
     """
-    first = tensors[0]
     _check_equal([(t.dtype, t.shape) for t in tensors])
-    boxes = [
-        ForeignBox(Box(_insert(box.start, dim, i), _insert(box.stop, dim, i + 1)), file, begin)
-        for i, tensor in enumerate(tensors)
-        for box, file, begin in tensor.boxes
-    ]
-    return ForeignTensor(first.dtype, _insert(first.shape, dim, len(tensors)), tuple(boxes))
+    return concatenate([_unsqueeze(tensor, dim) for tensor in tensors], dim)
+
+
+def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
+    """Insert a dim of length 1."""
+
+    def insert(shape: Shape, value: int) -> Shape:
+        return (*shape[:dim], value, *shape[dim:])
+
+    boxes = [ForeignBox(Box(insert(b.start, 0), insert(b.stop, 1)), file, begin) for b, file, begin in tensor.boxes]
+    return ForeignTensor(tensor.dtype, insert(tensor.shape, 1), tuple(boxes))
 
 
 def concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
-    """Concatenate tensors as ``torch.cat`` does."""
-    first, at = tensors[0], 0
+    """Concatenate tensors as ``torch.cat`` does.
+
+    Raises:
+        UnsupportedError: if dtypes or other dims differ.
+    """
+    first, at, boxes = tensors[0], 0, list[ForeignBox]()
     if any(len(t.shape) <= dim for t in tensors):
         raise UnsupportedError(f"shapes {[t.shape for t in tensors[:3]]} along dim {dim}")
     _check_equal([(t.dtype, (*t.shape[:dim], *t.shape[dim + 1 :])) for t in tensors])
-    boxes: list[ForeignBox] = []
     for tensor in tensors:
         by = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
         boxes += [ForeignBox(box.shift(by), file, begin) for box, file, begin in tensor.boxes]
@@ -179,17 +168,9 @@ def chunks(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
     """
     if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
         raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")
-    (_, file, begin), rest = tensor.boxes[0], tensor.shape[1:]
-    shape = (tensor.shape[0] // count, *rest)
-    nbytes = Box.whole(shape).numel * DTYPE_BYTES[tensor.dtype]
-    return [
-        ForeignTensor(tensor.dtype, shape, (ForeignBox(Box.whole(shape), file, begin + i * nbytes),))
-        for i in range(count)
-    ]
-
-
-def _insert(shape: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*shape[:dim], value, *shape[dim:])
+    (_, file, begin), shape = tensor.boxes[0], (tensor.shape[0] // count, *tensor.shape[1:])
+    box, nbytes = Box.whole(shape), bytes_in(shape, tensor.dtype)
+    return [ForeignTensor(tensor.dtype, shape, (ForeignBox(box, file, begin + i * nbytes),)) for i in range(count)]
 
 
 def _check_equal(kinds: Sequence[Any]) -> None:
