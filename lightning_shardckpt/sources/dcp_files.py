@@ -77,13 +77,20 @@ def read_metadata(reader: LocalReader, name: str) -> DCPMetadata:
     """Read the file of a directory, and check that the files that it names are long enough.
 
     Raises:
-        FormatError: if it is malformed, or has content that torch does not write.
+        FormatError: for a name that is not in the allow-list, an opcode that torch does not use, a malformed pickle, or
+            content that torch does not write.
         CorruptionError: if a file is missing or too short.
     """
     size = reader.size(name)
     if size > _MAX_METADATA_BYTES:
         raise FormatError(f"{name} has {size} bytes, more than {_MAX_METADATA_BYTES}")
-    stored = parse_metadata(_read(reader, Archive(name, 0, size)), name)
+    try:
+        unpickled = _Unpickler(io.BytesIO(_read(reader, Archive(name, 0, size)))).load()
+        stored = _entries(_check_type(unpickled, "Metadata"))
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+    except _MALFORMED as error:
+        raise FormatError(f"{name}: a malformed pickle: {shown(str(error))}") from None
     archives = [*(chunk.archive for chunk in stored.chunks.values()), *stored.values.values()]
     for archive in {a.file: a for a in sorted(archives, key=lambda a: a.begin + a.nbytes)}.values():
         try:
@@ -95,18 +102,7 @@ def read_metadata(reader: LocalReader, name: str) -> DCPMetadata:
     return stored
 
 
-def parse_metadata(content: bytes, where: str) -> DCPMetadata:
-    """Parse the content of the file; ``where`` names it in messages. Raises like ``read_metadata``."""
-    unpickled = unpickle(content, where)
-    try:
-        return _entries(_check_type(unpickled, "Metadata"))
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: {shown(str(error))}") from None
-
-
-def _entries(stored: Record) -> DCPMetadata:
+def _entries(stored: _Record) -> DCPMetadata:
     archives = dict[tuple[str, Shape | None], Archive]()  # by key and offset in the tensor; None as that of a value
     for index, info in stored.storage_data.items():
         if transforms := info.state.get("transform_descriptors"):
@@ -149,12 +145,12 @@ def _entries(stored: Record) -> DCPMetadata:
 # ── pickle ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Record:
+class _Record:
     """The state of an object, in place of the object; the entries of a dict are attributes, too."""
 
     state: Any = {}  # noqa: RUF012  # never changed
 
-    def __new__(cls, *_: Any) -> Record:  # not __init__, which pickle may skip
+    def __new__(cls, *_: Any) -> _Record:  # not __init__, which pickle may skip
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -164,7 +160,7 @@ class Record:
         return self.state[name]
 
 
-def _check_type(value: Any, name: str) -> Record:
+def _check_type(value: Any, name: str) -> _Record:
     if not isinstance(value, _CLASSES[name]):
         raise FormatError(f"{shown(value)} where a {name} is expected")
     return value
@@ -172,7 +168,7 @@ def _check_type(value: Any, name: str) -> Record:
 
 _OF_METADATA = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
 _RECORDS = (*_OF_METADATA, "TensorProperties", "StorageMeta", "_StorageInfo", "Other")
-_CLASSES: dict[str, type[Record]] = {name: type(name, (Record,), {}) for name in _RECORDS}
+_CLASSES: dict[str, type[_Record]] = {name: type(name, (_Record,), {}) for name in _RECORDS}
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _KNOWN: dict[str, Any] = {
@@ -198,20 +194,6 @@ _MALFORMED = (
 )
 
 
-def unpickle(content: bytes, where: str) -> Any:
-    """Return the value of a pickle of any protocol; ``where`` names it in messages.
-
-    Raises:
-        FormatError: for a name that is not in the allow-list, an opcode that torch does not use, or a malformed pickle.
-    """
-    try:
-        return _Unpickler(io.BytesIO(content)).load()
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
-    except _MALFORMED as error:
-        raise FormatError(f"{where}: a malformed pickle: {shown(str(error))}") from None
-
-
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of Any
     """Python's unpickler with an allow-list of names, which sets the state of records only."""
 
@@ -224,7 +206,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # of Any
 
     def _build(self) -> None:
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Record):  # not a class or a function of the allow-list
+        if isinstance(self.stack[-1], _Record):  # not a class or a function of the allow-list
             self.stack[-1].__setstate__(state)
 
     dispatch: ClassVar[dict[int, Any]] = {

@@ -115,7 +115,7 @@ def convert(
             ((tensor,),) = pieces.values()
             pieces = {name: [piece] for name, piece in zip(targets, chunks(tensor, len(targets)), strict=True)}
         else:
-            raise UnsupportedError(f"{kind} along dim {dim} of {', '.join(sources)}")
+            raise UnsupportedError(f"{kind} of {', '.join(sources)} along dim {dim}")
     results = {name: tensors[0] for name, tensors in pieces.items() if len(tensors) == 1}
     if len(results) != len(pieces):
         raise UnsupportedError(f"{len(pieces)} results of {', '.join(sources)}")

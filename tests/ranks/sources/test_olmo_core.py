@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 import zipfile
 from pathlib import Path
@@ -24,7 +25,6 @@ from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.sources.dcp_files import parse_metadata
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
@@ -163,7 +163,9 @@ def test_a_trainers_run_begins_with_it_on_any_number_of_ranks(golden: Path, name
         assert same(found, model) and same(states, optimizer)
 
 
-def test_no_other_class_of_olmo_core_is_read(golden: Path) -> None:
-    content = (golden / "step2" / "model_and_optim" / ".metadata").read_bytes()
+def test_no_other_class_of_olmo_core_is_read(golden: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(golden / "step2" / "model_and_optim", tmp_path / "a")
+    content = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(content.replace(b"_StorageInfo", b"_StorageEnfo"))
     with pytest.raises(FormatError, match=r"olmo_core\.distributed\.checkpoint\.filesystem\._StorageEnfo"):
-        parse_metadata(content.replace(b"_StorageInfo", b"_StorageEnfo"), "it")
+        load(path)
