@@ -20,7 +20,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from copy import deepcopy
-from math import prod
 from threading import Lock
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, shown
+from lightning_shardckpt.format.value_checks import bytes_in, shown
 from lightning_shardckpt.sources.dcp_files import (
     Archive,
     DCPMetadata,
@@ -214,16 +213,13 @@ class _Entries:
         if key in self._stored.values:
             return deepcopy(read_value(self._reader, self._stored.values[key]))
         tensor = self._stored.tensors[key]
-        dtype, nbytes = TORCH_DTYPES[tensor.dtype], prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        nbytes = bytes_in(tensor.shape, tensor.dtype)
         if not nbytes:
-            return torch.empty(tensor.shape, dtype=dtype)
-        if len(tensor.boxes) != 1 or nbytes > _MAX_SMALL_BYTES:
+            return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        chunk = self._stored.chunks[tensor.boxes[0].file] if len(tensor.boxes) == 1 else None
+        if chunk is None or chunk.shape != tensor.shape or nbytes > _MAX_SMALL_BYTES:
             raise FormatError(f"{shown(key)} is a tensor of shape {tensor.shape}, where a small one is expected")
-        value = read_value(self._reader, self._stored.chunks[tensor.boxes[0].file].archive)
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value)
-        if found != (dtype, tensor.shape):
-            raise FormatError(f"{shown(key)}: {found} is stored, expected {tensor.dtype} {tensor.shape}")
-        return value
+        return load_chunk(self._reader, chunk)
 
     def nested(self, paths: Entries) -> dict[str, Any]:
         """Return the values of entries, nested by path."""
