@@ -41,17 +41,52 @@ def original_names(model: nn.Module) -> dict[str, NamedBoxes]:
     revert = revert_function()
     if revert is None:
         return {}
-    entries = {clean_fqn(name): tensor for name, tensor in _state(model)}
-    stand_ins = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in entries.items()}
-    lineage = _Lineage(stand_ins)
-    with lineage:
+    stand_ins = {
+        clean_fqn(name): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in _state(model)
+    }
+    with _NoCopies():
         reverted = revert(model, dict(stand_ins))
+    entries = {memory_id(stand_in): name for name, stand_in in stand_ins.items()}
     parts: dict[str, NamedBoxes] = {}
     for name, tensor in reverted.items():
-        entry, start, stop = lineage.box(name, tensor)
-        parts.setdefault(entry, []).append([name, start, stop, list(tensor.shape)])
+        entry = entries.get(memory_id(tensor))
+        box = _box_of(tensor, tuple(stand_ins[entry].shape)) if entry is not None else None
+        if entry is None or box is None:
+            raise ValueError(f"{name} is not a part of one entry of the state dict")
+        parts.setdefault(entry, []).append([name, *box, list(tensor.shape)])
     unchanged = {name: [[name, [0] * t.ndim, list(t.shape), list(t.shape)]] for name, t in stand_ins.items()}
     return {name: sorted(boxes) for name, boxes in parts.items() if boxes != unchanged[name]}
+
+
+class _NoCopies(DispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Makes copies views, so that a result tells the stand-in and the box that it is of."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _box_of(view: Tensor, shape: Shape) -> tuple[list[int], list[int]] | None:
+    """Return start and stop of the box of a contiguous tensor of ``shape`` that a view of it is; None if it is none."""
+    strides = torch.empty(shape, device="meta").stride()
+    rest, start = int(view.storage_offset()), list[int]()
+    for length, stride in zip(shape, strides, strict=True):
+        at, rest = divmod(rest, stride) if length else (0, rest)
+        start.append(at)
+    stop, dim = [at + 1 for at in start], 0
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        while dim < len(shape) and not _runs_along(shape[dim], strides[dim], length, stride):
+            dim += 1
+        if dim == len(shape):
+            return None
+        stop[dim] = start[dim] + length
+        dim += 1
+    return start, stop
+
+
+def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> bool:
+    return own_length >= length and (stride == own_stride or length == own_length == 1)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -61,78 +96,6 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in buffer_slots(module).items():
             if buffer is not None and name not in non_persistent_buffers(module):
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The box of an entry that a storage on the meta device stands for.
-
-    Attributes:
-        entry: of the state dict.
-        start: of the box.
-        shape: of the contiguous tensor in the storage.
-        dims: the dim of the entry that each dim of that tensor runs along.
-    """
-
-    entry: str
-    start: Shape
-    shape: Shape
-    dims: Shape
-
-
-class _Lineage(DispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Records the origins of copies of views of the stand-ins."""
-
-    def __init__(self, stand_ins: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._alive: list[Tensor] = list(stand_ins.values())  # keeps addresses from being reused
-        self._origins = {
-            memory_id(t): _Origin(name, (0,) * t.ndim, tuple(t.shape), tuple(range(t.ndim)))
-            for name, t in stand_ins.items()
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default and result.is_contiguous():
-            origin = self._origin(args[0])
-            if origin is not None:
-                self._alive.append(result)
-                self._origins[memory_id(result)] = origin
-        return result
-
-    def box(self, name: str, tensor: Tensor) -> tuple[str, list[int], list[int]]:
-        """Return the entry that a tensor is a box of, and the box's start and stop."""
-        origin = self._origin(tensor)
-        if origin is None:
-            raise ValueError(f"{name} is not a part of one entry of the state dict")
-        stop = [at + 1 for at in origin.start]
-        for length, dim in zip(origin.shape, origin.dims, strict=True):
-            stop[dim] = origin.start[dim] + length
-        return origin.entry, list(origin.start), stop
-
-    def _origin(self, tensor: Tensor) -> _Origin | None:
-        """Return the origin of a view of a storage; None if its elements are reordered, or not from a stand-in."""
-        base = self._origins.get(memory_id(tensor))
-        if base is None:
-            return None
-        strides = torch.empty(base.shape, device="meta").stride()
-        rest, start, dims = int(tensor.storage_offset()), list(base.start), list[int]()
-        for dim, (length, stride) in enumerate(zip(base.shape, strides, strict=True)):
-            at, rest = divmod(rest, stride) if length else (0, rest)
-            start[base.dims[dim]] += at
-        own_dim = 0
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            while own_dim < len(strides) and not _runs_along(base.shape[own_dim], strides[own_dim], length, stride):
-                own_dim += 1
-            if own_dim == len(strides):
-                return None
-            dims.append(base.dims[own_dim])
-            own_dim += 1
-        return _Origin(base.entry, tuple(start), tuple(tensor.shape), tuple(dims))
-
-
-def _runs_along(own_length: int, own_stride: int, length: int, stride: int) -> bool:
-    return own_length >= length and (stride == own_stride or length == own_length == 1)
 
 
 @dataclass(slots=True)
