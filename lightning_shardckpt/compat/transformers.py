@@ -129,11 +129,3 @@ def weights_method(module: nn.Module) -> Callable[..., Any] | None:
 def was_initialized(module: nn.Module) -> bool:
     """Return whether the constructor of its model initialized a module. Relies on ``_is_hf_initialized``."""
     return bool(getattr(module, "_is_hf_initialized", False))
-
-
-def has_own_code(kind: type) -> bool:
-    """Return whether a model's class was passed to ``register_for_auto_class``, so that its code is beside the weights.
-
-    Relies on ``_auto_class``.
-    """
-    return getattr(kind, "_auto_class", None) is not None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_modules import buffer_slots, non_persistent_buffers
 from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
-from lightning_shardckpt.compat.transformers import has_own_code, names_not_saved, own_tied_patterns, revert_function
+from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.strict_json import check_json_size
@@ -147,7 +147,7 @@ class HuggingFace:
     def _original(self, model: nn.Module, notes: list[str]) -> dict[str, NamedBoxes]:
         """Return the names of weights in the files of ``from_pretrained``; looked up once per model."""
         if model not in self._names:
-            if has_own_code(original_class(model)):
+            if original_class(model).__module__.partition(".")[0] != "transformers":
                 name = class_name(model)
                 notes.append(f"the code of {name} is not in the checkpoint: load an export by its from_pretrained")
             try:

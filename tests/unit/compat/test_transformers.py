@@ -14,7 +14,6 @@ from torch import nn
 from lightning_shardckpt.compat.transformers import (
     Conversion,
     conversions_of,
-    has_own_code,
     initialize,
     is_model,
     mark_initialized,
@@ -117,12 +116,6 @@ def test_tied_patterns_are_of_names_that_are_saved_once(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     missing = model.state_dict().keys() - load_file(tmp_path / "model.safetensors").keys()
     assert missing == {"lm_head.weight"}
-
-
-def test_a_class_with_code_of_its_own_is_told(mixture: Any) -> None:
-    from tests.support.custom_model import CustomModel
-
-    assert has_own_code(CustomModel) and not has_own_code(type(mixture))
 
 
 def test_a_model_initializes_a_module_as_its_constructor_does_but_for_tensors_that_are_marked(mixture: Any) -> None:
