@@ -90,24 +90,12 @@ def _hugging_face_tensors(
     selected: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
     """Return the tensors that ``from_pretrained`` expects, and add the configs to ``export.files``."""
-    names_by_key: dict[str, list[str]] = {}
-    for name, key in selected.items():
-        if (model_name := model.own(name)) is not None:
-            names_by_key.setdefault(key, []).append(model_name)
     outside = [name for name in selected if not name.startswith(model.prefix)]
     if outside:
         listed = list_some([*map(repr, outside)], 5)
         export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {listed}")
-    model.check_adapter([name for names in names_by_key.values() for name in names])
-    tensors, written = [], list[tuple[str, str, object]]()
-    for key, names in names_by_key.items():
-        spec = component.tensors[key]
-        for name in model.output_names(names):
-            whole = OutputTensor(name, options.output_dtype(spec.dtype), spec.shape, ("model", key))
-            for part in model.parts(whole):
-                written.append((name, part.name, (key, part.box, name)))
-                tensors.append(part)
-    check_unique(written)
+    tensors = list(model.tensors(selected, component, options.output_dtype, refuses_adapters=True))
+    check_unique((tensor.source[1], tensor.name, number) for number, tensor in enumerate(tensors))
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.documents |= model.files(next(floating, None), options.dtype is not None)
     return _check_not_empty(tensors)

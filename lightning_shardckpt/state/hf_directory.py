@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -39,48 +39,48 @@ class Model:
         """The prefix of its tensors' names in the checkpoint."""
         return str(self.recorded["prefix"])
 
-    def own(self, name: str) -> str | None:
-        """Return the name of a tensor within the model; None for other tensors, and for those not in its files."""
-        if not name.startswith(self.prefix):
-            return None
-        own = name.removeprefix(self.prefix)
-        return None if own in self.recorded["ignored"] else own
+    def tensors(
+        self,
+        keys: Mapping[str, str],
+        component: Component,
+        output_dtype: Callable[[str], str] = str,
+        *,
+        refuses_adapters: bool = False,
+    ) -> Iterator[OutputTensor]:
+        """Yield tensors as ``save_pretrained`` writes them: without names that the model ties.
 
-    def _is_of_adapter(self, name: str) -> bool:
-        mark = self.recorded["adapter"]
-        return bool(mark) and any(part.startswith(mark) for part in name.split("."))
+        A tensor that another module tied is written under each name. Tensors of other modules are left out.
 
-    def check_adapter(self, names: Sequence[str]) -> None:
-        """Check that no tensor of an adapter is among the names.
+        Args:
+            keys: of stored tensors, by name.
+            component: of the tensors.
+            output_dtype: returns the written dtype of a stored one.
+            refuses_adapters: raise for tensors of adapters; else they are left out.
 
         Raises:
-            ValueError: if one is.
+            ValueError: for an adapter.
+            FormatError: if the document's boxes do not tile a tensor.
         """
-        if adapters := list(filter(self._is_of_adapter, names)):
-            raise ValueError(
-                f"the model has an adapter of PEFT, such as {adapters[0]!r}, which is not merged into its weights: "
-                "merge it before saving (merge_and_unload), or leave it out for the base model alone: --key_mapping "
-                rf"'\.{self.recorded['adapter']}=null'"
-            )
+        names: dict[str, list[str]] = {}
+        for name, key in keys.items():
+            own = name.removeprefix(self.prefix)
+            if not name.startswith(self.prefix) or own in self.recorded["ignored"]:
+                continue
+            if self.recorded["adapter"] and any(part.startswith(self.recorded["adapter"]) for part in own.split(".")):
+                if not refuses_adapters:
+                    continue
+                raise ValueError(
+                    f"the model has an adapter of PEFT, such as {own!r}, which is not merged into its weights: "
+                    "merge it before saving (merge_and_unload), or leave it out for the base model alone: "
+                    rf"--key_mapping '\.{self.recorded['adapter']}=null'"
+                )
+            names.setdefault(key, []).append(own)
+        for key, own_names in names.items():
+            spec = component.tensors[key]
+            for name in [name for name in own_names if name not in self.recorded["ties"]] or [max(own_names)]:
+                yield from self._parts(OutputTensor(name, output_dtype(spec.dtype), spec.shape, ("model", key)))
 
-    def output_names(self, names: Sequence[str]) -> list[str]:
-        """Return the names of a tensor that are written: as in ``save_pretrained``, without names that the model ties.
-
-        A tensor that another module tied is written under each name.
-        """
-        return [name for name in names if name not in self.recorded["ties"]] or [max(names)]
-
-    def tensors(self, component: Component) -> Iterator[OutputTensor]:
-        """Yield all tensors of the model but adapters, as ``from_pretrained`` takes them, in their stored order."""
-        names: dict[str, list[str]] = {key: [key] for key in component.tensors}
-        for alias, key in component.aliases.items():
-            names[key].append(alias)
-        for key, spec in component.tensors.items():
-            own = [one for name in names[key] if (one := self.own(name)) is not None and not self._is_of_adapter(one)]
-            for name in self.output_names(own) if own else ():
-                yield from self.parts(OutputTensor(name, spec.dtype, spec.shape, ("model", key)))
-
-    def parts(self, tensor: OutputTensor) -> Iterator[OutputTensor]:
+    def _parts(self, tensor: OutputTensor) -> Iterator[OutputTensor]:
         """Yield the tensors of a file for ``from_pretrained`` that a tensor becomes; it may be renamed and split.
 
         Raises:

@@ -169,11 +169,11 @@ class _Reading:
 
 def _hugging_face_parts(stored: Source, component: Component) -> list[OutputTensor]:
     """Return the tensors that an export makes of the model's tensors."""
-    names = [*component.tensors, *component.aliases]
-    model = hf_directory.pick_model(stored.document("huggingface"), names)
+    keys = {key: key for key in component.tensors} | component.aliases
+    model = hf_directory.pick_model(stored.document("huggingface"), keys)
     if model is None:
         raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-    return list(model.tensors(component))
+    return list(model.tensors(keys, component))
 
 
 def _digest_values(document: Mapping[str, Any]) -> str:
