@@ -297,7 +297,7 @@ def test_random_damage_never_ends_in_anything_but_a_documented_error(copy: Path)
     chance = random.Random(3)
     for name in (".metadata", "__0_0.distcp"):
         whole = (copy / name).read_bytes()
-        for _ in range(250):
+        for _ in range(60):
             content = bytearray(whole)
             for _ in range(chance.choice([1, 1, 4])):
                 content[chance.randrange(len(content))] = chance.choice([0, 255, chance.randrange(256)])
