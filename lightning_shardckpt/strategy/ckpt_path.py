@@ -3,7 +3,7 @@
 For ``"last"``, Lightning takes the ``last*`` file with the newest modification time, complete or not, and nothing if it
 is a broken link. Here it is the complete checkpoint with the highest step in the callbacks' directories; ``"best"`` is
 the best complete one. A warning lists incomplete checkpoints that were skipped. ``"hpc"``, a requeued SLURM job and
-``"registry:…"`` are resolved as in Lightning.
+``"registry:…"`` are resolved as in Lightning. Rank 0 resolves, for all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError, ShardCkptError
+from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.detect import find_dcp_directory, leaves_out_frozen
 from lightning_shardckpt.sources.did_you_mean import READABLE
@@ -83,50 +83,17 @@ class ResolvingLauncher(ScriptLauncher):
         ckpt_path = file_path(given) if isinstance(given, str | os.PathLike) else given
         resolve = partial(resolve_ckpt_path, trainer, ckpt_path, weights_only=self.weights_only is not False)
         ranks = self._join()
-        self.resumes_from = agree_on_path(resolve, ckpt_path, ranks, _storage_of(trainer).visible_within_s)
+        path: str | None = ranks.step("resolving ckpt_path", lambda: None, lambda _: _if_changed(resolve(), ckpt_path))
+        self.resumes_from = ckpt_path if path is None else path
         if self.resumes_from != given:
             call.arguments["ckpt_path"] = self.resumes_from
         with ranks.watch():
             return function(*call.args, **call.kwargs)
 
 
-def agree_on_path(resolve: Callable[[], Any], ckpt_path: Any, ranks: Ranks, visible_within_s: float) -> Any:
-    """Return the path that ``resolve`` returns on all ranks; call it again while they get different checkpoints.
-
-    Collective: every rank of ``ranks`` must call it. A path equal to the user's ``ckpt_path`` is not compared.
-
-    Raises:
-        CheckpointNotFoundError: if no rank finds a complete checkpoint, though there are some.
-        MismatchError: if paths differ for longer than ``visible_within_s``, the delay of a network file system.
-    """
-    path = ckpt_path
-
-    def find() -> dict[str, str | None]:
-        nonlocal path
-        try:
-            path = resolve()
-        except CheckpointNotFoundError as error:
-            return {"problem": str(error)}
-        return {"path": None if path == ckpt_path else os.fspath(path)}
-
-    def are_equal(views: list[dict[str, str | None]], again: bool) -> bool:
-        problems = [view["problem"] for view in views if "problem" in view]
-        if len(problems) == len(views):
-            raise CheckpointNotFoundError(problems[0])
-        other = next((rank for rank, view in enumerate(views) if view != views[0]), None)
-        if other is not None and not again:
-            raise MismatchError(
-                f"the ranks find different checkpoints to resume from: rank 0 {_describe(views[0])}, rank {other} "
-                f"{_describe(views[other])}; the directory must be on a file system that all ranks share"
-            )
-        return other is None
-
-    ranks.step_until("agreeing on ckpt_path", find, are_equal, visible_within_s)
-    return path
-
-
-def _describe(view: dict[str, str | None]) -> str:
-    return f"no complete one ({view['problem']})" if "problem" in view else repr(view["path"])
+def _if_changed(path: Any, ckpt_path: Any) -> str | None:
+    """Return a resolved path; None if it is the user's, which each rank has."""
+    return None if path == ckpt_path else os.fspath(path)
 
 
 def needs_weights(trainer: pl.Trainer, path: str | None) -> bool:
