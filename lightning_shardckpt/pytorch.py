@@ -19,6 +19,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -43,6 +44,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
     set_device_mesh,
     sync_stored_metrics,
     syncs_batch_norms,
+    upload_note,
     wrap_actions,
 )
 from lightning_shardckpt.distributed.host_numbers import reduce_tensor
@@ -73,7 +75,7 @@ from lightning_shardckpt.strategy.lightning_module import (
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition, finish_loaders
-from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun, check_saves
+from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun
 from lightning_shardckpt.strategy.steps import (
     StepContext,
     TrainerSteps,
@@ -518,7 +520,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         check_loaded([self._module])
         self._undo_training.close()  # of a trial run in this fit
         self._undo_training.callback(self._preemption.watch(self._trainer))
-        check_saves(self._trainer, self._ranks, pickle_objects=self.checkpoint_io.pickle_objects)
+        if (note := upload_note(self._trainer)) is not None:
+            rank_zero_warn(note)
         self._undo_training.callback(self._checkpoints.start_training())
         if not self._is_alone:
             self._undo_training.callback(compare_epoch_ends(self._trainer, self._ranks))

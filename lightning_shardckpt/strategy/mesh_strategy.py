@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.checkpoint_io import PickleByArguments, ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
 from lightning_shardckpt.distributed.liveness import wait_for_launcher
@@ -41,7 +41,6 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
-from lightning_shardckpt.strategy.counterparts import NamesCounterparts
 from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
 from lightning_shardckpt.strategy.trainer_checkpoint import check_io
@@ -87,7 +86,7 @@ class OneProcess(LightningEnvironment):
         """Leave the variables of the environment, which are not those of this run."""
 
 
-class MeshStrategy(NamesCounterparts):
+class MeshStrategy(PickleByArguments):
     """The common part of both strategies; the base class before Lightning's ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None

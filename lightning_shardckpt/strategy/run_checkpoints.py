@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,10 +26,9 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded, is_partly_loaded, mark_partly_loaded
@@ -50,14 +49,12 @@ from lightning_shardckpt.compat.lightning_trainer import (
     restore_modules_and_callbacks,
     sigterm_handler_before,
     stored_metrics,
-    upload_note,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, batches_done, make_resumable
 from lightning_shardckpt.state.load_hooks import load_remaining
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.stateful_loader import watch_state
-from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups
@@ -370,61 +367,3 @@ class RunCheckpoints:
     def leave(self) -> None:
         """End the hooks after an exception."""
         self._ending = Ending.LEFT
-
-
-# ── check before the first save ───────────────────────────────────────────────────────────────────────────────────────
-# The first save may be hours away, so its state is checked when training starts, except ``state_dict`` and loops,
-# which are ours and Lightning's, and additions by ``on_save_checkpoint`` hooks.
-
-
-def check_saves(trainer: pl.Trainer, ranks: Ranks, *, pickle_objects: bool) -> None:
-    """Refuse state that can't be saved, and warn of state that checkpoints will lack, if a callback saves.
-
-    Collective: every rank of ``ranks`` must call it, when training starts.
-
-    Args:
-        trainer: at the start of training.
-        ranks: the ranks that save together.
-        pickle_objects: the argument of ``ShardCkptIO``.
-
-    Raises:
-        StateError: on every rank, naming the state that a rank cannot store, and the rank.
-    """
-    callbacks = list(_list_saving_callbacks(trainer))
-    if not callbacks:
-        return
-    weights_only = all(getattr(callback, "save_weights_only", False) for callback in callbacks)
-
-    def check() -> list[str]:
-        with isolate_rng():
-            checkpoint = dict(_collect_state(trainer, weights_only=weights_only))
-        return list(snapshot(checkpoint, trainer.lightning_module, pickle_objects=pickle_objects).notes)
-
-    notes = ranks.step("checking the state that checkpoints of this run will have", check, lambda rows: rows[0])
-    for note in [*notes, upload_note(trainer)]:
-        if note is not None:
-            rank_zero_warn(note)
-
-
-def _list_saving_callbacks(trainer: pl.Trainer) -> Iterator[Callback]:
-    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # type: ignore[attr-defined]  # set later
-        never = isinstance(callback, ModelCheckpoint) and callback.save_top_k == 0 and not callback.save_last
-        if isinstance(callback, Checkpoint) and not never:
-            yield callback
-
-
-def _collect_state(trainer: pl.Trainer, *, weights_only: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of users' state in Lightning's ``dump_checkpoint``."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    for owner in (module, data):
-        if owner is not None and owner.hparams:
-            hparams = owner.hparams
-            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, dict(hparams) if isinstance(hparams, dict) else hparams
-    if data is not None and (state := data.state_dict()):
-        yield type(data).__qualname__, state
-    if weights_only:
-        return
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set later
-    yield "callbacks", {one.state_key: state for one in callbacks if (state := one.state_dict())}
-    yield "lr_schedulers", [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    yield "optimizer_states", [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]

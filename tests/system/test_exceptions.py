@@ -119,7 +119,7 @@ def test_a_rank_that_dies_on_its_way_to_a_save_is_named(who: int, tmp_path: Path
     assert found[who].killed
     kind, message, _, _ = found[1 - who].value
     assert kind == "RankError" and "is gone" in message
-    assert f"rank {who} failed while comparing written numbers" in message
+    assert f"rank {who} failed while comparing the ranks" in message
     assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".tmp-")) == ["epoch=0-step=1.ckpt"]
 
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lightning_shardckpt import FSDP, Pipeline, fabric, pytorch
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.strategy.counterparts import COUNTERPARTS
 
 BOTH = [pytorch.ShardedStrategy, fabric.ShardedStrategy]
 
@@ -89,33 +82,3 @@ def test_an_option_that_there_is_not_is_one_of_the_class_that_users_know() -> No
             strategy(**wrong)
 
 
-LIGHTNINGS = [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, DDPStrategy, FullyShardedDataParallel, DDP]
-
-
-@pytest.mark.parametrize("name", COUNTERPARTS)
-def test_an_option_of_another_strategy_names_its_counterpart(name: str) -> None:
-    theirs, ours = ({n for s in kinds for n in inspect.signature(s).parameters} for kinds in (LIGHTNINGS, BOTH))
-    assert name in theirs and name not in ours
-    ours |= {field.name for value in (FSDP, Pipeline) for field in dataclasses.fields(value)}
-    sentence = COUNTERPARTS[name]
-    named = set(re.findall(r"(\w+)=", sentence)) - set(inspect.signature(Trainer).parameters)
-    assert named <= ours and (named or sentence.startswith(("leave it out", "the Trainer")))
-    for strategy in BOTH:
-        with pytest.raises(TypeError, match=re.escape(f"{name}: {sentence}")):
-            strategy(**{name: 2})
-
-
-def test_options_of_the_sharded_strategies_that_choose_what_is_trained_have_a_counterpart() -> None:
-    of_fsdp, of_parallel = (set(inspect.signature(s).parameters) for s in (FSDPStrategy, ModelParallelStrategy))
-    of_fsdp.remove("kwargs")
-    for name in of_fsdp | of_parallel:
-        assert name in COUNTERPARTS or name in inspect.signature(pytorch.ShardedStrategy).parameters, name
-
-
-def test_a_subclass_may_have_an_option_of_such_a_name() -> None:
-    class Staged(pytorch.ShardedStrategy):
-        def __init__(self, stage: int, **options: Any) -> None:
-            super().__init__(**options)
-            self.stage = stage
-
-    assert Staged(stage=3).stage == 3
