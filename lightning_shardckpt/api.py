@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,17 +25,20 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     Replicas,
     SaveOptions,
 )
+from lightning_shardckpt.checkpoint.describe import SaveGroup, describe_state, run_info
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.nested_save import NestedSave, SaveGroup
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
+from lightning_shardckpt.state.nested_dict import NestedObjects
+from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.router import StorageRouter, file_path
+from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, is_url
 from lightning_shardckpt.system.threads import drain_all
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
-_ALONE = SaveGroup(Ranks.alone(), None)
+_ALONE = SaveGroup()
 
 
 def save(
@@ -90,17 +95,10 @@ def save(
     drain_all()  # a pending save may be to this path
     options = SaveOptions(size_per_shard, replicas)
     storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
-    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
-    notes = checkpoint.save(
-        path,
-        nested.describe,
-        ranks=group.ranks,
-        run=nested.run,
-        options=options,
-        storage=storage,
-        plans=group.plans,
-    )
-    _warn(group, [*nested.notes, *notes])
+    describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
+    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans}
+    notes = checkpoint.save(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
+    _warn(group, notes)
 
 
 def save_async(
@@ -145,18 +143,10 @@ def save_async(
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group)
     storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
-    nested = NestedSave(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
-    written = checkpoint.save_async(
-        path,
-        nested.describe,
-        ranks=group.ranks,
-        run=nested.run,
-        options=options,
-        background=background,
-        storage=storage,
-        plans=group.plans,
-    )
-    _warn(group, [*nested.notes, *background.notes()])
+    describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
+    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": background}
+    written = checkpoint.save_async(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
+    _warn(group, background.notes())
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()
 
@@ -166,6 +156,39 @@ def save_async(
 
     written.add_done_callback(forward)
     return done
+
+
+def _prepare(
+    group: SaveGroup, path: str, state: dict[str, Any], *, overwrite: bool, prefix: str, storage: StorageRouter
+) -> Callable[[], Snapshot]:
+    """Return the function that describes the state of this rank, with objects in the order of rank 0.
+
+    Collective: every rank of the group must call it.
+
+    Raises:
+        FileExistsError: on every rank, if something exists at the path and ``overwrite`` is not set.
+        TypeError: if the state is not a dict with strings as keys.
+        StateError: for objects that can't be saved.
+    """
+
+    def look() -> list[str]:
+        check_writable(path)
+        if not overwrite and group.ranks.rank == 0:
+            _refuse_existing(path, storage)
+        return NestedObjects.of(state).keys
+
+    order: list[str] = group.ranks.step(f"preparing to save {path!r}", look, itemgetter(0))
+    return partial(describe_state, state, order, group, prefix)
+
+
+def _refuse_existing(path: str, storage: StorageRouter) -> None:
+    if is_url(path):
+        try:
+            storage.open(path).close()
+        except CheckpointNotFoundError:
+            return
+    if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):
+        raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 
 def _background(group: SaveGroup, process_group: dist.ProcessGroup | None) -> Background:

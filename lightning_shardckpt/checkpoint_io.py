@@ -28,16 +28,14 @@ from lightning_shardckpt.checkpoint.checkpoint_options import (
     Replicas,
     SaveOptions,
 )
-from lightning_shardckpt.checkpoint.lightning_dict import Attached, describe_checkpoint, is_torch_file, load_whole
+from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
+from lightning_shardckpt.checkpoint.lightning_dict import is_torch_file, load_whole
 from lightning_shardckpt.checkpoint.match import LoadTargets
-from lightning_shardckpt.checkpoint.nested_save import run_info
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.beside_checkpoint import export_beside
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.documents import FROZEN
-from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import (
@@ -164,7 +162,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         self.background: Background | None = None  # while saves are asynchronous, or for exports
         self._saves_in_background = self._has_noted_waiting = False
         self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
-        self._plans = PlanCache()
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
         self.adapters_only, self.pickle_objects = adapters_only, pickle_objects
@@ -173,12 +170,11 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             storage_options=storage_options,
             pre_download=pre_download,
         )
-        self._hugging_face, self._attached = HuggingFace(), Attached()
-
-    @property
-    def names(self) -> WholeNames:
+        self._group = SaveGroup()
+        self._module: nn.Module | None = None
+        self._topology: Mapping[str, int] = {}
+        self.names = WholeNames()
         """Names of the whole model, also on ranks of a pipeline stage, which have a part of it."""
-        return self._attached.names
 
     # --- ranks and module ---
 
@@ -203,7 +199,8 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             topology: the sizes of mesh axes by name, for the root index.
             names: of the whole model, if ``module`` is a part of it.
         """
-        self._attached = Attached(ranks, module, topology, names or WholeNames())
+        self._group.ranks, self._module = ranks, module
+        self._topology, self.names = topology, names or WholeNames()
 
     def teardown(self) -> None:
         """Wait for asynchronous saves, as ``wait`` does, free their memory, and undo ``attach``.
@@ -214,7 +211,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             self.wait()
         finally:
             self._save_synchronously()
-            self._attached = Attached()
+            self._group, self._module, self._topology, self.names = SaveGroup(), None, {}, WholeNames()
 
     def leave(self, error: BaseException) -> None:
         """Finish queued saves on a rank that got an exception, which other ranks may not have got.
@@ -250,49 +247,56 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             ValueError: for ``storage_options`` with a path of the file system.
             StateError: listing state that can't be stored, by path; for ``adapters_only`` under another strategy.
         """
-        path, attached = file_path(path), self._attached
+        path, group = file_path(path), self._group
         storage = self._storage_for(path, storage_options)
-        notes = list[str]()
-
-        def describe() -> Snapshot:
-            described = describe_checkpoint(
-                checkpoint,
-                attached,
-                self._hugging_face,
-                adapters_only=self.adapters_only,
-                pickle_objects=self.pickle_objects,
-                is_fabric=self._is_fabric,
-            )
-            notes.extend(described.notes)
-            return described
-
-        if self.background is None and attached.module is None:  # otherwise the strategy enables it
+        if self.background is None and self._module is None:  # otherwise the strategy enables it
             self.enable_async(Ranks.alone())
         if self.background is None and self._exports:
             self.background = Background(Ranks.alone())  # for exports only
-        background, run = self.background, run_info(checkpoint, dict(attached.topology))
+        background, run = self.background, run_info(checkpoint, self._topology)
+        describe = partial(self._describe, checkpoint)
         began, finished = time.monotonic(), FinishedSave(run.step)
 
         def complete(nbytes: int) -> None:
             finished.seconds, finished.nbytes = time.monotonic() - began, nbytes
             self.finished.append(finished)
 
-        shared: dict[str, Any] = {"ranks": attached.ranks, "run": run, "options": self.save_options}
-        shared |= {"storage": storage, "plans": self._plans, "on_complete": complete}
+        shared: dict[str, Any] = {"ranks": group.ranks, "run": run, "options": self.save_options}
+        shared |= {"storage": storage, "plans": group.plans, "on_complete": complete}
         saved = list[str]()
         try:
             if background is not None and self._saves_in_background:
                 save_async(path, describe, background=background, **shared)
             else:
                 if background is not None:
-                    background.settle(attached.ranks, before=path)
+                    background.settle(group.ranks, before=path)
                 saved += save(path, describe, **shared)
-            if background is not None and self._exports and attached.ranks.rank == 0:
+            if background is not None and self._exports and group.ranks.rank == 0:
                 export = partial(export_beside, absolute_path(path), storage)
                 background.follow(path, export, "not exported for transformers")
         finally:
             finished.blocked_seconds = time.monotonic() - began
-        self._warn([*notes, *(["\n".join(saved)] if saved else []), *self._notes()])
+        self._warn([*(["\n".join(saved)] if saved else []), *self._notes()])
+
+    def _describe(self, checkpoint: dict[str, Any]) -> Snapshot:
+        """Return this rank's part of a save of a checkpoint dict, or without a module also of a state of Fabric."""
+        state, module = {key: value for key, value in checkpoint.items() if key != RANK_STATE}, self._module
+        if module is None and self.adapters_only:
+            raise StateError(
+                "ShardCkptIO(adapters_only=True) needs the module to find its frozen parameters, and Lightning's own "
+                "strategies don't pass it to a CheckpointIO. Use ShardedStrategy, also with one device."
+            )
+        if module is None and not (is_lightning_dict(checkpoint) and (VERSION in checkpoint or not self._is_fabric)):
+            state = lift_state_dicts(checkpoint)
+        return describe_checkpoint(
+            state,
+            self._group,
+            module,
+            self.names,
+            rank_state=checkpoint.get(RANK_STATE),
+            adapters_only=self.adapters_only,
+            pickle_objects=self.pickle_objects,
+        )
 
     def _storage_for(self, path: str, options: Mapping[str, Any] | None) -> Storage:
         if options is None:
@@ -327,7 +331,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """
         try:
             if self.background is not None:
-                self.background.settle(self._attached.ranks)
+                self.background.settle(self._group.ranks)
         finally:
             self._warn(self._notes())
 
@@ -345,7 +349,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         return ["\n".join(notes)] if notes else []
 
     def _warn(self, notes: Iterable[str]) -> None:
-        if self._attached.ranks.rank == 0:
+        if self._group.ranks.rank == 0:
             for note in notes:
                 warnings.warn(note, stacklevel=3)
 
@@ -438,7 +442,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         result = load(
             file_path(path),
             targets,
-            ranks=self._attached.ranks,
+            ranks=self._group.ranks,
             options=options,
             filling=filling,
             pick_rank=pick_rank,

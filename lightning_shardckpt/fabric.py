@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
-from lightning_shardckpt.checkpoint.nested_save import order_of_state
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
 from lightning_shardckpt.compat.lightning_fabric import (
@@ -331,21 +331,22 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         """Save this rank's slices, at the path of rank 0. Collective: every rank must call it."""
         self.reshard()
         described: list[tuple[NestedObjects, WholeNames, dict[int, str]]] = []
-        collected: list[dict[str, Any]] = []
-        order = order_of_state(state, self._ranks, "describing what to save")
 
-        def describe() -> str:
-            objects = NestedObjects.of(state).in_order(order)
+        def describe() -> dict[str, Any]:
+            objects = NestedObjects.of(state)
             check_loaded([*objects.modules.values(), *objects.optimizers.values()])
             whole, owner = self._sharded.whole_names(objects), self._sharded.find_modules(objects).root
             described.append((objects, whole, objects.parameter_names(owner, whole)))
-            return file_path(path)
+            return {"path": file_path(path), "order": objects.keys}
 
-        common_path: str = self._ranks.step("describing what to save", describe, lambda paths: paths[0])
+        first: dict[str, Any] = self._ranks.step("describing what to save", describe, itemgetter(0))
         ((objects, whole, names),) = described
+        objects = objects.in_order(first["order"])
         if not self._is_alone:
             compare_ranks((one.root for one in self._sharded), self._ranks, self.meshes, parameters=False)
         self.checkpoint_io.attach(self._ranks, objects.root, self._sizes_by_axis, names=whole)
+
+        collected: list[dict[str, Any]] = []
 
         def collect() -> None:
             collected.append(checkpoint_of(state, objects, names, filter))
@@ -353,7 +354,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         is_shared = self.topology.data_parallel > 1 and not self._is_alone
         with sync_stored_metrics(objects.root) if is_shared else nullcontext():
             self._ranks.step("collecting what to save", collect, lambda _: None)
-            self.checkpoint_io.save_checkpoint(collected[0], common_path, storage_options)
+            self.checkpoint_io.save_checkpoint(collected[0], first["path"], storage_options)
         for note in objects.notes:
             rank_zero_warn(note)
 

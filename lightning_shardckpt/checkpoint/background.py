@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -141,6 +141,11 @@ class Background:
         self._is_pending = False
         if (failure := self._take_failure()) is not None:
             error.add_note(f"a save in the background had failed: {type(failure).__name__}: {failure}")
+
+    def note(self, notes: Iterable[str]) -> None:
+        """Add sentences for the user."""
+        with self.lock:
+            self._notes += notes
 
     def notes(self) -> list[str]:
         """Return the sentences for the user since the last call."""

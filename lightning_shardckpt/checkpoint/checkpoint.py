@@ -83,7 +83,7 @@ def save(
         on_complete: called on every rank when the checkpoint is complete, with the bytes of all files of all ranks.
 
     Returns:
-        On rank 0, sentences for the user about leftovers of earlier saves; see ``Draft.notes``.
+        On rank 0, sentences for the user: the notes of the snapshot, and about leftovers of earlier saves.
 
     Raises:
         FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
@@ -118,7 +118,8 @@ def save_async(
 
     Returns:
         A future of the result of ``save``, done when the checkpoint is complete and durable on all ranks. If it is not
-        awaited, the next ``save_async`` or ``Background.settle`` raises its error.
+        awaited, the next ``save_async`` or ``Background.settle`` raises its error. ``Background.notes`` has the notes
+        of the snapshot at once.
 
     Raises:
         Exception: the failure of an earlier background save, on every rank, each failure once; then this save does not
@@ -129,6 +130,7 @@ def save_async(
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agree(job, describe, ranks)
+        background.note(job.take_notes())
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that exactly one thread owns the draft

@@ -117,6 +117,7 @@ class SaveJob:
         """Return this rank's request, which describes its state by digests. Runs on every rank."""
         check_writable(self.path)
         snapshot = self._snapshot = _pin(describe()) if self._options.replicas == "first" else describe()
+        self.notes += snapshot.notes
         all_ranks = ((0, self._ranks.world),)
         tables = self._tables = {
             name: Component(specs_of(name, leaves, all_ranks), leaves.aliases)
@@ -129,6 +130,11 @@ class SaveJob:
             self.replicas = replica_digests(snapshot, tables, this_rank(), digest)
         request: SaveRequest = {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": {}}
         return {**request, "replicas": combine_digests(self.replicas)}
+
+    def take_notes(self) -> list[str]:
+        """Return the notes so far, and forget them."""
+        notes, self.notes = self.notes, []
+        return notes
 
     def agree(self, requests: list[SaveRequest]) -> Agreement | None:
         """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.

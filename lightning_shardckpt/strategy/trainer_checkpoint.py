@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_shardckpt.checkpoint.lightning_dict import RANK_STATE
+from lightning_shardckpt.checkpoint.describe import RANK_STATE
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
