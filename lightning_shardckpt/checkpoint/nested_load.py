@@ -21,7 +21,8 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.model_names import fit_names, has_weights_only, map_names, parameters_of
+from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
+from lightning_shardckpt.sources.renaming import map_names, parameters_of
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice

@@ -1,49 +1,20 @@
-"""Options of ``consolidate``: defaults, valid combinations, and the names of tensors in the output."""
+"""Options of ``consolidate``: defaults, valid combinations, and the stored state under the names of the output."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
+from lightning_shardckpt.sources.renaming import map_names
+from lightning_shardckpt.sources.source import Source
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]
 Split = Literal["one_file", "one_file_per_tensor", "chunks"]
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SIZE_PER_SHARD = 5000.0
 """Default size of chunks in MB."""
-
-
-def new_names(mapping: KeyMapping, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in the output by stored name, of all tensors that are not left out.
-
-    Raises:
-        ValueError: listing the entries of the mapping that match no stored name.
-    """
-    known = list(names)
-    if unused := mapping.unused(known):
-        near = difflib.get_close_matches(unused[0], known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        advice = "".join(f"\n  key_mapping: {line}" for line in mapping.suggest(known))
-        raise ValueError(f"no tensor has a name for {', '.join(map(repr, unused))}{hint}{advice}")
-    return {name: new for name in known if (new := mapping(name)) is not None}
-
-
-def rename_params(mapping: KeyMapping, params: Iterable[str]) -> list[str]:
-    """Return the names in the output of an optimizer's parameters, without those that are left out."""
-    return [new for param in params if (new := mapping(param)) is not None]
-
-
-def check_unique(names: Iterable[tuple[str, str, object]]) -> dict[str, str]:
-    """Return the old names by new names, from ``(old name, new name, identity of the tensor)``."""
-    by_new_name: dict[str, tuple[str, object]] = {}
-    for old, new, tensor in names:
-        other = by_new_name.setdefault(new, (old, tensor))
-        if other[1] != tensor:
-            raise ValueError(f"two tensors would be called {new!r}: {other[0]!r} and {old!r}")
-    return {new: old for new, (old, _) in by_new_name.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +94,19 @@ class Options:
         """Return the dtype of a model's tensor in the output for its stored dtype, by safetensors names."""
         is_floating = dtype.startswith(("F", "BF"))
         return DTYPES[self.dtype] if self.dtype is not None and is_floating else dtype
+
+    def select(self, stored: Source) -> Source:
+        """Return the stored state under the names of the output, without what is left out.
+
+        Raises:
+            ValueError: if entries of the mapping match no name, or give a name several times.
+        """
+        if self.mapping.is_empty:
+            return stored
+        try:
+            selected, problems = map_names(stored, self.mapping, optimizers=None if self.has_optimizer else ())
+        except MismatchError as error:
+            raise ValueError(str(error)) from None
+        if problems:
+            raise ValueError(f"{stored.path!r}: " + "\n  ".join(problems))
+        return selected

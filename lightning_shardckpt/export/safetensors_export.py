@@ -6,17 +6,16 @@ Each is a choice of names over the stored tensors, and a few documents. No torch
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, WholeFile, plan_conversion
 from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
-from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
@@ -36,12 +35,14 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
         ValueError: if names collide, an option matches no tensor, or no tensor is selected.
         FormatError: naming a tensor that safetensors cannot hold.
     """
-    export = Export([])
-    tensors, ties = _model_tensors(stored, options, export)
+    export, selected = Export([]), options.select(stored)
+    tensors, ties = _model_tensors(stored, selected, options, export)
     _add_files("model", tensors, ties, options, export, stored)
     if options.has_optimizer:
-        state, document = _optimizer_tensors(stored, options)
-        _add_files("optimizer", state, {}, options, export, stored)
+        if (document := selected.document("optimizer")) is None:
+            raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
+        table = selected.table.get("optimizer", {})  # by <n>/<name>/<state>
+        _add_files("optimizer", [_output(key, table[key]) for key in table], {}, options, export, stored)
         export.documents[OPTIMIZER] = (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     return export
 
@@ -49,91 +50,57 @@ def plan_safetensors(stored: Source, options: Options) -> Export:
 # ── tensors and their names ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model_tensors(stored: Source, options: Options, export: Export) -> tuple[list[OutputTensor], dict[str, str]]:
+def _output(name: str, stored: StoredTensor, dtype: str | None = None) -> OutputTensor:
+    return OutputTensor(name, dtype or stored.spec.dtype, stored.spec.shape, (stored.component, stored.key))
+
+
+def _model_tensors(
+    stored: Source, selected: Source, options: Options, export: Export
+) -> tuple[list[OutputTensor], Mapping[str, str]]:
     """Return the tensors of the model, and its ties: further name -> name under which the tensor is written."""
-    component = stored.components().get("model")
-    if component is None:
+    if "model" not in stored.table:
         raise ValueError("the checkpoint has no model")
-    keys = {**{key: key for key in component.tensors}, **component.aliases}
-    names = new_names(options.mapping, keys)
-    other_state = sorted(stored.document("model") or ())
-    if other_state:
+    table, ties = selected.table["model"], selected.aliases.get("model", {})
+    tensors = [_output(name, one, options.output_dtype(one.spec.dtype)) for name, one in table.items()]
+    if other_state := sorted(selected.document("model") or ()):
         listed = list_some([*map(repr, other_state)], 5)
         export.notes.append(f"state of the model that is not tensors is not in the output: {listed}")
     if options.format == "huggingface":
-        model = hf_directory.pick_model(stored.document("huggingface"), names)
+        model = hf_directory.pick_model(stored.document("huggingface"), [*table, *ties])
         if model is not None:
-            for name, new in names.items():
-                if name != new:
+            for name in (*stored.table["model"], *stored.aliases.get("model", ())):
+                if (new := options.mapping(name)) not in (name, None):
                     raise ValueError(
                         f"from_pretrained takes the weights of {model.recorded['class']} by their names: for format "
                         f"'huggingface', key_mapping can leave {name!r} out, but not rename it to {new!r}"
                     )
-            return _hugging_face_tensors({name: keys[name] for name in names}, component, model, options, export), {}
-        export.notes.append(
-            "the checkpoint has no record of a model of transformers, so there is no config.json, and tensors have "
-            "their names in the checkpoint"
-        )
-    new_by_key: dict[str, list[str]] = {}
-    for name, new in names.items():
-        new_by_key.setdefault(keys[name], []).append(new)
-    check_unique((name, new, keys[name]) for name, new in names.items())
-    tensors, ties = list[OutputTensor](), dict[str, str]()
-    for key, (first, *others) in new_by_key.items():
-        spec = component.tensors[key]
-        tensors.append(OutputTensor(first, options.output_dtype(spec.dtype), spec.shape, ("model", key)))
-        ties |= {other: first for other in others if other != first}
-    return _check_not_empty(tensors), ties
+            tensors, ties = _hugging_face_tensors(stored, [*table, *ties], model, options, export), {}
+        else:
+            export.notes.append(
+                "the checkpoint has no record of a model of transformers, so there is no config.json, and tensors have "
+                "their names in the checkpoint"
+            )
+    if not tensors:
+        raise ValueError("no tensor of the model is left to write")
+    return tensors, ties
 
 
 def _hugging_face_tensors(
-    selected: Mapping[str, str], component: Component, model: hf_directory.Model, options: Options, export: Export
+    stored: Source, names: Iterable[str], model: hf_directory.Model, options: Options, export: Export
 ) -> list[OutputTensor]:
-    """Return the tensors that ``from_pretrained`` expects, and add the configs to ``export.files``."""
-    outside = [name for name in selected if not name.startswith(model.prefix)]
-    if outside:
+    """Return the tensors that ``from_pretrained`` expects, and add the configs to the documents of the export."""
+    component = stored.components()["model"]
+    if outside := [name for name in names if not name.startswith(model.prefix)]:
         listed = list_some([*map(repr, outside)], 5)
         export.notes.append(f"not of the {model.recorded['class']}, and not in the output: {listed}")
-    tensors = list(model.tensors(selected, component, options.output_dtype, refuses_adapters=True))
-    check_unique((tensor.source[1], tensor.name, number) for number, tensor in enumerate(tensors))
+    keys = {name: component.aliases.get(name, name) for name in names}
+    tensors = list(model.tensors(keys, component, options.output_dtype, refuses_adapters=True))
+    counts = Counter(tensor.name for tensor in tensors)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"two tensors would be called {twice[0]!r}")
     floating = (tensor.dtype for tensor in tensors if tensor.dtype in hf_directory.CONFIG_DTYPES)
     export.documents |= model.files(next(floating, None), options.dtype is not None)
-    return _check_not_empty(tensors)
-
-
-def _check_not_empty(tensors: list[OutputTensor]) -> list[OutputTensor]:
-    if not tensors:
-        raise ValueError("no tensor of the model is left to write")
     return tensors
-
-
-def _optimizer_tensors(stored: Source, options: Options) -> tuple[list[OutputTensor], dict[str, Any]]:
-    """Return the optimizers' tensors, named ``<n>/<name>/<state>``, and their other state, as in FORMAT.md."""
-    component, document = stored.components().get("optimizer"), stored.document("optimizer")
-    if document is None:
-        raise ValueError("the checkpoint has no optimizer: it was saved with weights only")
-    if not options.mapping.is_empty and any(optimizer["numbered"] for optimizer in document.values()):
-        raise ValueError("the optimizers have numbers for their parameters, so names cannot be chosen or changed")
-    tensors, names = [], list[tuple[str, str, object]]()
-    for key, spec in component.tensors.items() if component is not None else ():
-        number, _, rest = key.partition("/")
-        param, _, state = rest.rpartition("/")
-        if (new := options.mapping(param)) is not None:
-            tensors.append(OutputTensor(f"{number}/{new}/{state}", spec.dtype, spec.shape, ("optimizer", key)))
-            names.append((key, tensors[-1].name, key))
-    check_unique(names)
-    return tensors, {number: _rename_document(optimizer, options.mapping) for number, optimizer in document.items()}
-
-
-def _rename_document(optimizer: Mapping[str, Any], mapping: KeyMapping) -> dict[str, Any]:
-    """Return an optimizer's document with the selected parameters under their new names."""
-
-    def rename(item: Mapping[str, Any]) -> dict[str, Any]:
-        return {**item, "params": rename_params(mapping, item["params"])}
-
-    groups = {number: rename(group) for number, group in optimizer["groups"].items()}
-    values = {name: [rename(item) for item in shared] for name, shared in optimizer["values"].items()}
-    return {**optimizer, "groups": groups, "values": values}
 
 
 # ── adapters ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.options import Options, check_unique, new_names, rename_params
+from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.whole_files import Export, WholeFile, plan_conversion
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
@@ -29,7 +29,6 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, Pickled, decode, refuse_tensor
-from lightning_shardckpt.state.module_versions import METADATA, add_versions, rename_versions
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, dtype_name, host_bytes
 from lightning_shardckpt.system.text import list_some
@@ -46,21 +45,22 @@ def plan_torch(source: Source, options: Options) -> Export:
         ValueError: if names collide, or an option matches no tensor.
         FormatError: if a tensor has a dtype that torch lacks.
     """
-    components, make = source.components(), fake_tensors()
+    source, make = options.select(source), fake_tensors()
+    components = source.components()
     stored = dict[int, tuple[torch.Tensor, str, Region]]()  # by id of the fake tensor: it, its stored dtype, its bytes
 
     def record(component: str, key: str) -> torch.Tensor:
-        spec = components[component].tensors[key]
-        dtype = options.output_dtype(spec.dtype) if component == "model" else spec.dtype
-        fake = make(spec.shape, TORCH_DTYPES.get(dtype, torch.uint8))
-        stored[id(fake)] = fake, dtype, Region(0, fake.nbytes, (component, key), 0, plan_conversion(spec.dtype, dtype))
+        one = source.table[component][key]
+        dtype = options.output_dtype(one.spec.dtype) if component == "model" else one.spec.dtype
+        fake = make(one.spec.shape, TORCH_DTYPES.get(dtype, torch.uint8))
+        conversion = plan_conversion(one.spec.dtype, dtype)
+        stored[id(fake)] = fake, dtype, Region(0, fake.nbytes, (one.component, one.key), conversion=conversion)
         return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
 
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    _rename(checkpoint, options.mapping)
     for name, value in checkpoint.get("state_dict", {}).items():
         if id(value) in stored:
             check_unpacked(stored[id(value)][1], repr(name))
@@ -131,32 +131,6 @@ def _restore_keys(checkpoint: dict[str, Any], mapping: KeyMapping) -> dict[str, 
         checkpoint[KEYS] = {**keys, "modules": modules}
     frozen = {FROZEN: checkpoint[FROZEN]} if FROZEN in checkpoint else {}
     return states_of_checkpoint(checkpoint) | frozen
-
-
-def _rename(checkpoint: dict[str, Any], mapping: KeyMapping) -> None:
-    """Remove the tensors that are left out, and rename the others, in place."""
-    state: Mapping[str, Any] = checkpoint.get("state_dict", {})
-    if mapping.is_empty:
-        return
-    names = check_unique((name, new, id(state[name])) for name, new in new_names(mapping, state).items())
-    versions = rename_versions(getattr(state, METADATA, None), names)
-    checkpoint["state_dict"] = add_versions({new: state[old] for new, old in names.items()}, versions)
-    if "optimizer_states" in checkpoint:
-        states = checkpoint["optimizer_states"]
-        checkpoint["optimizer_states"] = [_rename_optimizer(state, mapping) for state in states]
-
-
-def _rename_optimizer(optimizer: dict[str, Any], mapping: KeyMapping) -> dict[str, Any]:
-    if not optimizer:  # of a Trainer without an optimizer
-        return optimizer
-    if any(isinstance(param, int) for group in optimizer["param_groups"] for param in group["params"]):
-        raise ValueError(
-            "an optimizer has numbers for its parameters, so that names cannot be chosen or changed; leave it out"
-        )
-    groups = [{**group, "params": rename_params(mapping, group["params"])} for group in optimizer["param_groups"]]
-    named = [(mapping(param), values) for param, values in optimizer["state"].items()]
-    state = {new: values for new, values in named if new is not None}
-    return {"state": state, "param_groups": groups}
 
 
 def sort_by_layer(params: list[str]) -> list[str]:

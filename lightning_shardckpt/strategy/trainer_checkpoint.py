@@ -23,7 +23,8 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.model_names import fit_names, has_weights_only, map_names
+from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
+from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import HookedState, loaded_state_dict
 from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
