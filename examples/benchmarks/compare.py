@@ -17,10 +17,10 @@ extra MB is what the rank that needed most had at most above what it had before 
 mapped files count). Loads with new moments begin without optimizer state, as those of runs that resume do; with DCP its
 own function makes the state first.
 
-Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete), load (2 ranks → 2,
-from the page cache, and from the disk below it), reshard (other ranks, columns), consolidate (shards of 4 ranks into
-whole tensors, for torch.load and as safetensors), training (steps, tokens per second and, on GPUs, the share of the
-fastest matrix product, beside a plain loop and Lightning's strategies).
+Sections: save (1, 2, 4 ranks), async (seconds blocked, and until complete), load (2 ranks → 2, from the page cache, and
+from the disk below it), reshard (other ranks, columns), small (microseconds per tensor), consolidate (shards of 4 ranks
+into whole tensors, for torch.load and as safetensors), training (steps, tokens per second and, on GPUs, the share of
+the fastest matrix product, beside a plain loop and Lightning's strategies).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from consolidating import consolidate
 from loading import load, reshard
 from report import store, summarise, tables
 from saving import asynchronous, save
+from small import small
 from training import training
 
 SECTIONS = {
@@ -48,6 +49,7 @@ SECTIONS = {
     "async": asynchronous,
     "load": load,
     "reshard": reshard,
+    "small": small,
     "consolidate": consolidate,
     "training": training,
 }
@@ -58,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gb", type=float, default=0.2, help="of parameters and optimizer state in all (0.2)")
     parser.add_argument("--rounds", type=int, default=3, help="that count (3)")
+    parser.add_argument("--tensors", type=int, default=10_000, help="of section small (10000)")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--ranks", type=int, nargs="+", help="of save, async and training: cases of so many ranks only")
     parser.add_argument("--dir", help="where to save (a temporary directory)")

@@ -124,9 +124,9 @@ def _hugging_face(source: Path, out: Path, names: _Names) -> None:
 
 def _of_ours(out: Path) -> dict[str, Tensor]:
     found = torch.load(out, mmap=True)
-    moments = found["optimizer_states"][0]["state"].items()
+    moments = zip(found["model"], found["optimizer"]["state"].values(), strict=True)
     flat = {f"optimizer.{of}.{key}": value for of, state in moments for key, value in state.items()}
-    model = {f"model.{name}": tensor for name, tensor in found["state_dict"].items()}
+    model = {f"model.{name}": tensor for name, tensor in found["model"].items()}
     return model | {name: tensor for name, tensor in flat.items() if tensor.ndim}
 
 

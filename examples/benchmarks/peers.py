@@ -100,3 +100,7 @@ COPIES = [
         "DCP, reused stager", _dcp_save, _dcp_load, COPY, "DCP, thread", begin=lambda s, p: _dcp_begin(s, p, reuse=True)
     ),
 ]
+MANY = [
+    Way("DCP", _dcp_save, _dcp_load, SAFETENSORS, "DCP"),
+    Way(SAFETENSORS, _st_save, _st_load, SAFETENSORS, "DCP"),
+]

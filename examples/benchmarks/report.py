@@ -30,13 +30,10 @@ class Column:
 SECONDS, EXTRA = Column("seconds", "seconds"), Column("extra_mb", "extra MB", 0, compared=False)
 COLUMNS = {
     "save": (SECONDS, EXTRA),
-    "async": (
-        Column("blocked", "blocked"),
-        Column("complete", "complete"),
-        EXTRA,
-    ),
+    "async": (Column("blocked", "blocked"), Column("complete", "complete"), EXTRA),
     "load": (SECONDS, Column("read_ratio", "read/needed", 2, False), EXTRA),
     "reshard": (SECONDS, Column("read_ratio", "read/needed", 2, False), EXTRA),
+    "small": (Column("save_us", "save µs", 1), Column("load_us", "load µs", 1), EXTRA),
     "consolidate": (SECONDS, EXTRA),
     "training": (
         Column("ms", "ms a step", 2),

@@ -55,7 +55,7 @@ class Llama(nn.Module):
 class State:
     """A live model and optimizer on one rank, and what ways keep beside them."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
         self.kept: dict[str, Any] = {}
         """What a way makes once: a CheckpointIO, a stager."""
@@ -64,7 +64,7 @@ class State:
     def tensors(self) -> dict[str, DTensor]:
         """Live parameters and moments; the optimizer's change when a load replaces them."""
         found: dict[str, Any] = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters() if self.optimizer is not None else ():
             for key, value in self.optimizer.state[parameter].items():
                 if value.ndim:
                     found[f"optimizer.{name}.{key}"] = value
@@ -73,7 +73,7 @@ class State:
     def flat(self) -> dict[str, Tensor]:
         """The tensors with AdamW's step counters: what the peers are given, made for them outside of their time."""
         steps: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters() if self.optimizer is not None else ():
             steps[f"optimizer.{name}.step"] = self.optimizer.state[parameter]["step"]
         return {**self.tensors(), **steps}
 
@@ -108,13 +108,14 @@ class State:
 
     def empty_moments(self) -> dict[Any, Any]:
         """As the optimizer's state is before a resumed run loads it; returns what it was."""
+        assert self.optimizer is not None
         was = dict(self.optimizer.state)
         self.optimizer.state.clear()
         return was
 
     def fill(self) -> None:
         """Give every element its value, also after a load that failed."""
-        if not self.optimizer.state:
+        if self.optimizer is not None and not self.optimizer.state:
             _one_step(self.optimizer)
         for name, tensor in self.tensors().items():
             tensor.to_local().copy_(_values(name, tensor))
@@ -156,7 +157,7 @@ def _values(name: str, tensor: DTensor) -> Tensor:
     return at.bitwise_and_(_EXACT).to(torch.float32).view(local)
 
 
-def _one_step(optimizer: Optimizer) -> None:
+def _one_step(optimizer: Optimizer | None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -177,6 +178,17 @@ def llama(gb: float, dim: int = 0) -> State:
     optimizer = AdamW(model.parameters(), lr=1e-3)
     _one_step(optimizer)
     return State(model, optimizer)
+
+
+def small(count: int) -> State:
+    """``count`` parameters of 4 KB."""
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    model = nn.Module()
+    for number in range(count):
+        local = torch.zeros(32 // dist.get_world_size(), 32, device=device())
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        model.register_parameter(f"w{number:06}", nn.Parameter(whole))
+    return State(model, None)
 
 
 def expected(name: str, shape: tuple[int, ...]) -> Tensor:

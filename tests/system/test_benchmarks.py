@@ -23,12 +23,12 @@ state.LAYERS = 2
 runpy.run_path({str(FOLDER / "compare.py")!r}, run_name="__main__")
 """
 # Cases by section. The others are run by hand: save, load, reshard.
-SECTIONS = {"async": 1, "consolidate": 2, "training": 2}
+SECTIONS = {"async": 1, "small": 1, "consolidate": 2, "training": 2}
 
 
 @pytest.fixture(
     scope="module",
-    params=["async", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("consolidate", "training"))],
+    params=["async", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("small", "consolidate", "training"))],
 )
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python: Run
@@ -41,6 +41,7 @@ def found(
         "--gb=0.02",
         "--rounds=1",
         "--ranks=1",
+        "--tensors=100",
         f"--out={folder}/results.json",
         *("--only", section),
     ]
