@@ -78,27 +78,6 @@ class Box:
         """Return this box moved by ``by`` elements per dim."""
         return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
-    def runs(self, shape: Shape) -> Iterator[tuple[int, int]]:
-        """Yield the maximal contiguous element ranges ``[begin, end)`` of this box in a row-major tensor of ``shape``.
-
-        Ranges are ascending. A box that spans all trailing dims is one run.
-
-        >>> list(Box((1, 0), (3, 4)).runs((5, 4))), list(Box((1, 2), (3, 4)).runs((5, 4)))
-        ([(4, 12)], [(6, 8), (10, 12)])
-        """
-        if self.numel == 0:
-            return
-        lengths, inner = self.shape, len(shape)
-        while inner > 0 and lengths[inner - 1] == shape[inner - 1]:
-            inner -= 1
-        inner = max(inner - 1, 0)  # dims from here on form one run
-        strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
-        first = sum(a * s for a, s in zip(self.start, strides, strict=True))
-        length = prod(lengths[inner:])
-        for index in iterate_indices(lengths[:inner]):
-            begin = first + sum(i * s for i, s in zip(index, strides, strict=False))
-            yield begin, begin + length
-
 
 def find_cover_error(shape: Shape, boxes: Iterable[Box]) -> str | None:
     """Return None if the boxes cover a tensor of ``shape`` exactly once, else a sentence that states the error.

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import sub
+from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
@@ -267,26 +269,44 @@ def _stored_boxes(
             yield share.box, group[number]
 
 
-def byte_runs(overlap: Overlap, local_shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (offset in the stored box, offset in local memory, length) of contiguous copies, all in bytes.
+class ByteRuns(NamedTuple):
+    """Where the bytes of a region are in a stored box and in the row-major array of a target.
 
-    Args:
-        overlap: the region to copy.
-        local_shape: the shape of the row-major destination.
-        itemsize: bytes per element.
-
-    Offsets in the stored box are ascending.
+    They are runs of ``length`` bytes; the first one begins at byte ``source`` of the box and byte ``at`` of the target.
+    ``dims``, outermost first, have the number of steps and the bytes of one in the box and in the target; none of them
+    if the region is a single run.
     """
-    source = overlap.common.within(overlap.stored).runs(overlap.stored.shape)
-    target = overlap.local.runs(local_shape)
-    (a, a_stop), (b, b_stop) = next(source), next(target)
-    while True:
-        length = min(a_stop - a, b_stop - b)
-        yield a * itemsize, b * itemsize, length * itemsize
-        a, b = a + length, b + length
-        if a == a_stop:
-            a, a_stop = next(source, (-1, -1))
-        if b == b_stop:
-            b, b_stop = next(target, (-1, -1))
-        if a < 0 or b < 0:
-            return
+
+    source: int
+    at: int
+    length: int
+    dims: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the region in bytes."""
+        return self.length * prod([count for count, _, _ in self.dims])
+
+
+def byte_runs(overlap: Overlap, local_shape: Shape, itemsize: int) -> ByteRuns:
+    """Return the runs of a region of elements of ``itemsize`` bytes, in as few dims as possible.
+
+    >>> byte_runs(Overlap(0, Box((0, 0), (4, 6)), Box((1, 0), (3, 2)), Box((0, 0), (2, 2))), (2, 2), 4)
+    ByteRuns(source=24, at=0, length=8, dims=((2, 24, 8),))
+    """
+    source = at = 0
+    pitch = step = itemsize  # bytes from one index to the next in the box and in the target
+    dims = [(itemsize, 1, 1)]  # of bytes, innermost first
+    start = map(sub, overlap.common.start, overlap.stored.start)
+    extents = zip(
+        overlap.common.shape, start, overlap.local.start, overlap.stored.shape, local_shape, strict=True
+    )
+    for count, first, local_first, stored_length, local_length in reversed(list(extents)):
+        source, at = source + first * pitch, at + local_first * step
+        inner_count, inner_pitch, inner_step = dims[-1]
+        if (pitch, step) == (inner_count * inner_pitch, inner_count * inner_step):
+            dims[-1] = (count * inner_count, inner_pitch, inner_step)
+        elif count > 1:
+            dims.append((count, pitch, step))
+        pitch, step = pitch * stored_length, step * local_length
+    return ByteRuns(source, at, dims[0][0], tuple(dims[:0:-1]))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape, find_cover_error
 from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Part
-from lightning_shardckpt.format.plan import Overlap
+from lightning_shardckpt.format.plan import Overlap, byte_runs
 from lightning_shardckpt.format.safetensors_header import (
     MAX_HEADER_BYTES,
     HeaderLengthError,
@@ -24,8 +23,7 @@ from lightning_shardckpt.format.safetensors_header import (
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
 from lightning_shardckpt.sources.source import Source, tables_of
 from lightning_shardckpt.storage.protocol import Reader
-from lightning_shardckpt.transfer.shard_reader import Request, single_run
-from lightning_shardckpt.transfer.whole_tensors import BoxRuns, StoredBox
+from lightning_shardckpt.transfer.shard_reader import Request
 
 # ── tensors in files of other programs ────────────────────────────────────────────────────────────────────────────────
 # Boxes of bytes in files tile each tensor. A tensor in a safetensors file is one box, a tensor of torch's distributed
@@ -151,18 +149,6 @@ class ForeignTensors:
         """Return a tensor's boxes in files."""
         return self._tensors[component][key]
 
-    def boxes(self, component: str, key: str) -> list[StoredBox]:
-        """Return a tensor's boxes, in the order of their first elements."""
-        tensor, boxes = self._readable(component, key), list[StoredBox]()
-        for one in tensor.boxes:
-            if one.box.numel:
-                entry = _entry(tensor, one)
-                runs = list(islice(one.box.runs(tensor.shape), 2))
-                begin = runs[0][0] * DTYPE_BYTES[tensor.dtype]
-                overlap = Overlap(0, one.box, one.box, one.box)
-                boxes.append(StoredBox(key, BoxRuns(overlap, begin, entry.nbytes, len(runs) == 1), entry))
-        return sorted(boxes, key=lambda stored: stored.place.begin)
-
     def check(self, component: str, key: str) -> None:
         """Raise a FormatError if torch lacks a tensor's dtype; the sizes of the files have been checked."""
         self._readable(component, key)
@@ -177,8 +163,8 @@ class ForeignTensors:
                 common = one.box.intersect(part.box)
                 if common is not None and common.numel:
                     overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
-                    run = single_run(overlap, shape, DTYPE_BYTES[tensor.dtype])
-                    requests.append(Request(key, overlap, _entry(tensor, one), shape, run, memory))
+                    runs = byte_runs(overlap, shape, DTYPE_BYTES[tensor.dtype])
+                    requests.append(Request(key, 0, _entry(tensor, one), runs, memory))
         return requests
 
 

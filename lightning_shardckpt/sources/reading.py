@@ -14,8 +14,7 @@ from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.sources.source import Source, TensorFiles
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
-from lightning_shardckpt.transfer.shard_reader import Request, fetch
-from lightning_shardckpt.transfer.whole_tensors import windows
+from lightning_shardckpt.transfer.shard_reader import Request, fetch, windows
 
 _WINDOW_BYTES, _BATCH_BYTES = 16 << 20, 64 << 20  # of host memory, whose content is converted or copied to a device
 _COMPARED_BYTES = 8 << 20  # of each tensor

@@ -15,12 +15,11 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.layout import Part
-from lightning_shardckpt.format.plan import Overlap, plan_load
+from lightning_shardckpt.format.plan import ByteRuns, Overlap, byte_runs, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import Request, single_run
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, WholeTensors
+from lightning_shardckpt.transfer.shard_reader import Request, StoredTensors
 
 
 class TensorFiles(StoredTensors, Protocol):
@@ -34,11 +33,6 @@ class TensorFiles(StoredTensors, Protocol):
 
     def check(self, component: str, key: str) -> None:
         """Raise a ShardCkptError if a tensor cannot be read, or no files of its size exist."""
-
-    def requests(
-        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
-    ) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
 
 
 class StoredTensor(NamedTuple):
@@ -175,13 +169,20 @@ def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
         )
 
 
-class IndexedTensors(WholeTensors):
+_MAX_CACHED_PLANS = 4096  # an export has one for each window
+
+
+class IndexedTensors:
     """The tensors of a checkpoint of this package; implements ``TensorFiles``."""
 
     def __init__(self, checkpoint: Checkpoint, verify: bool = True) -> None:
-        super().__init__(checkpoint)
+        self.checkpoint, self.path, self.reader = checkpoint, checkpoint.path, checkpoint.reader
         self.verify = verify
-        self._overlaps: dict[tuple[Any, ...], list[tuple[Overlap, tuple[int, int, int] | None]]] = {}
+        self._plans: dict[tuple[Any, ...], list[tuple[Overlap, ByteRuns]]] = {}
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return self.checkpoint.root.components[component].tensors[key]
 
     def check(self, component: str, key: str) -> None:
         """Raise a ShardCkptError if an index lacks one of a tensor's boxes, or a file is not the saved one."""
@@ -198,15 +199,16 @@ class IndexedTensors(WholeTensors):
         checkpoint = self.checkpoint
         spec, replica = self.spec(component, key), checkpoint.replicas(component)[key]
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
-        if kind not in self._overlaps:
+        if (plan := self._plans.get(kind)) is None:
             plan = []
             for overlap in plan_load(spec, replica, parts):
                 checkpoint.entry(component, key, overlap)  # at once, since most boxes of a hostile layout do not exist
-                plan.append((overlap, single_run(overlap, shape, DTYPE_BYTES[spec.dtype])))
-            self._overlaps[kind] = plan
+                plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
+            if len(self._plans) < _MAX_CACHED_PLANS:
+                self._plans[kind] = plan
         requests = []
-        for overlap, run in self._overlaps[kind]:
+        for overlap, runs in plan:
             entry = checkpoint.entry(component, key, overlap)
             checkpoint.check_file(component, overlap.writer, entry.file)
-            requests.append(Request(key, overlap, entry, shape, run, memory))
+            requests.append(Request(key, overlap.writer, entry, runs, memory))
         return requests

@@ -16,16 +16,15 @@ import numpy
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.source import IndexedTensors
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text
 from lightning_shardckpt.tools.listing import is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.whole_tensors import WholeTensors, read_windows
+from lightning_shardckpt.transfer.shard_reader import WindowReader
 
 _WINDOW_BYTES = 8 << 20  # of each tensor at a time
 _LISTED = 20
@@ -178,18 +177,14 @@ class _Comparison:
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
         both = (first, second)
-        self._sides = [(WholeTensors(c), ShardReader(c.path, c.reader, target_bytes=_WINDOW_BYTES)) for c in both]
+        self._sides = [WindowReader(IndexedTensors(checkpoint), _WINDOW_BYTES) for checkpoint in both]
         self._advance = advance
 
     def differences(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> dict[str, Any]:
         """Return digests and the largest difference of two tensors; nothing if they are the same."""
         hashers, distance = (xxhash.xxh3_64(), xxhash.xxh3_64()), TensorDistance()
         if prod(spec.shape):
-            sides = zip(self._sides, keys, strict=True)
-            streams = [
-                read_windows(source, Box.whole(spec.shape), wholes.boxes(component, key), _WINDOW_BYTES)
-                for (wholes, source), key in sides
-            ]
+            streams = [side.read(component, key) for side, key in zip(self._sides, keys, strict=True)]
             for first, second in zip(*streams, strict=True):
                 hashers[0].update(first)
                 hashers[1].update(second)

@@ -27,8 +27,7 @@ from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import backend_of, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
-from lightning_shardckpt.transfer.shard_reader import ShardReader
-from lightning_shardckpt.transfer.whole_tensors import StoredTensors, read_windows
+from lightning_shardckpt.transfer.shard_reader import StoredTensors, WindowReader
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -149,7 +148,7 @@ class _Reading:
 
     def __init__(self, stored: StoredTensors, advance: Callable[[int], Any]) -> None:
         self._stored, self._advance = stored, advance
-        self._source = ShardReader(stored.path, stored.reader, target_bytes=_WINDOW_BYTES)
+        self._reader = WindowReader(stored, _WINDOW_BYTES)
 
     def nbytes(self, component: str, key: str) -> int:
         """Return the size of a stored tensor."""
@@ -160,8 +159,7 @@ class _Reading:
         """Return the digest of a stored tensor, or of a part of it."""
         spec, hasher = self._stored.spec(component, key), xxhash.xxh3_64()
         if prod(spec.shape):
-            boxes = self._stored.boxes(component, key)
-            for data in read_windows(self._source, part or Box.whole(spec.shape), boxes, _WINDOW_BYTES):
+            for data in self._reader.read(component, key, part):
                 hasher.update(data)
                 self._advance(len(data))
         return hasher.hexdigest()

@@ -1,9 +1,7 @@
 """Fill files with stored tensors in several threads; all offsets are known before a byte is read.
 
-A region is the place of a tensor in a file. One thread reads a region from start to end in windows, verifies, converts
-and writes it, while other threads process the next regions; small regions that follow one another are read and written
-together, with what lies between them in the file.
-No torch.
+A large tensor is read, verified, converted and written window by window; small ones that follow one another in a file
+are read and written together, with what lies between them in the file. No torch.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.index import TensorSpec
+from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
+from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.system.workers import run_tasks
-from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, clone_reader
-from lightning_shardckpt.transfer.whole_tensors import StoredBox, StoredTensors, read_windows
-
-_ALIGNMENT = 64  # small tensors are aligned in memory as in the file
+from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, StoredTensors, clone_reader, plan_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +51,19 @@ class Region:
         return self.begin + self.nbytes
 
 
-class _Stored(NamedTuple):
-    region: Region
-    spec: TensorSpec
-    boxes: list[StoredBox]
+class _Window(NamedTuple):
+    """Bytes of a file from ``begin`` on: ``data``, or ``nbytes`` of memory that ``requests`` fill, converted.
 
+    ``counted`` bytes of regions are reported. The others, between small regions, are in the file already.
+    """
 
-class _Piece(NamedTuple):
     file: int
-    offset: int
-    data: memoryview
+    begin: int
     counted: int
-    """Bytes that are reported."""
+    nbytes: int = 0
+    requests: Sequence[Request] = ()
+    conversion: DtypeConversion | None = None
+    data: memoryview = memoryview(b"")
 
 
 def fill(
@@ -93,86 +90,76 @@ def fill(
     # a block that two windows share is read for both: of an object store, where that costs, larger windows read less
     window_bytes = tuning.fill_window_bytes * (4 if tensors.reader.high_latency else 1)
     written_bytes = [0] * len(files)
-    # the kernel lets one thread at a time write to a file; others would spin
-    writing, stopped = threading.Lock(), threading.Event()
-
-    def write(piece: _Piece) -> None:
-        with writing:
-            write_at(files[piece.file], piece.data, piece.offset)
-            written_bytes[piece.file] += len(piece.data)
-            if written_bytes[piece.file] >= tuning.writeback_bytes:
-                begin_writeback(files[piece.file])
-                written_bytes[piece.file] = 0
-            advance(piece.counted)
+    writing = threading.Lock()  # the kernel lets one thread at a time write to a file; others would spin
 
     @contextmanager
-    def open_worker() -> Iterator[Callable[[list[_Stored] | Region], None]]:
-        with clone_reader(tensors.path, tensors.reader) as reader:
-            source = ShardReader(tensors.path, reader, target_bytes=window_bytes)
+    def open_worker() -> Iterator[Callable[[_Window], None]]:
+        memory = memoryview(allocate_pages(window_bytes))
+        with clone_reader(tensors) as reader:
+            source = ShardReader(tensors.path, reader)
 
-            def fill_regions(task: list[_Stored] | Region) -> None:
-                for piece in _pieces(source, task, files, window_bytes):
-                    if stopped.is_set():  # another thread failed
-                        return
-                    write(piece)
+            def fill_window(window: _Window) -> None:
+                data = _content(source, window, files[window.file], memory)
+                with writing:
+                    write_at(files[window.file], data, window.begin)
+                    written_bytes[window.file] += len(data)
+                    if written_bytes[window.file] >= tuning.writeback_bytes:
+                        begin_writeback(files[window.file])
+                        written_bytes[window.file] = 0
+                    advance(window.counted)
 
-            yield fill_regions
+            yield fill_window
 
     nbytes = sum(region.nbytes for region in regions)
     # at most one per window; two even on one core, since one may wait for the disk
     threads = min(max(len(os.sched_getaffinity(0)), 2), tuning.fill_threads, nbytes // window_bytes + 1)
-    tasks = _tasks(regions, tensors, window_bytes)
-    run_tasks(tasks, open_worker, threads=threads, name="shardckpt-filler", on_failure=stopped.set)
+    run_tasks(_windows(regions, tensors, window_bytes), open_worker, threads=threads, name="shardckpt-filler")
 
 
-def _tasks(
-    regions: Sequence[Region], tensors: StoredTensors, window_bytes: int
-) -> Iterator[list[_Stored] | Region]:
-    """Yield regions of bytes, one large region of a tensor, or small ones that fit a window. Not thread-safe.
-
-    Small ones are neighbours: between them lies no region that another thread could be writing.
-    """
-    small, room = list[_Stored](), window_bytes - _ALIGNMENT
+def _windows(regions: Sequence[Region], tensors: StoredTensors, window_bytes: int) -> Iterator[_Window]:
+    """Yield windows of large regions, and small regions that fit into one window together. Not thread-safe."""
+    small = list[Region]()
     for region in regions:
-        is_alone = region.conversion is not None or region.box is not None or region.nbytes > room
-        is_alone |= isinstance(region.content, memoryview)
-        if small and (is_alone or region.file != small[0].region.file or region.end - small[0].region.begin > room):
-            yield small
+        is_whole = region.conversion is None and region.box is None and not isinstance(region.content, memoryview)
+        is_small = is_whole and region.nbytes <= window_bytes
+        is_near = small and region.file == small[0].file and region.end - small[0].begin <= window_bytes
+        if small and not (is_small and is_near):  # never across another region, which another thread writes
+            yield _join(small, tensors)
             small = []
-        if isinstance(region.content, memoryview):
-            yield region
-            continue
-        found = _Stored(region, tensors.spec(*region.content), tensors.boxes(*region.content))
-        if is_alone:
-            yield [found]
+        if is_small:
+            small.append(region)
+        elif isinstance(region.content, memoryview):
+            yield _Window(region.file, region.begin, region.nbytes, data=region.content)
         else:
-            small.append(found)
+            begin, conversion = region.begin, region.conversion
+            for nbytes, requests in plan_windows(tensors, *region.content, region.box, window_bytes):
+                written = nbytes if conversion is None else nbytes // conversion.stored * conversion.written
+                yield _Window(region.file, begin, written, nbytes, requests, conversion)
+                begin += written
     if small:
-        yield small
+        yield _join(small, tensors)
 
 
-def _pieces(
-    source: ShardReader, task: list[_Stored] | Region, files: Sequence[int], window_bytes: int
-) -> Iterator[_Piece]:
-    """Yield what is to be written; each piece is valid until the next one."""
-    if isinstance(task, Region):
-        assert isinstance(task.content, memoryview)
-        yield _Piece(task.file, task.begin, task.content, task.nbytes)
-        return
-    (region, spec, boxes), at = task[0], task[0].region.begin
-    if len(task) == 1:
-        for data in read_windows(source, region.box or Box.whole(spec.shape), boxes, window_bytes):
-            written = data if region.conversion is None else region.conversion.convert(data)
-            yield _Piece(region.file, at, written, len(written))
-            at += len(written)
-        return
-    counted, aligned = sum(region.nbytes for region, _, _ in task), at % _ALIGNMENT
-    data = source.target[aligned : aligned + task[-1].region.end - at]
-    if counted < len(data):  # what lies between the tensors is there already
-        os.preadv(files[region.file], [data], at)
-    requests = list[Request]()
-    for region, spec, boxes in task:
-        target = data[region.begin - at : region.end - at]
-        requests += [stored.request(spec.shape, target) for stored in boxes]
-    source.fetch(requests)
-    yield _Piece(region.file, at, data, counted)
+def _join(regions: Sequence[Region], tensors: StoredTensors) -> _Window:
+    """Return one window for regions of whole tensors, which follow one another in a file."""
+    begin, requests = regions[0].begin, list[Request]()
+    for region in regions:
+        assert not isinstance(region.content, memoryview)
+        shape = tensors.spec(*region.content).shape
+        whole = (Part(Box.whole(shape), (0,) * len(shape)),)
+        for request in tensors.requests(*region.content, whole, shape, memoryview(b"")):
+            at = request.runs.at + region.begin - begin
+            requests.append(request._replace(runs=request.runs._replace(at=at)))
+    counted = sum(region.nbytes for region in regions)
+    return _Window(regions[0].file, begin, counted, regions[-1].end - begin, requests)
+
+
+def _content(source: ShardReader, window: _Window, file: int, memory: memoryview) -> memoryview:
+    """Return the bytes of a window, in ``memory`` unless they are given or converted."""
+    if not window.nbytes:
+        return window.data
+    data = memory[: window.nbytes]
+    if window.conversion is None and window.counted < window.nbytes:
+        os.preadv(file, [data], window.begin)  # what lies between the tensors is there already
+    source.fetch(request._replace(target=data) for request in window.requests)
+    return data if window.conversion is None else window.conversion.convert(data)

@@ -21,8 +21,9 @@ from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.box import Box, Shape, iterate_indices
 from lightning_shardckpt.format.checksum import DIGITS, checksum_blocks, slice_checksums
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry
-from lightning_shardckpt.format.plan import Overlap, byte_runs
+from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry, TensorSpec
+from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.format.plan import ByteRuns
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
@@ -30,6 +31,7 @@ from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.workers import run_tasks
 
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
+_NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,36 +57,14 @@ LOCAL = ReadSizes(window=1 << 20, direct=64 << 10)  # the window is still in a c
 REMOTE = ReadSizes(window=8 << 20, direct=4 << 20, threads=16)  # each read costs a wait and money
 
 
-_NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest
-
-Strided: TypeAlias = tuple[memoryview, int, Shape]
-"""(memory, offset of the first element, pitch of each dim), in bytes."""
-
-
 class Request(NamedTuple):
-    """A request to fill a region of ``target``, a row-major array of ``local_shape``, from a stored box.
-
-    ``run`` is (offset in the box, offset in the target, length) in bytes; None if the region is not contiguous in both.
-    """
+    """A request to fill a region of ``target`` from the stored box ``entry`` of the tensor ``key``."""
 
     key: str
-    overlap: Overlap
+    writer: int
     entry: ShardEntry
-    local_shape: Shape
-    run: tuple[int, int, int] | None
+    runs: ByteRuns
     target: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the region in bytes."""
-        return self.run[2] if self.run is not None else self.overlap.common.numel * DTYPE_BYTES[self.entry.dtype]
-
-
-def single_run(overlap: Overlap, local_shape: Shape, itemsize: int) -> tuple[int, int, int] | None:
-    """Return the ``run`` of a request, or None if the region is not contiguous in the box and the target."""
-    runs = byte_runs(overlap, local_shape, itemsize)
-    first = next(runs)
-    return first if next(runs, None) is None else None
 
 
 class Files(Protocol):
@@ -92,6 +72,22 @@ class Files(Protocol):
 
     path: str
     reader: Reader
+
+
+class StoredTensors(Files, Protocol):
+    """Stored tensors of any format, as boxes of bytes in files. Not thread-safe."""
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """Return the spec of a tensor."""
+
+    def requests(
+        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor.
+
+        Raises:
+            ShardCkptError: naming file and tensor, if the files cannot contain the boxes.
+        """
 
 
 def fetch(
@@ -117,7 +113,7 @@ def fetch(
     ordered, is_remote = _sort(requests), files.reader.high_latency
     sizes = sizes or (REMOTE if is_remote else LOCAL)
     if threads is None:
-        nbytes = sum(request.nbytes for request in ordered)
+        nbytes = sum(request.runs.nbytes for request in ordered)
         if is_remote:
             threads = max(min(sizes.threads, max(len(ordered), nbytes // sizes.window)), 1)
         else:
@@ -125,7 +121,7 @@ def fetch(
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[Sequence[Segment]], None]]:
-        with clone_reader(files.path, files.reader) if threads > 1 else nullcontext(files.reader) as reader:
+        with clone_reader(files) if threads > 1 else nullcontext(files.reader) as reader:
             yield ShardReader(files.path, reader, verify=verify, sizes=sizes).read
 
     run_tasks(_plan_reads(ordered, verify, sizes), open_worker, threads=threads, name="shardckpt-reader")
@@ -144,37 +140,28 @@ class Segment(NamedTuple):
     @property
     def is_needed_whole(self) -> bool:
         """Whether all bytes are contiguous in the target."""
-        request, low, high = self
-        if request.run is None:
-            return False
-        begin, length = request.entry.begin + request.run[0], request.run[2]
-        return begin <= low and high <= begin + length
+        runs, begin = self.request.runs, self.request.entry.begin + self.request.runs.source
+        return not runs.dims and begin <= self.low and self.high <= begin + runs.length
 
 
 def _sort(requests: Iterable[Request]) -> list[Request]:
     """Return the requests, sorted by file and offset."""
-    by_file: dict[str, list[Request]] = {}
-    for request in requests:
-        by_file.setdefault(request.entry.file, []).append(request)
-    for file_requests in by_file.values():
-        file_requests.sort(key=lambda request: request.entry.begin)
-    return [request for _, file_requests in sorted(by_file.items()) for request in file_requests]
+    return sorted(requests, key=lambda request: (request.entry.file, request.entry.begin + request.runs.source))
 
 
 def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> Iterator[list[Segment]]:
     """Yield segments that one read covers, for requests that ``_sort`` returned."""
-    window, direct = sizes.window, sizes.direct
     read: list[Segment] = []
     file, low, high, needed = "", 0, 0, 0
     for request in requests:
         for segment in _segments(request, verify, sizes):
             _, first, last = segment
             length = last - first
-            if length >= direct and segment.is_needed_whole:
+            if length >= sizes.direct and segment.is_needed_whole:
                 yield [segment]
                 continue
-            # several requests for one box may come in any order, or interleave: a step back begins a new read
-            is_near = low <= first <= high + needed // _GAP_SHARE and last - low <= window
+            # requests for one box may interleave: a step back begins a new read
+            is_near = low <= first <= high + needed // _GAP_SHARE and last - low <= sizes.window
             if read and not (is_near and request.entry.file == file):
                 yield read
                 read = []
@@ -188,55 +175,37 @@ def _plan_reads(requests: Iterable[Request], verify: bool, sizes: ReadSizes) -> 
 
 def _segments(request: Request, verify: bool, sizes: ReadSizes) -> Iterable[Segment]:
     """Return the segments of a request, in order; none is larger than the window, except a single block."""
-    entry, run = request.entry, request.run
+    entry, (source, _, length, dims) = request.entry, request.runs
+    if length == entry.nbytes <= sizes.window:  # a fast path: most requests are for a small box
+        return (Segment(request, entry.begin, entry.begin + length),)
     block = entry.block if verify and entry.checksums else 1
-    if run is not None:  # a fast path: nearly all requests are one segment
-        low, high = run[0], run[0] + run[2]
-        if block > 1 and run[2] != entry.nbytes:
-            low, high = low // block * block, min(-(-high // block) * block, entry.nbytes)
-        if high - low <= sizes.window:
-            return (Segment(request, entry.begin + low, entry.begin + high),)
-    return _cut(request, block, sizes)
+    ranges = _ranges(request, sizes.gap) if dims else ((source, source + length),)
+    return _cut(request, ranges, block, max(sizes.window // block, 1) * block)
 
 
-def _cut(request: Request, block: int, sizes: ReadSizes) -> Iterator[Segment]:
-    begin, step = request.entry.begin, max(sizes.window // block, 1) * block
-    for low, high in _join(_ranges(request, sizes), block, request.entry.nbytes):
+def _cut(request: Request, ranges: Iterable[tuple[int, int]], block: int, step: int) -> Iterator[Segment]:
+    begin, nbytes = request.entry.begin, request.entry.nbytes
+    for start, stop in ranges:
+        low, high = start // block * block, min(-(-stop // block) * block, nbytes)
         for at in range(low, high, step):
             yield Segment(request, begin + at, begin + min(at + step, high))
 
 
-def _join(ranges: Iterable[tuple[int, int]], block: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ascending ranges as ranges of whole blocks, none of which is in two of them."""
-    low = high = 0
-    for start, stop in ranges:
-        first, last = start // block * block, min(-(-stop // block) * block, nbytes)
-        if first > high:
-            if high > low:
-                yield low, high
-            low = first
-        high = last
-    yield low, high
+def _ranges(request: Request, gap: int) -> Iterator[tuple[int, int]]:
+    """Yield ascending ranges of the box that contain the region.
 
-
-def _ranges(request: Request, sizes: ReadSizes) -> Iterator[tuple[int, int]]:
-    """Yield ascending ranges of the box that contain the region, with small gaps between its rows."""
-    if request.run is not None:
-        yield request.run[0], request.run[0] + request.run[2]
-        return
-    entry, stored, common = request.entry, request.overlap.stored, request.overlap.common
-    pitches = pitches_of(stored.shape, DTYPE_BYTES[entry.dtype])
-    shape, start = common.shape, common.within(stored).start
-    length, dim = DTYPE_BYTES[entry.dtype], len(shape)  # of a range, from its first to its last needed byte
-    while dim > 0:
-        gap = entry.block if entry.checksums else max(sizes.gap, length // _GAP_SHARE)
-        if shape[dim - 1] > 1 and pitches[dim - 1] - length > gap:
+    Gaps between its runs lie within a range if they are small: at most a block, so that no block is in two ranges.
+    """
+    source, _, length, dims = request.runs
+    outer = list(dims)
+    while outer:
+        count, pitch, _ = outer[-1]
+        if pitch - length > (request.entry.block if request.entry.checksums else max(gap, length // _GAP_SHARE)):
             break
-        dim -= 1
-        length += (shape[dim] - 1) * pitches[dim]
-    first = _position(start, pitches)
-    for index in iterate_indices(shape[:dim]):
-        low = first + _position(index, pitches)
+        outer.pop()
+        length += (count - 1) * pitch
+    for index in iterate_indices(tuple(count for count, _, _ in outer)):
+        low = source + sum(i * pitch for i, (_, pitch, _) in zip(index, outer, strict=True))
         yield low, low + length
 
 
@@ -250,17 +219,13 @@ class ShardReader:
         path: the checkpoint's path, for messages.
         reader: the reader of its files; the caller closes it.
         verify: compare blocks with their checksums, if there are any.
-        target_bytes: the size of ``target``, a buffer for callers; at least one block.
         sizes: sizes of reads; by default those for the latency of the files.
     """
 
-    def __init__(
-        self, path: str, reader: Reader, *, verify: bool = True, target_bytes: int = 0, sizes: ReadSizes | None = None
-    ) -> None:
-        self.path, self.reader = path, reader
+    def __init__(self, path: str, reader: Reader, *, verify: bool = True, sizes: ReadSizes | None = None) -> None:
+        self._path, self._reader = path, reader
         self._verify, self._sizes = verify, sizes or (REMOTE if reader.high_latency else LOCAL)
         self._window = memoryview(allocate_pages(max(self._sizes.window, MAX_BLOCK_BYTES)))  # unused pages cost nothing
-        self.target = memoryview(allocate_pages(max(target_bytes, MAX_BLOCK_BYTES)))
 
     def fetch(self, requests: Iterable[Request]) -> None:
         """Fill the targets of the requests, and verify checksums.
@@ -274,139 +239,81 @@ class ShardReader:
     def read(self, segments: Sequence[Segment]) -> None:
         """Read, verify and copy segments of one file that one read covers; raises like ``fetch``."""
         request, low, high = segments[0]
-        file = request.entry.file
         if len(segments) == 1 and high - low >= self._sizes.direct and segments[0].is_needed_whole:
-            assert request.run is not None
-            at = request.run[1] - request.entry.begin - request.run[0]
+            at = request.runs.at - request.entry.begin - request.runs.source
             data = request.target[at + low : at + high]
-            _read_verbatim(self, file, low, data)
-            self._check(request, data, low)
+            self._read(request.entry.file, low, data)
+            self._check(request, data, low - request.entry.begin)
             return
         data = self._window[: max(segment.high for segment in segments) - low]
-        _read_verbatim(self, file, low, data)
+        self._read(request.entry.file, low, data)
         for request, first, last in segments:
-            part = data[first - low : last - low]
-            self._check(request, part, first)
-            _place(request, part, first - request.entry.begin)
+            part, offset = data[first - low : last - low], first - request.entry.begin
+            self._check(request, part, offset)
+            _copy(request.runs, DTYPE_BYTES[request.entry.dtype], part, offset, request.target)
 
-    def _check(self, request: Request, data: memoryview, low: int) -> None:
-        entry = request.entry
-        if self._verify and entry.checksums:
-            _check_blocks(self.path, request, data, low - entry.begin)
+    def _read(self, file: str, offset: int, target: memoryview) -> None:
+        try:
+            self._reader.read_into(file, offset, target)
+        except (EOFError, FileNotFoundError) as error:
+            raise CorruptionError(f"checkpoint {self._path!r}, file {file}: {error}") from None
+
+    def _check(self, request: Request, data: memoryview, offset: int) -> None:
+        """Compare whole blocks of a box, from ``offset`` on, with its checksums."""
+        if self._verify and request.entry.checksums:
+            for first, last in find_corruption(request.entry, data, offset):
+                raise CorruptionError(
+                    f"checkpoint {self._path!r}: corrupted data of {request.key!r} in {request.entry.file}, written by "
+                    f"rank {request.writer}, bytes {first} to {last}. Load another checkpoint, or restore the file; "
+                    "verify lists all damage"
+                )
 
 
 @contextmanager
-def clone_reader(path: str, reader: Reader) -> Iterator[Reader]:
-    """Yield a clone of a reader of the checkpoint at ``path``, for another thread, and close it at the end."""
-    with errors_with_path(path):
-        clone = reader.clone()
+def clone_reader(files: Files) -> Iterator[Reader]:
+    """Yield a clone of a checkpoint's reader, for another thread, and close it at the end."""
+    with errors_with_path(files.path):
+        clone = files.reader.clone()
     try:
         yield clone
     finally:
         clone.close()
 
 
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _place(request: Request, data: memoryview, offset: int) -> None:
-    """Copy what a request needs of ``data``, the bytes of its box from ``offset`` on, into the target."""
-    target, run = request.target, request.run
-    if run is not None:
-        source, at, length = run
-        start, stop = max(source, offset), min(source + length, offset + len(data))
-        target[at + start - source : at + stop - source] = data[start - offset : stop - offset]
+def _copy(runs: ByteRuns, size: int, data: memoryview, offset: int, target: memoryview) -> None:
+    """Copy what ``data``, the bytes of a box from ``offset`` on, has of a region of ``size``-byte elements."""
+    source, at, length, dims = runs
+    end = offset + len(data)
+    if not dims:
+        start, stop = max(source, offset), min(source + length, end)
+        if start < stop:
+            target[at + start - source : at + stop - source] = data[start - offset : stop - offset]
         return
-    overlap, size = request.overlap, DTYPE_BYTES[request.entry.dtype]
-    # in bytes, since the data may begin and end within an element
-    shape, local_shape = _in_bytes(overlap.stored.shape, size), _in_bytes(request.local_shape, size)
-    region, local = _box_in_bytes(overlap.common.within(overlap.stored), size), _box_in_bytes(overlap.local, size)
-    pitches, local_pitches = pitches_of(shape, 1), pitches_of(local_shape, 1)
-    for box in _row_major_boxes(shape, offset, offset + len(data)):
-        if (part := box.intersect(region)) is not None:
-            begin = _position(part.start, pitches) - offset
-            at = _position(part.within(region).shift(local.start).start, local_pitches)
-            unit = size if part.start[-1] % size == part.stop[-1] % size == 0 else 1
-            lengths = (*part.shape[:-1], part.shape[-1] // unit)
-            strides, local_strides = (*pitches[:-1], unit), (*local_pitches[:-1], unit)
-            copy_strided(lengths, unit, (data, begin, strides), (target, at, local_strides))
+    (count, pitch, step), *inner = dims
+    extent = length + sum((n - 1) * inner_pitch for n, inner_pitch, _ in inner)  # of a row, to its last needed byte
+    first = max(-((source - offset) // pitch), 0)  # rows from here to ``stop`` are whole
+    stop = min((end - source - extent) // pitch + 1, count)
+    if first < stop:
+        shape = (stop - first, *(n for n, _, _ in inner), length // size)
+        pitches, steps = [d[1] for d in dims], [d[2] for d in dims]
+        source_array = data, source + first * pitch - offset, (*pitches, size)
+        _copy_strided(shape, size, source_array, (target, at + first * step, (*steps, size)))
+    last = min(-((source - end) // pitch), count)  # rows from here on begin after the data
+    for row in (*range(max(first - 1, 0), min(first, last)), *range(max(first, stop), last)):
+        if source + row * pitch + extent > offset:
+            _copy(ByteRuns(source + row * pitch, at + row * step, length, tuple(inner)), size, data, offset, target)
 
 
-def _position(index: Shape, pitches: Shape) -> int:
-    return sum(i * pitch for i, pitch in zip(index, pitches, strict=False))
+_Strided: TypeAlias = tuple[memoryview, int, Shape]
+"""(memory, offset of the first element, bytes from one index to the next along each dim)."""
 
 
-def _in_bytes(shape: Shape, size: int) -> Shape:
-    return (*shape[:-1], shape[-1] * size) if shape else (size,)
-
-
-def _box_in_bytes(box: Box, size: int) -> Box:
-    return Box((*box.start[:-1], box.start[-1] * size), (*box.stop[:-1], box.stop[-1] * size))
-
-
-def _row_major_boxes(shape: Shape, low: int, high: int) -> Iterator[Box]:
-    """Yield boxes that are the elements ``[low, high)`` of a row-major array: an end of a row, whole rows, a start.
-
-    >>> [(box.start, box.stop) for box in _row_major_boxes((4, 3), 2, 10)]
-    [((0, 2), (1, 3)), ((1, 0), (3, 3)), ((3, 0), (4, 1))]
-    """
-    if len(shape) == 1:
-        yield Box((low,), (high,))
-        return
-    inner, row = shape[1:], prod(shape[1:])
-    while low < high:
-        index, start = divmod(low, row)
-        count = (high - low) // row if not start else 0
-        if count:
-            yield Box((index, *(0 for _ in inner)), (index + count, *inner))
-            low += count * row
-        else:
-            stop = min(high, (index + 1) * row)
-            for box in _row_major_boxes(inner, start, stop - index * row):
-                yield Box((index, *box.start), (index + 1, *box.stop))
-            low = stop
-
-
-def pitches_of(shape: Shape, size: int) -> Shape:
-    """Return the distance in bytes of adjacent elements along each dim of a row-major array of ``size``-byte elements.
-
-    >>> pitches_of((2, 3), 4), pitches_of((), 4)
-    ((12, 4), ())
-    """
-    pitches = [size]
-    for n in shape[:0:-1]:
-        pitches.append(pitches[-1] * n)
-    return tuple(pitches[::-1]) if shape else ()
-
-
-def copy_strided(shape: Shape, size: int, source: Strided, target: Strided) -> None:
+def _copy_strided(shape: Shape, size: int, source: _Strided, target: _Strided) -> None:
     """Copy an array of ``shape``, whose elements have ``size`` bytes. The GIL is released meanwhile."""
     import numpy  # imported here, since only non-contiguous copies need it
 
     dtype = _NUMPY_TYPES[size]
     numpy.ndarray(shape, dtype, *target)[...] = numpy.ndarray(shape, dtype, *source)
-
-
-# ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_verbatim(files: Files, file: str, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with a file's bytes from ``offset`` on, without verification."""
-    try:
-        files.reader.read_into(file, offset, target)
-    except (EOFError, FileNotFoundError) as error:
-        raise CorruptionError(f"checkpoint {files.path!r}, file {file}: {error}") from None
-
-
-def _check_blocks(path: str, request: Request, data: memoryview, offset: int) -> None:
-    """Compare whole blocks of a box, from ``offset`` on, with its checksums."""
-    entry = request.entry
-    for first, last in find_corruption(entry, data, offset):
-        raise CorruptionError(
-            f"checkpoint {path!r}: corrupted data of {request.key!r} in {entry.file}, written by rank "
-            f"{request.overlap.writer}, bytes {first} to {last}. Load another checkpoint, or restore the file; verify "
-            "lists all damage"
-        )
 
 
 def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tuple[int, int]]:
@@ -427,3 +334,64 @@ def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tu
         for number, at in enumerate(blocks)
         if slice_checksums(actual, number, 1) != slice_checksums(expected, number, 1)
     ]
+
+
+# ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def windows(shape: Shape, limit: int) -> Iterator[Box]:
+    """Yield boxes of at most ``limit`` elements that are consecutive in row-major memory and cover ``shape``.
+
+    >>> [(w.start, w.stop) for w in windows((3, 2), 4)]
+    [((0, 0), (2, 2)), ((2, 0), (3, 2))]
+    """
+    if not shape:
+        yield Box((), ())
+    if not shape or 0 in shape:
+        return
+    dim = next((d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit), len(shape) - 1)
+    step, inner = max(limit // prod(shape[dim + 1 :]), 1), shape[dim + 1 :]
+    for index in iterate_indices(shape[:dim]):
+        stop = tuple(i + 1 for i in index)
+        for low in range(0, shape[dim], step):
+            yield Box((*index, low, *(0 for _ in inner)), (*stop, min(low + step, shape[dim]), *inner))
+
+
+def plan_windows(
+    tensors: StoredTensors, component: str, key: str, part: Box | None, nbytes: int
+) -> Iterator[tuple[int, list[Request]]]:
+    """Yield the length in bytes of each of the ``windows`` of a tensor, and the requests for it, without memory.
+
+    Each window reads and verifies the blocks that it touches, so a block that two windows share is read for both:
+    windows should be much larger than blocks.
+
+    Args:
+        tensors: the tensors.
+        component: of the tensor.
+        key: of the tensor.
+        part: of the tensor; None for all of it.
+        nbytes: the size of a window.
+    """
+    spec = tensors.spec(component, key)
+    size, region = DTYPE_BYTES[spec.dtype], part or Box.whole(spec.shape)
+    for window in windows(region.shape, nbytes // size):
+        wanted = Part(window.shift(region.start), (0,) * len(spec.shape))
+        yield window.numel * size, tensors.requests(component, key, (wanted,), window.shape, memoryview(b""))
+
+
+class WindowReader:
+    """Reads tensors one window after the other into memory of its own; every byte is verified if it has a checksum."""
+
+    def __init__(self, tensors: StoredTensors, window_bytes: int) -> None:
+        self._tensors, self._reader = tensors, ShardReader(tensors.path, tensors.reader)
+        self._memory = memoryview(allocate_pages(window_bytes))
+
+    def read(self, component: str, key: str, part: Box | None = None) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, or of a part of it, in order; each window is valid until the next one.
+
+        Raises:
+            CorruptionError: naming file, tensor and rank.
+        """
+        for nbytes, requests in plan_windows(self._tensors, component, key, part, len(self._memory)):
+            self._reader.fetch(request._replace(target=self._memory) for request in requests)
+            yield self._memory[:nbytes]

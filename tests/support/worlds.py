@@ -15,11 +15,11 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
-from lightning_shardckpt.format.plan import Piece, plan_load, plan_save
+from lightning_shardckpt.format.plan import Piece, byte_runs, plan_load, plan_save
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import ReadSizes, Request, fetch, single_run
+from lightning_shardckpt.transfer.shard_reader import ReadSizes, Request, fetch
 from lightning_shardckpt.transfer.writer import plan_files, write_component
 
 SAVE_ID = "5afe" * 8
@@ -115,8 +115,8 @@ def requests(checkpoint: Checkpoint, key: str, wanted: tuple[Part, ...], target:
     for overlap in plan_load(spec, checkpoint.replicas("model")[key], wanted):
         entry = checkpoint.entry("model", key, overlap)
         checkpoint.check_file("model", overlap.writer, entry.file)
-        run = single_run(overlap, target.shape, DTYPE_BYTES[spec.dtype])
-        found.append(Request(key, overlap, entry, target.shape, run, content(target)))
+        runs = byte_runs(overlap, target.shape, DTYPE_BYTES[spec.dtype])
+        found.append(Request(key, overlap.writer, entry, runs, content(target)))
     return found
 
 

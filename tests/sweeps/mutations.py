@@ -310,8 +310,8 @@ MUTATIONS = (
         "a stored box is read from the wrong offset",
         EXACT,
         "format/plan.py",
-        "yield a * itemsize, b * itemsize, length * itemsize",
-        "yield b * itemsize, b * itemsize, length * itemsize",
+        "return ByteRuns(source, at,",
+        "return ByteRuns(at, at,",
         ("unit/format/test_plan.py",),
     ),
     Mutation(
@@ -514,8 +514,8 @@ MUTATIONS = (
         "a group of small tensors is written over the converted one between them",
         ONCE,
         "transfer/file_filler.py",
-        "        if small and (is_alone or region.file",
-        "        if small and (region.file",
+        "if small and not (is_small and is_near):",
+        "if small and is_small and not is_near:",
         ("ranks/export/test_export.py::test_threads_write_each_byte_of_a_file_once",),
     ),
     Mutation(

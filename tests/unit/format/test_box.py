@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -31,15 +30,6 @@ def slices(box: Box) -> tuple[slice, ...]:
 def elements(shape: Shape, box: Box) -> list[int]:
     """The row-major indices of a box's elements, by numpy."""
     return numpy.arange(prod(shape)).reshape(shape)[slices(box)].ravel().tolist()
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_runs_are_the_elements_in_order_and_cannot_be_joined(shape: Shape) -> None:
-    for box in boxes(shape):
-        runs = list(box.runs(shape))
-        assert [i for a, b in runs for i in range(a, b)] == elements(shape, box)
-        assert all(b < c for (_, b), (c, _) in itertools.pairwise(runs))
-        assert box.numel == len(elements(shape, box))
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if len(s) < 3], ids=str)

@@ -152,7 +152,7 @@ def test_a_reshard_along_dim_0_reads_little_more_than_it_needs(source: int, targ
             needed = sum(part.box.numel for part in parts) * 4
             found = worlds.empty_local(parts, worlds.whole("w", spec(shape, REPLICATED, 1)))
             wanted = worlds.requests(checkpoint, "w", parts, found)
-            opened = {request.overlap.writer for request in wanted}
+            opened = {request.writer for request in wanted}
             reader.reads.clear()
             fetch(checkpoint, wanted, verify=how == "verified")
             assert needed <= reader.of_shards() <= (1.1 * needed if how == "verified" else needed)
