@@ -59,10 +59,11 @@ class Draft(Protocol):
         Raises FileExistsError if the target cannot be replaced, or another process is saving to it.
         """
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         """Write a new file; wait first until this rank sees the place that ``begin`` created.
 
-        The file is durable on return, unless syncs are disabled in the backend. The same holds for ``publish``.
+        ``nbytes`` is its size, if that is known and may be large. The file is durable on return, unless syncs are
+        disabled in the backend. The same holds for ``publish``.
         """
 
     def publish(self) -> None:

@@ -119,7 +119,7 @@ def write_file(
     """Write a shard file, and return its entries for the index. Arguments and errors are as in ``write_component``."""
     header = file.header.of(save_id)
     written: list[ShardEntry] = []
-    draft.write(file.name, _content(header, file, stage, written, advance))
+    draft.write(file.name, _content(header, file, stage, written, advance), nbytes=file.nbytes)
     info = FileInfo(file.name, file.nbytes, checksum(header))
     return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
 

@@ -57,7 +57,7 @@ class MemoryDraft:
     def begin(self) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         """Keep a copy of the parts."""
         if name in self._files:
             raise FileExistsError(name)

@@ -280,7 +280,7 @@ class LocalDraft:
     def _fill_in_place(self) -> None:
         self._directory, self.prefix = self._target, prefix_of(self._save_id)
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
         directory = self._find_directory()
         stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)

@@ -24,6 +24,7 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
+_MOST_PIECES = 10_000  # of an object in S3
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
 _first_process = list[int]()  # the process that used obstore
 
@@ -133,13 +134,13 @@ class ObjectStore:
                     raise
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
 
-    def upload(self, key: str, parts: Iterable[Bytes]) -> None:
+    def upload(self, key: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
         """Write a new object from its parts, without keeping references to them.
 
         A small object is sent with one request, a larger one in pieces, several at a time; after an error, obstore
-        aborts the upload.
+        aborts the upload. Pieces are larger for an object of ``nbytes`` that would have more of them than S3 takes.
         """
-        piece_bytes = self._tuning.upload_part_bytes
+        piece_bytes = max(self._tuning.upload_part_bytes, -(-nbytes // _MOST_PIECES))
         with self._turn(), self._call("writing", key) as bucket:
             pieces = _pieces(parts, piece_bytes)
             first, second = next(pieces, b""), next(pieces, None)

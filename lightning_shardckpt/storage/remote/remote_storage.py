@@ -62,7 +62,7 @@ class RemoteDraft:
             )
         self._begun = True
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         """Write a new object; the root index is held back, to be put last."""
         if name in self._written:
             raise FileExistsError(f"{name} was written already")
@@ -70,7 +70,7 @@ class RemoteDraft:
         if name == ROOT_NAME:
             self._root = b"".join(parts)
             return
-        self._objects.upload(self._key(self.prefix + name), parts)
+        self._objects.upload(self._key(self.prefix + name), parts, nbytes)
 
     def publish(self) -> None:
         """Put the root index; then delete the replaced checkpoint and leftovers of other saves.

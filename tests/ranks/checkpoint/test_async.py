@@ -118,9 +118,9 @@ class GatedDraft:
     def __init__(self, draft: LocalDraft, storage: Gated, path: str) -> None:
         self._draft, self._storage, self._path = draft, storage, path
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         self._storage.reach("write", self._path)
-        self._draft.write(name, parts)
+        self._draft.write(name, parts, nbytes=nbytes)
 
     def publish(self) -> Any:
         self._storage.reach("publish", self._path)

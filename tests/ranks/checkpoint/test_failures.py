@@ -88,9 +88,9 @@ class FaultyDraft:
         self._storage.reach("begin")
         return self._draft.begin()
 
-    def write(self, name: str, parts: Iterable[Bytes]) -> None:
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
         self._storage.reach("write")
-        self._draft.write(name, parts)
+        self._draft.write(name, parts, nbytes=nbytes)
 
     def publish(self) -> Any:
         self._storage.reach("publish")
