@@ -99,7 +99,7 @@ ENDED = "epoch 0 of the training ended after 5 batches on rank"
 ROWS = [
     *((name, "stream", {}) for name in ("FSDP", "HSDP", "pipelines")),
     *(pytest.param(name, "stream", {}, marks=pytest.mark.sweep) for name in ("replicas", "TP")),
-    ("FSDP", "stream", {"limit_train_batches": 9}),
+    pytest.param("FSDP", "stream", {"limit_train_batches": 9}, marks=pytest.mark.sweep),
     ("FSDP", "stream", {"limit_val_batches": 0}),
     ("FSDP", "sized", {}),
     ("FSDP", "should_stop", {}),

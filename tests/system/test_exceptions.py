@@ -75,10 +75,10 @@ def broken(who: int, where: str, saver: str, directory: str) -> tuple[str, str, 
         (0, "training_step", "none"),
         (1, "training_step", "on exception"),
         (0, "training_step", "with a metric"),
-        pytest.param(1, "on_train_batch_start", "model checkpoint", marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
+                (1, "on_train_batch_start", "model checkpoint"),
                 (0, "training_step", "model checkpoint"),
                 (0, "on_train_batch_start", "on exception"),
                 (1, "on_train_batch_start", "none"),

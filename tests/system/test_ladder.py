@@ -48,7 +48,7 @@ def steps_kept(folder: str, use_async: bool) -> list[tuple[int, dict[str, set[in
     return found
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("use_async", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_two_model_checkpoints_keep_the_last_ones_and_every_third_over_a_resume(
     tmp_path: Path, use_async: bool
 ) -> None:

@@ -20,7 +20,7 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
-SELDOM = Tuning(rank_poll_s=2.0, rank_longest_poll_s=2.0, host_look_s=0.0)
+SELDOM = Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7, host_look_s=0.0)
 
 
 def end_with_the_store(door: str) -> str:

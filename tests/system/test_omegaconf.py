@@ -1,4 +1,4 @@
-"""Hyper-parameters of OmegaConf, as Hydra gives them, come back as such. Run where OmegaConf is installed."""
+"""Hyper-parameters of OmegaConf, as Hydra gives them, come back as such. It is in the extra test."""
 
 from __future__ import annotations
 

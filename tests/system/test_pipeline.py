@@ -156,6 +156,7 @@ SWEPT = {
     *(("with replicas", "1f1b"), ("schedules", "gpipe by microbatch"), ("models", "head first")),
     *(("three ranks", "1f1b"), ("schedules", "a user's file"), ("models", "bert")),
     *(("training", "metrics, sizes change"), ("models", "conditioned, split by name")),
+    ("two stages per rank", "interleaved_1f1b, sizes change"),
 }
 """What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
 

@@ -82,8 +82,7 @@ def plain_training(net: nn.Module) -> State:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"fsdp": FSDP(activation_checkpointing=["Attention", "net.blocks.1"])},
-    {"fsdp": FSDP(cpu_offload=True)},
+    {"fsdp": FSDP(activation_checkpointing=["Attention", "net.blocks.1"], cpu_offload=True)},
     {"fsdp": FSDP(units=["net.blocks.*.attention", "Block", "net.embed"])},
 ]
 
@@ -152,7 +151,7 @@ def test_every_rank_skips_the_step_in_which_one_overflows(found: dict[Any, Any])
 
 def train_with_optimizers() -> list[State]:
     out = []
-    for flags in ({}, {"foreach": True}, {"fused": True}):
+    for flags in ({"foreach": True}, {"fused": True}):
         pl.seed_everything(3, verbose=False)
         module = Module(Case("qwen3"))
         module.configure_optimizers = partial(adamw, module, flags)  # type: ignore[method-assign]
@@ -167,9 +166,8 @@ def adamw(module: nn.Module, flags: dict[str, bool]) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes(found: dict[Any, Any]) -> None:
-    plain, foreach, fused = found[train_with_optimizers][0]
-    assert_close(foreach, plain)
-    assert_close(fused, plain)
+    foreach, fused = found[train_with_optimizers][0]
+    assert_close(fused, foreach)
 
 
 # ── Trainer's other entry points ────────────────────────────────────────────────────────────────────────────────────

@@ -216,24 +216,24 @@ def test_after_an_error_the_next_step_works(quick_store: Callable[[], Any]) -> N
     assert together(quick_store, steps) == [3] * WORLD
 
 
-def test_a_rank_that_does_not_come_is_named(store: Callable[[], Any]) -> None:
+def test_a_rank_that_does_not_come_is_named(quick_store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         if ranks.rank != 2:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    first, second, absent = together(store, step, timeout_s=2.0, tuning=Tuning(rank_grace_s=5.0))
+    first, second, absent = together(quick_store, step, timeout_s=2.0, tuning=Tuning(rank_grace_s=5.0))
     for error in (first, second):
         assert isinstance(error, RankError)
         assert "rank(s) [2] of 3 did not answer within 2 s while saving x" in str(error)
     assert absent is None
 
 
-def test_if_rank_0_does_not_come_the_others_say_so(store: Callable[[], Any]) -> None:
+def test_if_rank_0_does_not_come_the_others_say_so(quick_store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         if ranks.rank != 0:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    absent, *others = together(store, step, timeout_s=0.3, tuning=Tuning(rank_grace_s=0.2))
+    absent, *others = together(quick_store, step, timeout_s=0.3, tuning=Tuning(rank_grace_s=0.2))
     assert absent is None
     for rank, error in enumerate(others, start=1):
         assert isinstance(error, RankError)
@@ -398,7 +398,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("who", range(WORLD))
-def test_a_rank_that_leaves_says_why_to_those_that_wait(who: int, store: Callable[[], Any]) -> None:
+def test_a_rank_that_leaves_says_why_to_those_that_wait(who: int, quick_store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         ranks.step("x", lambda: None, lambda found: None)
         if ranks.rank == who:
@@ -406,7 +406,8 @@ def test_a_rank_that_leaves_says_why_to_those_that_wait(who: int, store: Callabl
         else:
             ranks.step("saving x", lambda: None, lambda found: None)
 
-    results = together(store, step, tuning=Tuning(error_delivery_s=0.2))  # the rank that left never reads the error
+    # The rank that left never reads the error.
+    results = together(quick_store, step, tuning=Tuning(error_delivery_s=0.2))
     assert results.pop(who) is None
     for error in results:
         assert f"rank {who} failed while saving x: KeyError: " in str(error)

@@ -222,7 +222,6 @@ def save_and_load_watched(path: str, strategy: dict[str, Any], use_async: bool) 
 
 WATCHED: dict[str, tuple[dict[str, Any], bool, int]] = {
     "fsdp": ({}, False, 4),
-    "asynchronous": ({}, True, 4),
     "tensor": (TP2, False, 2),
     "pipeline": ({"pipeline_parallel_size": 2}, True, 2),
 }

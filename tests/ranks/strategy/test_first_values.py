@@ -463,7 +463,7 @@ def begin_by_hand(strategy: dict[str, Any]) -> list[str]:
     return tiny.differences(tensors(oracle), module.first)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_modules_that_shard_themselves_begin_as_on_one_process(world: int) -> None:
     strategy = {"tensor_parallel_size": world // 2, "data_parallel_shard_size": 2}
     assert run_ranks(world, begin_by_hand, strategy) == [[]] * world
