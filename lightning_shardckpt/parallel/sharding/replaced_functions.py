@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from lightning_shardckpt.compat.dtensor import detect_local_anomalies
 from lightning_shardckpt.compat.torch_autograd import (
@@ -13,7 +12,6 @@ from lightning_shardckpt.compat.torch_autograd import (
     on_node_hook,
 )
 from lightning_shardckpt.compat.torch_modules import on_deepcopy
-from lightning_shardckpt.parallel.sharding.gathered_parameters import resolve_outliving
 from lightning_shardckpt.parallel.sharding.replicated_gradients import average_gradients_of_copy
 from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hook
 from lightning_shardckpt.parallel.tensors.derivatives import gather_arguments, refuse_unused_copies
@@ -33,7 +31,7 @@ def replace_functions() -> None:
     * torch's optimizers and clipping choose functions of lists for sharded tensors on GPUs, as for plain ones.
     """
     if not _restore:
-        _restore.extend([change_arguments(_prepare_arguments), on_deepcopy(average_gradients_of_copy)])
+        _restore.extend([change_arguments(gather_arguments), on_deepcopy(average_gradients_of_copy)])
         _restore.append(check_unused_inputs(refuse_unused_copies))
         _restore.extend([detect_local_anomalies(), on_node_hook(refuse_node_hook), allow_lists_of(ShardedTensor)])
 
@@ -42,7 +40,3 @@ def restore_functions() -> None:
     """Restore torch's functions. Modules that are still sharded can then be read and saved, but not trained."""
     while _restore:
         _restore.pop()()
-
-
-def _prepare_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather_arguments(function, tuple(map(resolve_outliving, args)))

@@ -5,9 +5,8 @@ They also detect changes of parameters between the forward and the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
-from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS
+from lightning_shardckpt.parallel.tensors.gathered import GatheredTensor
+from lightning_shardckpt.parallel.tensors.placement import version_key
 
 
 class _SavedActivation(NamedTuple):
@@ -33,20 +33,12 @@ class SavedParameters:
 
     Autograd can't see changes of a parameter whose memory it does not keep, and would compute wrong gradients. As for
     plain tensors, a change is an error.
-
-    ``regather`` returns the memory of a parameter in a backward, if torch's engine frees it; it is None for others.
     """
 
-    def __init__(
-        self,
-        name: str,
-        leaves: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        regather: Sequence[Callable[[], Tensor] | None],
-    ) -> None:
-        self._name, self._leaves, self._regather = name, leaves, regather  # not `wholes`, whose memory is to be freed
-        self._numbers = {_memory(whole): n for n, whole in enumerate(wholes)}
-        self._versions: list[tuple[int, int]] = []
+    def __init__(self, name: str, gathered: Sequence[GatheredTensor]) -> None:
+        self._name, self._leaves = name, [g.shards for g in gathered]
+        self._regather = [g.regather for g in gathered]  # not the gathered tensors, whose memory is to be freed
+        self._numbers = {_memory(g.whole): n for n, g in enumerate(gathered)}
         self._outer: SavedParameters | None = None  # of the unit around this one
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -55,10 +47,6 @@ class SavedParameters:
             return nullcontext()
         self._outer = _owner_of(packing_hook())
         return saved_tensors_hooks(self._pack, self._unpack)
-
-    def end_forward(self) -> None:
-        """End the forward: from now on, parameters must not change."""
-        self._versions = [self._key(n) for n in range(len(self._leaves))]
 
     def _key(self, n: int) -> tuple[int, int]:
         """Return a key that changes if the backward would get other values."""
@@ -74,8 +62,8 @@ class SavedParameters:
             return _SavedActivation(tensor.detach(), version_of(tensor))  # not itself: the graph would form a cycle
         local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
         if self._regather[n] is None:
-            return self, n, spec, local.detach()
-        return self, n, spec, (local.size(), local.stride(), local.storage_offset())
+            return self, n, self._key(n), spec, local.detach()
+        return self, n, self._key(n), spec, (local.size(), local.stride(), local.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _SavedActivation):
@@ -86,8 +74,8 @@ class SavedParameters:
                     f"version {version_of(packed.tensor)} instead of {packed.version}."
                 )
             return packed.tensor
-        owner, n, spec, saved = packed
-        if owner._versions and owner._key(n) != owner._versions[n]:
+        owner, n, key, spec, saved = packed
+        if owner._key(n) != key:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "
@@ -104,21 +92,6 @@ def uses_other_hooks() -> bool:
     """Return whether hooks for saved tensors of checkpointing, offloading or the user are in place."""
     hook = packing_hook()
     return hook is not None and _owner_of(hook) is None
-
-
-def version_key(tensor: Tensor) -> tuple[int, int]:
-    """Return a key that changes with a tensor's values, in place or by an assignment to ``data``. No communication.
-
-    It changes on all ranks or on none; for an inference tensor, which has no version, always. It has no address: a rank
-    without rows has none, and freed memory is reused.
-    """
-    local = local_tensor(tensor)
-    if local.is_inference():
-        return next(_keys), 0
-    return version_of(local), tensor.__dict__.get(ASSIGNMENTS, 0)
-
-
-_keys = count(-1, -1)
 
 
 def _owner_of(hook: Any) -> SavedParameters | None:

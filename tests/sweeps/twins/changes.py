@@ -286,7 +286,7 @@ class Positive(nn.Linear):
         return super().forward(x)
 
 
-@case(refused={"fsdp2 x tp2": "changes a parameter of shape (8, 12) that tensor parallelism shards"})
+@case()
 class IsPositive(Natural):
     def build(self) -> None:
         super().build()
