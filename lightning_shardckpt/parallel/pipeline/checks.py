@@ -21,12 +21,11 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
-from lightning_shardckpt.parallel.pipeline.step import StepState
 from lightning_shardckpt.parallel.sharding.fqn import is_inside
 
 
-class StepChecks:
-    """Checks of the steps of one module. The ranks of a pipeline get the same results, or agree on them.
+class MicrobatchState:
+    """Checks of the state that training on microbatches would change otherwise than training on batches.
 
     ``rest_runs_once``: whether modules after the layers run once, on the whole batch.
     """
@@ -43,49 +42,31 @@ class StepChecks:
             if isinstance(module, BatchNorm):
                 self._norms.append((name, module))
 
-    def check_start(self, state: StepState) -> None:
-        """Check the module before the passes.
+    def check_norms(self) -> None:
+        """Check the module before it trains on microbatches.
 
         Raises:
-            UnsupportedCodeError: for batch norms, which would see microbatches.
+            UnsupportedCodeError: for batch norms.
         """
-        if len(state.batches) > 1 and state.step.train and any(module.training for _, module in self._norms):
+        if any(module.training for _, module in self._norms):
             raise UnsupportedCodeError(
                 f"{self._norms[0][0]} is a batch norm, which would compute statistics of microbatches. Use another "
                 "norm, or Pipeline(microbatches=1)."
             )
-
-    def refuses_draws(self, state: StepState) -> bool:
-        """Return True if the step must not draw random numbers before its layers."""
-        return not state.whole_steps and len(state.batches) > 1
-
-    def check_draws(self, state: StepState) -> None:
-        """Check random numbers that the step draws before its layers.
-
-        Raises:
-            UnsupportedCodeError: if passes would draw different numbers.
-        """
-        if not state.draws or not self.refuses_draws(state):
-            return
-        raise UnsupportedCodeError(
-            f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
-            "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
-            'or inside a module, or use Pipeline(loss="microbatch") (for training) or Pipeline(microbatches=1).'
-        )
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Return marks of the buffers of modules that see microbatches, by name. A mark changes with the values."""
         buffers = [(name, buffer_slots(module).get(key)) for name, module, key in self._buffers]
         return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers if buffer is not None}
 
-    def check_buffers(self, state: StepState, before: dict[str, tuple[int, int]]) -> None:
-        """Check the buffers after the passes.
+    def check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        """Check the buffers after training on microbatches.
 
         Raises:
             UnsupportedCodeError: for a buffer that training changes, such as an average of activations in a layer.
         """
         changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
-        if changed and state.step.train and len(state.batches) > 1:
+        if changed:
             raise UnsupportedCodeError(
                 f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
                 "microbatches, not batches. Use Pipeline(microbatches=1), or keep such state out of these modules."

@@ -69,8 +69,6 @@ class StageRun:
         outputs: the tensors at ``positions``, then the outputs of the last layer, if the run ends after it.
         returned: the output of the step, if it ran to its end.
         next: the index of the layer that the step must call next.
-        early: modules of the last stage that the step called before the first layer.
-        timely: modules of the first stage that the step called before the first layer.
         advances: the number of random numbers that gates have drawn.
         drew: for "finish", True if the step drew other random numbers before the last layer.
     """
@@ -90,8 +88,6 @@ class StageRun:
     outputs: list[Tensor] = field(default_factory=list)
     returned: Any = None
     next: int = 0
-    early: list[str] = field(default_factory=list)
-    timely: set[str] = field(default_factory=set)
     advances: int = 0
     drew: bool = False
 
@@ -219,12 +215,6 @@ class Gate:
             return self._call_layer(run, self._place, module, forward, args, kwargs)
         if self._owned and run.computes(self._place):
             return self._compute(module, forward, args, kwargs)
-        if self._place == "last" and run.next == 0:
-            run.early.append(self._fqn)  # an error if a layer needs its result
-        if self._place == "first" and run.next == 0:
-            run.timely.add(self._fqn)  # a later call belongs to a second pass, which the gates of layers refuse
-        elif self._place == "first" and run.next == len(self._gates.layers) and self._fqn not in run.timely:
-            raise _misplaced_error([self._fqn], "first", "after", "last")
         return self._infer(run, module, args, kwargs, flatten_call(args, kwargs))
 
     def _call_layer(
@@ -290,8 +280,6 @@ class Gate:
         """Put received activations in place of the placeholders among the arguments of the stage's first layer."""
         unknown = tuple(placeholder_positions(leaves))
         if run.start == 0:
-            if unknown and run.early:
-                raise _misplaced_error(run.early, "last", "before", "first")
             if unknown:
                 raise leak_error(f"the input of the first layer {self._fqn}", leaves[unknown[0]])
             return
@@ -357,14 +345,6 @@ class Gate:
         if module.training and run.kind != "probe":
             self._advance(run)  # as in `_compute`, so that all stages draw the same numbers later
         return self._stub(args, kwargs, flat, like=module if self._owned else None)
-
-
-def _misplaced_error(names: Sequence[str], place: Where, called: str, needed: Where) -> UnsupportedCodeError:
-    return UnsupportedCodeError(
-        f"the step calls {', '.join(names)} {called} the layers of the pipeline, and uses the result, but the {place} "
-        "stage has it. Modules registered before the layers are placed on the first stage, modules after them on the "
-        f"last. If they are called in another order, set Pipeline(modules={dict.fromkeys(names, needed)})"
-    )
 
 
 def add_gate(module: nn.Module, gate: Gate) -> None:

@@ -21,8 +21,7 @@ from lightning_shardckpt.compat.torch_modules import run_eagerly, withholds_stat
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
-from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
-from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
+from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep
 from lightning_shardckpt.system.random_generators import rng_checksum
 
 _SLICES = 2  # a slice of the samples, and a part of it
@@ -70,12 +69,11 @@ class MicrobatchCheck:
         self._own = {str(n): m for n, m in enumerate(root.modules()) if m in here and not withholds_state(m)}
         self._checked = set[str]()  # the names of steps
 
-    def is_due(self, state: StepState) -> bool:
-        """Return True if this step is to be checked; the same on all ranks that run it."""
-        if len(state.batches) == 1 or state.step.name in self._checked:
-            return False
-        self._checked.add(state.step.name)
-        return True
+    def is_due(self, name: str) -> bool:
+        """Return True if the step of this name is to be checked; the same on all ranks that run it."""
+        is_first = name not in self._checked
+        self._checked.add(name)
+        return is_first
 
     def measure(self, state: StepState, failure: Exception | None) -> tuple[int, int, int]:
         """Run the layers on both slices, and return this rank's numbers for `differs`.
@@ -86,7 +84,7 @@ class MicrobatchCheck:
             Exception: an error of the step on a slice of the batch.
         """
         step = _TrialStep(state.step, state.step.name, state.step.batch)
-        trial = replace(state, step=step, batches=[], shares=[1.0] * _SLICES, scale=None, whole_steps=False)
+        trial = replace(state, step=step, batches=[], sizes=[1] * _SLICES, scale=None, whole_steps=False)
         trial.forwards = {}
         precision, snapshot, bounds = _Precision(), ModuleSnapshot(self._own), (0, 0, 0)
         with torch.no_grad(), run_eagerly(), _eval_mode(self._root), precision:

@@ -28,15 +28,14 @@ from lightning_shardckpt.parallel.pipeline.agree import (
     pickle_report,
     refuse_after_interrupt,
 )
-from lightning_shardckpt.parallel.pipeline.checks import StepChecks
+from lightning_shardckpt.parallel.pipeline.checks import MicrobatchState
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
 from lightning_shardckpt.parallel.pipeline.microbatch_check import MicrobatchCheck
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
-from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner
+from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
-from lightning_shardckpt.parallel.pipeline.step import StepState, UserStep
 from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
@@ -80,7 +79,7 @@ class PipelineRunner:
         transport.warm_up()
         self._stages = StageRunner(gates, plan, schedule, transport)
         self._last = schedule.stages - 1
-        self._checks = StepChecks(root, plan, rest_runs_once=loss_of == "batch")
+        self._changing = MicrobatchState(root, plan, rest_runs_once=loss_of == "batch")
         in_order = loss_of == "batch"
         self._microbatch_check = MicrobatchCheck(root, staged, self._stages, self._last, in_order=in_order)
         self._state: StepState | None = None
@@ -117,32 +116,34 @@ class PipelineRunner:
 
     def _forward(self, step: UserStep, scale: Tensor | None) -> Any:
         self._state, self._kept = None, KeptGathers()
-        state = self._prepare(step, scale)
-        failure = None
-        early = step.train and self.backward_early
+        count, seed, digest = self._agree_on_microbatches(step)
+        whole_steps = self._loss_of == "microbatch" and step.train
+        state = StepState(step, seed, scale, whole_steps, [None] * count, [])
+        early, failure = step.train and self.backward_early, None
 
         def work() -> tuple[PickledReport | None, int]:
-            before = self._checks.buffer_marks()
+            before = self._changing.buffer_marks()
             with self._gathering():
-                self._stages.run(state, len(state.batches), "step" if early else "forward", failure=failure)
-                self._checks.check_buffers(state, before)
-                if self.has_last_stage and not state.whole_steps:
+                self._stages.run(state, count, "step" if early else "forward", failure=failure)
+                if step.train and count > 1:
+                    self._changing.check_buffers(before)
+                if self.has_last_stage and not whole_steps:
                     self._finish(state)
                 report = step.report(state.outputs) if self.has_last_stage else None
                 wait_for_copies(self._device)
                 self.absent.check_hooks()
-                digest = 0 if state.batch_digest is None else int(state.batch_digest.read())
-                return pickle_report(report, self._group) if self.has_last_stage else None, digest
+                checksum = 0 if digest is None else int(digest.read())
+                return pickle_report(report, self._group) if self.has_last_stage else None, checksum
 
         source = self._schedule.rank_of(self._last)
         with preserve_rng():  # each run starts from a seed of its own
             failure = _catch(self._split_and_probe, state)
-            if self._microbatch_check.is_due(state):
+            if count > 1 and self._microbatch_check.is_due(step.name):
                 self._check_microbatches(state, failure)
-            report, digests = agree_on_report(f"running {step.name}", work, source, self._group)
+            report, checksums = agree_on_report(f"running {step.name}", work, source, self._group)
         self._stages.flush()
-        if len(set(digests)) > 1:
-            raise self._batches_differ(step, digests)
+        if len(set(checksums)) > 1:
+            raise self._batches_differ(step, checksums)
         self._state = state if step.train and not early else None
         return report
 
@@ -212,13 +213,15 @@ class PipelineRunner:
 
     # ── before the passes ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prepare(self, step: UserStep, scale: Tensor | None) -> StepState:
-        digest: list[HostCopy | None] = [None]
+    def _agree_on_microbatches(self, step: UserStep) -> tuple[int, int, HostCopy | None]:
+        """Return the number of microbatches and the seed of all ranks, and a digest of the batch on a GPU."""
+        digest: HostCopy | None = None
 
         def measure() -> tuple[int, int, int]:
+            nonlocal digest
             self.absent.check_hooks()
             count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
-            checksum, digest[0] = fingerprint_without_wait(step.batch)
+            checksum, digest = fingerprint_without_wait(step.batch)
             return count, checksum, draw_seed()
 
         rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
@@ -231,9 +234,7 @@ class PipelineRunner:
             count = int(fewest)
         if count == 0:
             raise self._batches_differ(step, [row[:2] for row in rows])
-
-        whole_steps = self._loss_of == "microbatch" and step.train
-        return StepState(step, [None] * count, [], seed, scale, whole_steps, batch_digest=digest[0])
+        return count, seed, digest
 
     def _batches_differ(self, step: UserStep, marks: Sequence[Any]) -> UnsupportedCodeError:
         return UnsupportedCodeError(
@@ -261,19 +262,13 @@ class PipelineRunner:
             raise self._microbatch_check.error(state, self._plan.layers[-1])
 
     def _split_and_probe(self, state: StepState) -> None:
-        """Split the batch, run the probes, and check the step."""
-        state.batches, sizes = split_batch(state.step.batch, len(state.batches))
-        state.sizes = sizes
-        state.shares = [size / sum(sizes) for size in sizes]
-        self._probe(state)
-        self._checks.check_start(state)
+        """Split the batch, and find the tensors that cross the boundary after each of this rank's stages.
 
-    def _probe(self, state: StepState) -> None:
-        """Find the tensors that cross the boundary after each of this rank's stages: arguments unknown to later stages.
-
-        Repeated in each step, since steps may differ. Also finds out if the step draws random numbers before that
-        boundary; `_finish` does so before the last layer.
+        These are the arguments that later stages don't know. Repeated in each step, since steps may differ. Also finds
+        out if the step draws random numbers before that boundary; `_finish` does so before the last layer.
         """
+        count = len(state.batches)
+        state.batches, state.sizes = split_batch(state.step.batch, count)
         for stage in self._schedule.stages_of(self._rank):
             if stage == self._last:
                 continue
@@ -283,7 +278,18 @@ class PipelineRunner:
                 self._gates.run(run, lambda: state.step.run(copy_batch(state.batches[0]), None))
                 state.draws = state.draws or has_drawn(0) or state.step.drew
             state.positions[stage] = run.positions
-        self._checks.check_draws(state)
+        self._check_draws(state)
+        if count > 1 and state.step.train:
+            self._changing.check_norms()
+
+    def _check_draws(self, state: StepState) -> None:
+        """Raise an UnsupportedCodeError if microbatches and the rest of the step would draw different numbers."""
+        if state.draws and not state.whole_steps and len(state.batches) > 1:
+            raise UnsupportedCodeError(
+                f"{state.step.name} draws random numbers outside of modules before its layers. Microbatches and the "
+                "rest of the step, which sees the whole batch, would draw different ones: draw them in the dataloader "
+                'or inside a module, or use Pipeline(loss="microbatch") (for training) or Pipeline(microbatches=1).'
+            )
 
     # ── the rest of the step, on the whole batch ──────────────────────────────────────────────────────────────────────
 
@@ -294,11 +300,11 @@ class PipelineRunner:
         state.results = Results([f.outputs for f in forwards], [f.positions for f in forwards], self._plan.layers[-1])
         has_drawn = seed_and_watch(state.seed + (count if count > 1 else 0))
         run = StageRun("finish", 0, len(self._plan.layers), fill_in=state.results.fill_in)
-        if self._checks.refuses_draws(state):  # else a step that has drawn goes on, and a check would draw, too
+        if count > 1:  # else a step that has drawn goes on, and a check would draw, too
             run.has_drawn = has_drawn
         self._gates.run(run, lambda: state.step.run(copy_batch(state.step.batch), 1.0))
         state.draws = state.draws or run.drew or state.step.drew
-        self._checks.check_draws(state)
+        self._check_draws(state)
         state.outputs.append((run.returned, 1.0))
         state.loss = state.step.loss(run.returned) if state.step.train else None
 

@@ -6,21 +6,113 @@ receives, and sends the failure instead of each result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
-from lightning_shardckpt.parallel.pipeline.microbatch import copy_batch
-from lightning_shardckpt.parallel.pipeline.p2p import Message, Transport
+from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch
+from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
+from lightning_shardckpt.parallel.pipeline.placeholder import GraphEntry
 from lightning_shardckpt.parallel.pipeline.schedule import Op, Part, Receive, Schedule, needed_by, sent_after
-from lightning_shardckpt.parallel.pipeline.split_backward import backward_input, backward_weight
+from lightning_shardckpt.parallel.pipeline.split_backward import DeferredBackward, backward_input, backward_weight
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
-from lightning_shardckpt.parallel.pipeline.step import StashedForward, StepState
 from lightning_shardckpt.system.random_generators import seed_rng
+
+_Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+class UserStep(Protocol):
+    """A user's step, as the pipeline needs it."""
+
+    name: str
+    batch: Any
+    train: bool
+
+    @property
+    def drew(self) -> bool:
+        """True if a run without effects drew from a random generator of the module."""
+
+    def run(self, batch: Any, share: float | None) -> Any:
+        """Run the step on a part of the batch.
+
+        Args:
+            batch: the part.
+            share: its share of the samples; None for a run without effects, whose logged values are discarded.
+        """
+
+    def loss(self, output: Any) -> Tensor | None:
+        """Return the loss in the output of the step."""
+
+    def report(self, outputs: list[tuple[Any, float]]) -> Any:
+        """Return the results that all stages need, from the outputs of the step and their shares of the samples.
+
+        Runs on the last stage.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StashedForward:
+    """The values that one stage's forward on one microbatch keeps for its backward; as in `StageRun`."""
+
+    entries: dict[int, GraphEntry | None]
+    outputs: list[Tensor]
+    positions: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class StepState:
+    """The state of the running step.
+
+    Attributes:
+        seed: of random numbers drawn outside of modules, the same on all stages.
+        scale: the gradient of the loss.
+        whole_steps: True if the last stage runs the whole step on each microbatch.
+        batches: the microbatches.
+        sizes: the number of samples of each.
+        draws: True if the step draws random numbers before its layers.
+        positions: for each stage of this rank, the positions of the arguments that cross the boundary after it.
+        forwards: by stage and microbatch.
+        deferred: the weight gradients to be computed later.
+        outputs: the outputs of whole runs of the step, with their shares of the samples.
+        results: of the layers, for the rest of the step.
+        gradients: of the results, per microbatch.
+    """
+
+    step: UserStep
+    seed: int
+    scale: Tensor | None
+    whole_steps: bool
+    batches: list[Any]
+    sizes: list[int]
+    draws: bool = False
+    positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forwards: dict[_Key, StashedForward] = field(default_factory=dict)
+    deferred: dict[_Key, DeferredBackward] = field(default_factory=dict)
+    outputs: list[tuple[Any, float]] = field(default_factory=list)
+    loss: Tensor | None = None
+    results: Results | None = None
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, microbatch: int) -> Iterator[None]:
+        """Add the number of samples to errors of user code on a microbatch, whose shapes are not those of the batch."""
+        try:
+            yield
+        except Exception as error:
+            if len(self.sizes) > 1 and not isinstance(error, PeerFailed | UnsupportedCodeError):
+                error.add_note(
+                    f"(on {self.sizes[microbatch]} of the batch's {sum(self.sizes)} samples: a pipeline splits batches "
+                    "into microbatches; Pipeline(microbatches=1) leaves them whole)"
+                )
+            raise
 
 
 class StageRunner:
@@ -63,49 +155,46 @@ class StageRunner:
         for item in plan:
             if isinstance(item, Receive):
                 self._transport.post_tensors(item)
-            elif failure is not None:
-                self._discard(item)
-            else:
-                try:
+                continue
+            try:
+                if failure is None:
                     self._run_one(state, item)
-                except Exception as error:
-                    failure = error
-                    self._discard(item)
+            except Exception as error:
+                failure = error
+            if failure is not None:
+                if (message := needed_by(item, self._schedule.stages)) is not None:
+                    self._transport.discard(message)
+                self._send(item, None)
         if failure is not None:
             self._transport.flush()
             raise failure
-        self._finish_weights(state, list(state.deferred))
+        for deferred in state.deferred.values():
+            backward_weight(deferred)
+        state.deferred.clear()
 
     def _run_one(self, state: StepState, op: Op) -> None:
         if op.kind == "forward":
-            self._forward_one(state, op)
-        elif op.kind == "backward_weight":
-            self._finish_weights(state, [(op.stage, op.microbatch)])
-        else:
-            self._backward_one(state, op)
-
-    def _discard(self, op: Op) -> None:
-        if (message := needed_by(op, self._schedule.stages)) is not None:
-            self._transport.discard(message)
-        self._send(op, None)
+            self._send(op, self._forward(state, op))
+        elif op.kind != "backward_weight":
+            self._send(op, self._backward(state, op))
+        elif (deferred := state.deferred.pop((op.stage, op.microbatch), None)) is not None:
+            backward_weight(deferred)  # else the whole backward ran at once
 
     def _send(self, op: Op, message: Message | None) -> None:
         if (place := sent_after(op, self._schedule.stages)) is not None:
             self._transport.send(place, message)
 
-    def _forward_one(self, state: StepState, op: Op) -> None:
+    def _forward(self, state: StepState, op: Op) -> Message:
         stage, microbatch = op.stage, op.microbatch
         start, stop = self._plan.ranges[stage]
         whole = stage == self._last and state.whole_steps
         positions = state.positions.get(stage, ())
-
         receive = partial(self._transport.receive, Receive("forward", stage - 1, microbatch))
         run = StageRun("run", start, stop, whole=whole, positions=positions, receive=receive, draws=state.draws)
-        share = state.shares[microbatch]
+        share = state.sizes[microbatch] / sum(state.sizes)
         batch = copy_batch(state.batches[microbatch])
         seed_rng(state.seed + microbatch)
-        in_microbatch = state.running(microbatch)
-        with state.around(stage, microbatch), in_microbatch:
+        with state.running(microbatch):
             self._gates.run(run, lambda: state.step.run(batch, share if whole else None))
         outputs = run.outputs
         if whole:
@@ -119,9 +208,9 @@ class StageRunner:
         if state.step.train or stage == self._last:
             state.forwards[stage, microbatch] = StashedForward(run.entries, outputs, run.positions)
         tensors = zip(positions, outputs, strict=False)
-        self._send(op, Message({position: (t, t.requires_grad) for position, t in tensors}, run.checks))
+        return Message({position: (t, t.requires_grad) for position, t in tensors}, run.checks)
 
-    def _backward_one(self, state: StepState, op: Op) -> None:
+    def _backward(self, state: StepState, op: Op) -> Message:
         stage, microbatch = op.stage, op.microbatch
         forward = state.forwards.pop((stage, microbatch))
         gradients: list[Tensor | None]
@@ -130,7 +219,7 @@ class StageRunner:
             gradients = [received[p][0] if p in received else None for p in state.positions[stage]]
         elif state.whole_steps:
             assert state.scale is not None
-            gradients = [state.scale.double() * state.shares[microbatch]]
+            gradients = [state.scale.double() * (state.sizes[microbatch] / sum(state.sizes))]
         else:
             gradients = state.gradients[microbatch]
         pairs = [(o, g) for o, g in zip(forward.outputs, gradients, strict=True) if o.requires_grad and g is not None]
@@ -142,10 +231,4 @@ class StageRunner:
                 state.deferred[stage, microbatch] = backward_input(outputs, grads, tokens)
             else:
                 torch.autograd.backward(outputs, grads)
-        self._send(op, Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None}))
-
-    def _finish_weights(self, state: StepState, keys: Sequence[tuple[int, int]]) -> None:
-        for key in keys:
-            deferred = state.deferred.pop(key, None)  # None if the whole backward ran at once
-            if deferred is not None:
-                backward_weight(deferred)
+        return Message({p: (e.grad, False) for p, e in entries.items() if e.grad is not None})
