@@ -51,8 +51,7 @@ from lightning_shardckpt.distributed.host_numbers import reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
-from lightning_shardckpt.parallel.pipeline.stage_optimizer import guard_state, user_code
-from lightning_shardckpt.parallel.rebind_optimizer import allow_empty_optimizers
+from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, guard_state, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths

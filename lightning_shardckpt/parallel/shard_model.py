@@ -17,7 +17,7 @@ from lightning_shardckpt.compat.torch_modules import buffer_slots, compiled_from
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.first_values.initializers import plan as plan_initialization
-from lightning_shardckpt.parallel.first_values.one_rank import Build, CopySlice, broadcast_weights, send_values
+from lightning_shardckpt.parallel.first_values.one_rank import Build, CopySlice, send_values, share_tensors
 from lightning_shardckpt.parallel.pipeline.build import Pipeline, refuse_stages, split_into_stages
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.sharding.fqn import (
@@ -177,9 +177,8 @@ def shard(
     ties = [tie for tie in names if len(tie) > 1]
     before = dict(root.named_parameters(remove_duplicate=False))
     state = frozenset(clean_fqn(name) for name in root.state_dict()), tuple(tied_state(root))
-    broadcast_weights(root, device, build.only_first)
+    share_tensors(root, device, build.only_first)
     initialization = plan_initialization(root, build, loaded, restores)
-    build.share_buffers(root, device)
     values = build.take(root, loaded)
     built = dict(root.named_parameters(remove_duplicate=False))
     if meshes.topology.pipeline > 1 and is_parallel(root):

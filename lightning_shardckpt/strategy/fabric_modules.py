@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.lightning_attributes import fabric_forward
 from lightning_shardckpt.compat.torch_autograd import accumulates_gradient_of
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
+from lightning_shardckpt.parallel.optimizers import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.state.model import WholeNames

@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.first_values.one_rank import Build, broadcast_weights
+from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 from lightning_shardckpt.state.model import WholeNames
@@ -85,7 +85,7 @@ class ModuleBuild:
             with sharded.gradients.without_adoption():
                 yield
             return
-        broadcast_weights(module, device)
+        share_tensors(module, device)
         with self._build.building(ranks, phase="building the module in configure_model"):
             yield
 

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from lightning_shardckpt.compat.lightning_trainer import replace_clipping
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
-from lightning_shardckpt.parallel.pipeline.stage_optimizer import user_code
-from lightning_shardckpt.parallel.rebind_optimizer import rebind_optimizer
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks

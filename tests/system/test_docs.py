@@ -27,10 +27,11 @@ import lightning_shardckpt
 import lightning_shardckpt.errors
 from lightning_shardckpt import cli
 from lightning_shardckpt.errors import ShardCkptError, TopologyError
-from lightning_shardckpt.parallel.pipeline.schedule import bubble_fraction, resolve_schedule
+from lightning_shardckpt.parallel.pipeline.schedule import resolve_schedule
 from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
+from tests.unit.parallel.test_schedule import idle
 
 README = ROOT / "README.md"
 MIGRATE = DOCS / "guide" / "migrate.md"
@@ -173,7 +174,7 @@ def test_the_table_of_schedules_has_all_of_them_with_their_bubbles() -> None:
     }
     for name, (stages, loss, percent) in shown.items():
         schedule = resolve_schedule(name, 2, stages)
-        assert round(100 * bubble_fraction(schedule, 4)) == percent
+        assert round(100 * idle(schedule, 4)) == percent
         assert loss == ("microbatch" if schedule.interleaves_backward else "any")
     with pytest.raises(TopologyError) as error:
         resolve_schedule("unknown", 2, 1)

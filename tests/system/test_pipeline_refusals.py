@@ -638,10 +638,8 @@ CASES = {
     "all_gather with gradients": Case(Gathers, ("all_gather", *COLLECTIVE)),
     "broadcast of the strategy": Case(StrategyBroadcasts, ("broadcast_object_list", *COLLECTIVE)),
     "long skip": Case(LongSkip, ("layer layers.3 depends on", *UNKNOWN)),
-    "head first": Case(HeadFirst, ("calls head after the layers", "Pipeline(modules={'head': 'last'})")),
-    "norm of the input last": Case(
-        InputNormLast, ("calls norm before the layers", "Pipeline(modules={'norm': 'first'})")
-    ),
+    "head first": Case(HeadFirst, ("the result of the step depends on head.weight", *UNKNOWN)),
+    "norm of the input last": Case(InputNormLast, ("first layer layers.0 depends on norm.weight", *UNKNOWN)),
     "bias on the first stage": Case(
         BiasLast,
         ("argument 1 of layer layers.2 depends on bias.weight", *UNKNOWN),

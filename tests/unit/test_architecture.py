@@ -36,7 +36,7 @@ ROWS = [
 # The same within the two rooms that have rooms of their own.
 INNER_ROWS = {
     "storage": [{"protocol", "other_programs"}, {"local"}, {"remote"}, {"router"}],
-    "parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"rebind_optimizer"}],
+    "parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"optimizers"}],
 }
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, MutableMap
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,16 @@ from lightning_shardckpt.compat.transformers import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.parallel.first_values.meta_tensors import MetaTensors
 from lightning_shardckpt.parallel.first_values.one_rank import (
     Build,
     CopySlice,
     Place,
     fill,
     find_parameter,
+    like,
     list_places,
 )
-from lightning_shardckpt.parallel.first_values.without_memory import StandIns, Writes, watch
 from lightning_shardckpt.system.random_generators import seed_temporarily
 from lightning_shardckpt.system.text import list_some
 
@@ -63,13 +64,15 @@ class _Call:
     Attributes:
         key: of its random numbers.
         run: calls it.
+        kind: a "reset" of a module by itself, a method of a module around it, or a "model" of transformers, which skips
+            modules that it has initialized.
         writes: how often it writes to each tensor, by the tensor's number.
         touched: the numbers of all tensors that it reads or writes.
     """
 
     key: str
     run: Callable[[], object]
-    of_model: bool
+    kind: Literal["reset", "around", "model"]
     writes: dict[int, int] = field(default_factory=dict)
     touched: set[int] = field(default_factory=set)
 
@@ -100,7 +103,7 @@ class Plan:
             for numbers, calls in self._parts:
                 if not any(place.module in present for number in numbers for place in self._wanted[number]):
                     continue
-                self._put({number: _stand_in(self._wanted[number][0].tensor, "cpu") for number in numbers})
+                self._put({number: like(self._wanted[number][0].tensor, "cpu") for number in numbers})
                 for call in calls:
                     with seed_temporarily(zlib.crc32(f"{self._seed} {call.key}".encode())):
                         call.run()
@@ -127,7 +130,7 @@ class Plan:
         made = dict[int, Tensor]()
         for place in self._places:
             if id(place.tensor) not in made:
-                made[id(place.tensor)] = _stand_in(place.tensor, "meta")
+                made[id(place.tensor)] = like(place.tensor, "meta")
                 if id(place.tensor) not in self._wanted:
                     mark_initialized(made[id(place.tensor)])
         now = [(slots, dict(slots)) for slots, _ in self._tree]
@@ -139,7 +142,7 @@ class Plan:
             place.slots[place.name] = made[id(place.tensor)]
         for _, *tied in self._wanted.values():
             for place in tied:
-                place.slots[place.name] = _stand_in(place.tensor, "meta")
+                place.slots[place.name] = like(place.tensor, "meta")
                 mark_initialized(place.slots[place.name])
         try:
             yield made
@@ -179,8 +182,8 @@ def plan(root: nn.Module, build: Build, loaded: Collection[str], restores: Calla
     for module in root.modules():
         found._tree += [(s, dict(s)) for s in (parameter_slots(module), buffer_slots(module), child_slots(module))]
     calls = _rehearse(found, list(_calls(root, {place.module for place in wanted})))
-    calls = _drop_unused(calls, found, build.writes)
-    problems = _problems(root, found, calls, build.writes)
+    calls = _drop_unused(calls, found, build.tensors)
+    problems = _problems(root, found, calls, build.tensors)
     problems += [(place, f"{place}, which no method fills") for place in in_containers]
     state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
     if any(clean_fqn(place.fqn) in state for place, _ in problems) and restores():
@@ -209,14 +212,14 @@ def _calls(root: nn.Module, wanting: Collection[nn.Module]) -> Iterator[_Call]:
                 yield from walk(part, f"{name}.{child}" if name else child, around)
         reset = reset_method(module)
         if reset is not None and _takes(reset):
-            yield _Call(f"{name} reset", reset, of_model=False)
+            yield _Call(f"{name} reset", reset, "reset")
         model = next(filter(is_model, around), None)
         for outer in [model] if model is not None else around:
             method = weights_method(outer)
             if model is not None:
-                yield _Call(f"{name} model", partial(initialize, model, module), of_model=True)
+                yield _Call(f"{name} model", partial(initialize, model, module), "model")
             elif method is not None and _takes(method, module):
-                yield _Call(f"{name} of {type(outer).__name__}", partial(method, module), of_model=True)
+                yield _Call(f"{name} of {type(outer).__name__}", partial(method, module), "around")
 
     yield from walk(root, "", ())
 
@@ -232,12 +235,13 @@ def _takes(method: Callable[..., Any], *args: Any) -> bool:
 def _rehearse(found: Plan, calls: list[_Call]) -> list[_Call]:
     """Run all methods without memory, and note what they write; return those that write something that is wanted."""
     with found._as_built() as made, torch.no_grad():
-        numbers, stand_ins = {memory_id(tensor): number for number, tensor in made.items()}, StandIns()
+        numbers = {memory_id(tensor): number for number, tensor in made.items()}
+        tensors, totals = MetaTensors(), dict.fromkeys(made, 0)
         for tensor in made.values():
-            stand_ins.add(tensor, torch.device("cpu"))
+            tensors.know(tensor, torch.device("cpu"))
         for call in calls:
-            writes, touched = Writes(), set[int]()
-            with watch(writes, stand_ins, draws=False, touched=touched.update):
+            tensors.touched.clear()
+            with tensors.watched(draws=False):
                 try:
                     with seed_temporarily(0):
                         call.run()
@@ -246,56 +250,52 @@ def _rehearse(found: Plan, calls: list[_Call]) -> list[_Call]:
                         f"the initialisation {call.key!r} of a module on the meta device cannot be planned without "
                         f"its values: {type(error).__name__}: {error}. {_REMEDY}"
                     ) from error
-            counts = {numbers[memory_id(t)]: writes.of(t) for t in made.values()}
-            call.writes = {number: count for number, count in counts.items() if count and number in found._wanted}
+            call.touched = {numbers[t] for t in tensors.touched if numbers.get(t) in found._wanted}
+            for number in call.touched:
+                total = tensors.writes(made[number]) or 0
+                if total > totals[number]:
+                    call.writes[number], totals[number] = total - totals[number], total
             for number, (first, *_) in found._wanted.items():
                 if first.slots[first.name] is not made[number]:  # replaced by another tensor
                     call.writes.setdefault(number, 0)
+                    call.touched.add(number)
                     found._put({number: made[number]})
-            call.touched = {numbers[t] for t in touched if numbers.get(t) in found._wanted} | set(call.writes)
     return [call for call in calls if call.writes]
 
 
-def _drop_unused(calls: list[_Call], found: Plan, counted: Writes) -> list[_Call]:
+def _drop_unused(calls: list[_Call], found: Plan, counted: MetaTensors) -> list[_Call]:
     """Leave out ``_init_weights`` that the code that built the module did not apply, by the number of its writes."""
 
-    def applied(call: _Call) -> bool:
-        for number in call.writes:
-            built = counted.of(found._wanted[number][0].tensor)
-            if built is None or built >= sum(other.writes.get(number, 0) for other in calls):
-                return True
-        return False
+    def applied(number: int) -> bool:
+        built = counted.writes(found._wanted[number][0].tensor)
+        return built is None or built >= sum(other.writes.get(number, 0) for other in calls)
 
-    return [call for call in calls if not call.of_model or _in_model(call) or applied(call)]
+    return [call for call in calls if call.kind != "around" or any(map(applied, call.writes))]
 
 
-def _in_model(call: _Call) -> bool:
-    return isinstance(call.run, partial) and call.run.func is initialize
-
-
-def _problems(root: nn.Module, found: Plan, calls: list[_Call], counted: Writes) -> list[tuple[Place, str]]:
+def _problems(root: nn.Module, found: Plan, calls: list[_Call], counted: MetaTensors) -> list[tuple[Place, str]]:
     """Return the places that no method fills as the code that built them did, each with a text."""
     problems, adapters = list[tuple[Place, str]](), _adapters(root)
-    for number, places in found._wanted.items():
-        place = places[0]
+    for number, (place, *_) in found._wanted.items():
+        writing = [call for call in calls if number in call.writes]
         if place.module in adapters:
             problems.append((place, f"{place}, which PEFT fills only when it makes it"))
-        elif not any(number in call.writes for call in calls):
+        elif not writing:
             problems.append((place, f"{place}, which no method fills"))
-        elif (text := _not_repeated(place, [call for call in calls if number in call.writes], number, counted)) != "":
+        elif text := _not_repeated(place, writing, number, counted):
             problems.append((place, f"{place}, {text}"))
     return problems
 
 
-def _not_repeated(place: Place, calls: list[_Call], number: int, counted: Writes) -> str:
+def _not_repeated(place: Place, calls: list[_Call], number: int, counted: MetaTensors) -> str:
     """Return why methods don't initialise a tensor as the code that built it did; empty if they do."""
-    built, in_model = counted.of(place.tensor), any(map(_in_model, calls))
+    built, in_model = counted.writes(place.tensor), any(call.kind == "model" for call in calls)
     if isinstance(place.tensor, DTensor):
         built = None if not in_model else 0
     if built is None and not in_model:
         return "which is a copy, or was built outside of configure_model, so that its initialisation was not seen"
     ran = not in_model or was_initialized(place.module)
-    repeated = sum(call.writes[number] for call in calls if ran or not _in_model(call))
+    repeated = sum(call.writes[number] for call in calls if ran or call.kind != "model")
     if built is not None and (built > repeated or (built and not in_model and built != repeated)):
         return f"which was changed {built} times while it was built, and is changed {repeated} times by methods"
     return ""
@@ -323,15 +323,3 @@ def _adapters(root: nn.Module) -> set[nn.Module]:
             child = getattr(module, name, None)
             found.update(child.modules() if isinstance(child, nn.Module) else ())
     return found
-
-
-def _stand_in(tensor: Tensor, device: str) -> Tensor:
-    """Return a plain tensor of the same kind and attributes, on ``device``, with memory of its own."""
-    if isinstance(tensor, DTensor):
-        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    else:
-        new = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    new.__dict__.update(vars(tensor))
-    return new

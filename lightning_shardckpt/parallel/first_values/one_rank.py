@@ -3,8 +3,9 @@
 1. `Build.building` runs the code that builds. On the other ranks parameters lose their memory when modules register
    them; the code runs otherwise unchanged, and draws the same random numbers.
 2. `Build.compare` finds out which tensors only rank 0 has, and refuses ranks that built different modules.
-3. `Build.take` frees the module of them, so that it can be sharded, and `send_values` fills what is sharded, one tensor
-   at a time. Tensors that every rank has are broadcast in place, by `broadcast_weights`.
+3. `share_tensors` gives all ranks rank 0's buffers, and the parameters that every rank has.
+4. `Build.take` frees the module of the other parameters, so that it can be sharded, and `send_values` fills what is
+   sharded, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from lightning_shardckpt.compat.torch_tensors import memory_id
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.first_values.without_memory import StandIns, Writes, drop_memory, watch
+from lightning_shardckpt.parallel.first_values.meta_tensors import MetaTensors
 from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_rng
 from lightning_shardckpt.parallel.sharding.references import REGISTRIES, refuse_shared_memory, replace_in_attributes
 from lightning_shardckpt.system.tensor_digest import byte_view
@@ -45,6 +46,10 @@ _LARGEST = 10_000  # items of a container that is searched for tensors
 _REMEDY = (
     "Build the same module on every rank: its code must not depend on the rank. Code that depends on values of "
     "parameters belongs into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)."
+)
+_FOLLOWS = (
+    ". Rank 0 alone builds with values. If the code needs values of parameters while it builds, move it into __init__, "
+    "where every rank has them; in Fabric, into init_module(empty_init=False)"
 )
 
 
@@ -116,11 +121,11 @@ class Build:
     """The builds of modules of one strategy.
 
     Attributes:
-        writes: the number of in-place writes to tensors that were built without memory, on every rank alike.
+        tensors: those without memory, with the number of in-place writes to them, on every rank alike.
         only_first: the places in words that only rank 0 has, found by `compare`.
     """
 
-    writes: Writes = field(default_factory=Writes)
+    tensors: MetaTensors = field(default_factory=MetaTensors)
     only_first: frozenset[str] = frozenset()
     _owners: dict[int, ref[nn.Module]] = field(default_factory=dict)  # by the id of a counted tensor's memory
     _whole: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = field(default_factory=WeakKeyDictionary)
@@ -142,52 +147,36 @@ class Build:
         """
         follows = on_one_rank and dist.is_initialized() and dist.get_rank() > 0
         error: BaseException | None = None
+
+        def raise_error() -> None:
+            if follows and isinstance(error, Exception):
+                raise UnsupportedCodeError(f"{type(error).__name__}: {error}{_FOLLOWS}") from error
+            if error is not None:
+                raise error
+
         with share_rng():
             try:
                 with self._watched(follows=follows):
                     yield
             except BaseException as raised:
                 error = raised
-            self._agree(ranks, error, phase, on_one_rank=on_one_rank)
+            ranks.step(phase, raise_error, lambda _: None)
             if dist.is_initialized():
                 broadcast_rng(None)
 
-    def _agree(self, ranks: Ranks, error: BaseException | None, phase: str, *, on_one_rank: bool) -> None:
-        def work() -> str | None:
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            return None if error is None else f"{type(error).__name__}: {error}"
-
-        def lead(errors: list[str | None]) -> list[Any] | None:
-            return next(([rank, text, errors[0] is None] for rank, text in enumerate(errors) if text is not None), None)
-
-        failed = ranks.step(phase, work, lead)
-        if failed is None:
-            return
-        rank, text, only_others = failed
-        if error is not None and not (only_others and on_one_rank):
-            raise error
-        hint = ""
-        if only_others and on_one_rank:
-            hint = (
-                ". Rank 0 alone builds with values. If the code needs values of parameters while it builds, move it "
-                "into __init__, where every rank has them; in Fabric, into init_module(empty_init=False)"
-            )
-        raise UnsupportedCodeError(f"rank {rank} failed while {phase}: {text}{hint}") from error
-
     @contextmanager
     def _watched(self, *, follows: bool) -> Iterator[None]:
-        stand_ins, thread = StandIns(), threading.get_ident()
+        thread = threading.get_ident()
 
         def register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
             if tensor is None or threading.get_ident() != thread or isinstance(tensor, DTensor):
                 return
             if tensor.is_meta:
-                self.writes.add(tensor, 0)
+                self.tensors.know(tensor)
                 self._owners.setdefault(memory_id(tensor), ref(module))
             elif isinstance(tensor, nn.Parameter):
                 if follows:
-                    drop_memory(tensor, stand_ins)
+                    self.tensors.drop_memory(tensor)
                 else:
                     self._whole.setdefault(module, {})[name] = tensor
 
@@ -195,12 +184,12 @@ class Build:
             undo.callback(register_module_parameter_registration_hook(register).remove)
             undo.callback(register_module_buffer_registration_hook(register).remove)
             undo.enter_context(distribute_locally())
-            undo.enter_context(watch(self.writes, stand_ins, draws=True))
+            undo.enter_context(self.tensors.watched(draws=True))
             yield
 
     def is_owner(self, place: Place) -> bool:
         """Return whether a module was the first to register a tensor on the meta device, which others were tied to."""
-        owner = self._owners.get(memory_id(place.tensor)) if self.writes.of(place.tensor) is not None else None
+        owner = self._owners.get(memory_id(place.tensor)) if self.tensors.writes(place.tensor) is not None else None
         return owner is not None and owner() is place.module
 
     def compare(self, root: nn.Module, ranks: Ranks) -> None:
@@ -212,43 +201,24 @@ class Build:
             TopologyError: if the ranks built different modules; names the first difference.
             UnsupportedCodeError: if a buffer shares the memory of a parameter.
         """
-        lines, without, from_first = list[str](), list[str](), set[str]()
-        phase = "comparing the modules that the ranks have built"
+        lines, without = list[str](), list[str]()
 
-        def work() -> dict[str, Any]:
+        def work() -> list[Any]:
             refuse_shared_memory(root)
             lines[:], without[:] = _describe(root)
-            names = without if ranks.rank < 2 else []  # what rank 1 has not, the others have not, either
-            return {"all": _digest(lines), "without": _digest(without), "names": names}
+            # what rank 1 has not, the others have not, either
+            return [_digest(lines), _digest(without), without if ranks.rank < 2 else []]
 
-        def lead(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            mine = reports[0]["names"]
-            from_first.update(set(reports[-1 if len(reports) == 1 else 1]["names"]).difference(mine))
-            is_same = len({report["all"] for report in reports}) == len({r["without"] for r in reports[1:]} or {0}) == 1
-            return {"same": is_same and from_first <= {str(place) for place in list_places(root)}, "mine": mine}
+        def lead(reports: list[list[Any]]) -> list[str] | None:
+            first, *others = reports
+            only_first = set(others[0][2] if others else ()).difference(first[2])
+            is_same = len({report[0] for report in reports}) == len({report[1] for report in others} or {""}) == 1
+            return sorted(only_first) if is_same and only_first <= {str(place) for place in list_places(root)} else None
 
-        found = ranks.step(phase, work, lead)
-        if not found["same"]:
-            ranks.step(phase, lambda: lines, _refuse_difference)
-        self.only_first = frozenset(from_first if ranks.rank == 0 else set(without).difference(found["mine"]))
-
-    @torch.no_grad()
-    def share_buffers(self, root: nn.Module, device: torch.device) -> None:
-        """Give all ranks the buffers, and tensors in attributes, that only rank 0 has.
-
-        Collective: every rank of the world must call it.
-        """
-        shared = dict[int, Tensor]()
-        for place in list_places(root):
-            if place.kind != "parameter" and str(place) in self.only_first and id(place.tensor) not in shared:
-                old = place.tensor
-                value = torch.empty_like(old, device=device) if old.is_meta else old.detach()
-                _broadcast(value := value.to(device).contiguous())
-                shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
-        for place in list_places(root):
-            if place.kind == "buffer" and id(place.tensor) in shared:
-                place.slots[place.name] = shared[id(place.tensor)]
-        replace_in_attributes(root, lambda value: shared.get(id(value), value), _LARGEST)
+        found = ranks.step("comparing the modules that the ranks have built", work, lead)
+        if found is None:
+            ranks.step("comparing the modules that the ranks have built", lambda: lines, _refuse_difference)
+        self.only_first = frozenset(found or ())
 
     def take(self, root: nn.Module, loaded: Collection[str]) -> list[Value]:
         """Take the parameters that only rank 0 has out of the module, which has tensors without memory then.
@@ -266,7 +236,7 @@ class Build:
                 whole = self._whole.get(place.module, {}).get(place.name, old) if isinstance(old, DTensor) else old
                 full = None if place.is_without else whole.detach()
                 values[key] = Value([], old.shape, old.dtype, full)
-                metas[key] = old if place.is_without or isinstance(old, DTensor) else _without_memory(old)
+                metas[key] = old if place.is_without or isinstance(old, DTensor) else like(old, "meta")
             values[key].places.append(place)
             place.slots[place.name] = metas[key]
         for module in root.modules():
@@ -274,10 +244,16 @@ class Build:
         return [value for key, value in values.items() if key not in skipped]
 
 
-def _without_memory(parameter: Tensor) -> Tensor:
-    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    made.__dict__.update(vars(parameter))
-    return made
+def like(tensor: Tensor, device: str) -> Tensor:
+    """Return a plain tensor of the same kind and attributes, on ``device``, with memory of its own."""
+    if isinstance(tensor, DTensor):
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        new = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    new.__dict__.update(vars(tensor))
+    return new
 
 
 def _describe(root: nn.Module) -> tuple[list[str], list[str]]:
@@ -319,30 +295,35 @@ def _broadcast(tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def broadcast_weights(root: nn.Module, device: torch.device, only_first: Collection[str] = ()) -> None:
-    """Broadcast rank 0's parameters and buffers in place, one tensor at a time, except DTensors and meta tensors.
+def share_tensors(root: nn.Module, device: torch.device, only_first: Collection[str] = ()) -> None:
+    """Give all ranks rank 0's parameters and buffers, one tensor at a time: in place, or memory to those without.
+
+    Leaves alone DTensors, parameters that only rank 0 has, tensors that no rank has, and attributes that all have.
 
     Collective: every rank of the world must call it.
 
     Args:
         root: the module.
         device: of the collectives.
-        only_first: places that only rank 0 has, which are left out.
+        only_first: places that only rank 0 has.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    seen = set[int]()
+    shared = dict[int, Tensor]()
     for place in list_places(root):
-        tensor = place.tensor
-        if id(tensor) in seen or tensor.is_meta or isinstance(tensor, DTensor) or str(place) in only_first:
+        old, is_alone = place.tensor, str(place) in only_first
+        is_sent = place.kind == "buffer" or is_alone != (place.kind == "parameter")
+        if id(old) in shared or isinstance(old, DTensor) or not is_sent or (old.is_meta and not is_alone):
             continue
-        if place.kind not in ("parameter", "buffer"):
-            continue
-        seen.add(id(tensor))
-        buffer = tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
-        _broadcast(buffer)
-        if buffer.data_ptr() != tensor.data_ptr():
-            tensor.copy_(buffer)
+        value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
+        _broadcast(value := value.resolve_conj().resolve_neg().contiguous())
+        shared[id(old)] = value.to("cpu").requires_grad_(old.requires_grad) if old.is_meta else old
+        if not is_alone and value.data_ptr() != old.data_ptr():
+            old.copy_(value)
+    for place in list_places(root):
+        if place.kind == "buffer":
+            place.slots[place.name] = shared.get(id(place.tensor), place.tensor)
+    replace_in_attributes(root, lambda value: shared.get(id(value), value), _LARGEST)
 
 
 @torch.no_grad()

@@ -12,19 +12,24 @@ Outside of a stage run a gate only calls its module.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_shardckpt.compat.pytree import TreeSpec, flatten_call, tree_flatten, tree_unflatten
+from lightning_shardckpt.compat.torch_distributed import watch_collectives
 from lightning_shardckpt.compat.torch_modules import intercept_calls
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.pipeline.checks import refuse_reentrant_checkpoint, refuse_world_collectives
 from lightning_shardckpt.parallel.pipeline.p2p import Message
 from lightning_shardckpt.parallel.pipeline.placeholder import (
     GraphEntry,
@@ -109,7 +114,7 @@ class Gates:
         """Run ``step`` as one stage run, and return its output tensors, in which FSDP's hooks find them."""
         self.running = run
         try:
-            with refuse_world_collectives(), in_stage_run():
+            with watch_collectives(refuse_world), in_stage_run():
                 run.returned = step()
         except StageExit:
             if run.failure is not None:
@@ -243,7 +248,7 @@ class Gate:
             out = self._infer(run, module, args, kwargs, flat)
             assert run.fill_in is not None
             return run.fill_in({position: leaves[position] for position in placeholder_positions(leaves)}, out)
-        refuse_reentrant_checkpoint(self._fqn)
+        _refuse_reentrant_checkpoint(self._fqn)
         if index < run.start:
             return self._infer(run, module, args, kwargs, flat)
         if index == run.start:
@@ -374,3 +379,43 @@ def _recipe(leaf: Any, positions: Mapping[int, int]) -> Any:
     if not isinstance(leaf, Tensor):
         return ("constant", leaf) if isinstance(leaf, _PLAIN) else None
     return ("placeholder", (leaf.geometry, leaf.origin, leaf.device)) if isinstance(leaf, Placeholder) else None
+
+
+# ── code that would run differently, or hang ────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_reentrant_checkpoint(layer: str) -> None:
+    """Check the caller of a layer.
+
+    Raises:
+        UnsupportedCodeError: for a reentrant ``torch.utils.checkpoint`` or another autograd function, which runs the
+            layer without gradients.
+    """
+    if torch.is_grad_enabled():
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise UnsupportedCodeError(
+                f"layer {layer} is called in torch.utils.checkpoint with use_reentrant=True, which hides from "
+                "the pipeline the graph of gradients. Use use_reentrant=False, or "
+                "FSDP(activation_checkpointing=True)."
+            )
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(first, FunctionCtx):
+            raise UnsupportedCodeError(
+                f"layer {layer} is called in {type(first).__name__.removesuffix('Backward')}, a "
+                "torch.autograd.Function, which hides from the pipeline the graph of gradients. Call layers outside "
+                "of it, or use pipeline_parallel_size=1."
+            )
+        frame = frame.f_back
+
+
+def refuse_world(name: str, group: dist.ProcessGroup | None) -> None:
+    """Refuse a collective over all processes; others, such as FSDP's, are allowed."""
+    if group is None or group is dist.group.WORLD:
+        raise UnsupportedCodeError(
+            f"torch.distributed.{name} over all processes was called inside a pipelined step. The stages run "
+            "different parts of the step, so not all of them would call it. Use self.all_gather, which covers the "
+            "data-parallel ranks of one stage, log with sync_dist=True, or communicate in a hook outside of the step."
+        )

@@ -1,4 +1,4 @@
-"""Check that the layers of a step give the same results on microbatches as on the whole batch.
+"""Checks that training on microbatches equals training on batches: of results of the layers, and of state.
 
 Results of microbatches are joined in order. They equal the results of the batch only if each row depends on its own
 sample. That fails if the first dim is not the samples, if the step joins two views of the batch before the layers, or
@@ -17,11 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shardckpt.compat.torch_modules import run_eagerly, withholds_state
+from lightning_shardckpt.compat.torch_modules import BatchNorm, buffer_slots, run_eagerly, withholds_state
+from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.pipeline.microbatch import slice_for_trial
 from lightning_shardckpt.parallel.pipeline.side_effects import ModuleSnapshot
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep
+from lightning_shardckpt.parallel.pipeline.stages import StagePlan
+from lightning_shardckpt.parallel.sharding.fqn import is_inside
 from lightning_shardckpt.system.random_generators import rng_checksum
 
 _SLICES = 2  # a slice of the samples, and a part of it
@@ -51,6 +55,55 @@ class _TrialStep:
 
     def report(self, outputs: list[tuple[Any, float]]) -> Any:
         return self.step.report(outputs)
+
+
+class MicrobatchState:
+    """Checks of the state that training on microbatches would change otherwise than training on batches.
+
+    ``rest_runs_once``: whether modules after the layers run once, on the whole batch.
+    """
+
+    def __init__(self, root: nn.Module, plan: StagePlan, *, rest_runs_once: bool) -> None:
+        whole = [unit for unit, where in plan.others.items() if where == "last" and rest_runs_once]
+        self._buffers, self._norms = list[tuple[str, nn.Module, str]](), list[tuple[str, nn.Module]]()
+        for name, module in root.named_modules():
+            clean, holders = clean_fqn(name), plan.holders(clean_fqn(name))
+            if is_inside(clean, whole):  # it sees the whole batch
+                continue
+            if len(holders) == 1:
+                self._buffers += [(f"{name}.{key}", module, key) for key in buffer_slots(module)]
+            if isinstance(module, BatchNorm):
+                self._norms.append((name, module))
+
+    def check_norms(self) -> None:
+        """Check the module before it trains on microbatches.
+
+        Raises:
+            UnsupportedCodeError: for batch norms.
+        """
+        if any(module.training for _, module in self._norms):
+            raise UnsupportedCodeError(
+                f"{self._norms[0][0]} is a batch norm, which would compute statistics of microbatches. Use another "
+                "norm, or Pipeline(microbatches=1)."
+            )
+
+    def buffer_marks(self) -> dict[str, tuple[int, int]]:
+        """Return marks of the buffers of modules that see microbatches, by name. A mark changes with the values."""
+        buffers = [(name, buffer_slots(module).get(key)) for name, module, key in self._buffers]
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers if buffer is not None}
+
+    def check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        """Check the buffers after training on microbatches.
+
+        Raises:
+            UnsupportedCodeError: for a buffer that training changes, such as an average of activations in a layer.
+        """
+        changed = [name for name, mark in self.buffer_marks().items() if before.get(name) != mark]
+        if changed:
+            raise UnsupportedCodeError(
+                f"{changed[0]} is a buffer that training changes in a layer or before the layers, where it sees "
+                "microbatches, not batches. Use Pipeline(microbatches=1), or keep such state out of these modules."
+            )
 
 
 class MicrobatchCheck:

@@ -28,10 +28,9 @@ from lightning_shardckpt.parallel.pipeline.agree import (
     pickle_report,
     refuse_after_interrupt,
 )
-from lightning_shardckpt.parallel.pipeline.checks import MicrobatchState
 from lightning_shardckpt.parallel.pipeline.gates import Gates, StageRun
 from lightning_shardckpt.parallel.pipeline.microbatch import Results, copy_batch, count_samples, split_batch
-from lightning_shardckpt.parallel.pipeline.microbatch_check import MicrobatchCheck
+from lightning_shardckpt.parallel.pipeline.microbatch_check import MicrobatchCheck, MicrobatchState
 from lightning_shardckpt.parallel.pipeline.p2p import Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Schedule
 from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, StepState, UserStep

@@ -145,24 +145,6 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
     return schedule
 
 
-def bubble_fraction(schedule: Schedule, microbatches: int, *, forward: float = 1.0, backward: float = 2.0) -> float:
-    """Return the share of a step's time in which the average rank is idle, without the time of communication.
-
-    Args:
-        schedule: the order to simulate.
-        microbatches: the number of microbatches, at least 1.
-        forward: the time of one stage's forward on one microbatch, in any unit.
-        backward: the time of its backward in the same unit; each of the two parts takes half of it.
-    """
-    cost = {"forward": forward, "backward": backward, "backward_input": backward / 2, "backward_weight": backward / 2}
-    clock, done, busy = [0.0] * schedule.ranks, dict[tuple[str, int, int], float](), 0.0
-    for rank, op in _simulate(schedule, _orders(schedule, microbatches)):
-        start = max([clock[rank], *(done[need] for need in _needs(op, schedule.stages))])
-        clock[rank] = done[_result(op)] = start + cost[op.kind]
-        busy += cost[op.kind]
-    return 1 - busy / (schedule.ranks * max(clock))
-
-
 # ── simulation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -351,27 +333,18 @@ def _check(schedule: Schedule) -> None:
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """The stages per rank for which a named schedule is defined, and the name of torch's class, if it has one."""
-
-    torch: str | None = None
-    min_stages: int = 1
-    max_stages: int | None = None
-    advice: str = ""
-
-
+_V = "With 1 stage per rank use '1f1b', with more than 2 'interleaved_zero_bubble'."
 _ONE_STAGE = "With 1 stage per rank use '1f1b'."
-_V_STAGES = "With 1 stage per rank use '1f1b', with more than 2 'interleaved_zero_bubble'."
-_RULES = {
-    "gpipe": _Rule(),
-    "1f1b": _Rule(max_stages=1, advice="With more stages per rank use 'interleaved_1f1b'."),
-    "interleaved_1f1b": _Rule("Interleaved1F1B", 2, advice=_ONE_STAGE),
-    "looped_bfs": _Rule("LoopedBFS"),
-    "interleaved_zero_bubble": _Rule("InterleavedZeroBubble", 2, advice=_ONE_STAGE),
-    "zbv_zero_bubble": _Rule("ZBVZeroBubble", 2, 2, _V_STAGES),
-    "dualpipe_v": _Rule("DualPipeV", 2, 2, _V_STAGES),
+_RULES: dict[str, tuple[str | None, int, int | None, str]] = {
+    "gpipe": (None, 1, None, ""),
+    "1f1b": (None, 1, 1, "With more stages per rank use 'interleaved_1f1b'."),
+    "interleaved_1f1b": ("Interleaved1F1B", 2, None, _ONE_STAGE),
+    "looped_bfs": ("LoopedBFS", 1, None, ""),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", 2, None, _ONE_STAGE),
+    "zbv_zero_bubble": ("ZBVZeroBubble", 2, 2, _V),
+    "dualpipe_v": ("DualPipeV", 2, 2, _V),
 }
+"""By name: torch's class, if it has one, the least and most stages per rank, and advice for others."""
 
 
 def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
@@ -381,15 +354,14 @@ def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
             f"unknown pipeline schedule {name!r}. Expected the path of a CSV file, a subclass of torch's "
             f"PipelineScheduleMulti, or one of: {', '.join(_RULES)}."
         )
-    rule = _RULES[canonical]
-    if stages_per_rank < rule.min_stages or (rule.max_stages is not None and stages_per_rank > rule.max_stages):
-        bound = "at least" if rule.max_stages is None else "exactly"
-        plural = "s" * (rule.min_stages > 1)
+    torchs, least, most, advice = _RULES[canonical]
+    if stages_per_rank < least or (most is not None and stages_per_rank > most):
+        bound, plural = "at least" if most is None else "exactly", "s" * (least > 1)
         raise TopologyError(
-            f"pipeline schedule {canonical!r} needs {bound} {rule.min_stages} stage{plural} per rank, "
-            f"found {stages_per_rank}. {rule.advice}"
+            f"pipeline schedule {canonical!r} needs {bound} {least} stage{plural} per rank, found {stages_per_rank}. "
+            f"{advice}"
         )
-    return Schedule(canonical, ranks, stages_per_rank, torch_schedule(rule.torch) if rule.torch else canonical)
+    return Schedule(canonical, ranks, stages_per_rank, torch_schedule(torchs) if torchs else canonical)
 
 
 def _normalize(name: str) -> str:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single
+from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single, watch_collectives
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers
-from lightning_shardckpt.parallel.pipeline.checks import refuse_world_collectives
+from lightning_shardckpt.parallel.pipeline.gates import refuse_world
 from lightning_shardckpt.parallel.pipeline.p2p import Message, PeerFailed, Transport
 from lightning_shardckpt.parallel.pipeline.schedule import Receive, resolve_schedule
 from tests.support.pool import run_ranks
@@ -322,7 +322,7 @@ def guard(group: Any) -> dict[str, Any]:
     """Inside the guard: which calls over the world are refused, and what works."""
     originals = {name: getattr(dist, name) for name in dir(dist)}
     refused, messages = [], set()
-    with refuse_world_collectives():
+    with watch_collectives(refuse_world):
         for name, call in WORLD.items():
             for world in (None, dist.group.WORLD):
                 try:
@@ -343,7 +343,7 @@ def guard(group: Any) -> dict[str, Any]:
         thread = threading.Thread(target=meet)
         thread.start()
         thread.join(30)
-        with refuse_world_collectives():
+        with watch_collectives(refuse_world):
             pass
         try:
             dist.barrier()
@@ -412,7 +412,7 @@ def test_after_a_step_collectives_are_the_originals(three: list[Any]) -> None:
 
 def test_collectives_are_restored_after_an_error() -> None:
     original = dist.all_reduce
-    with pytest.raises(KeyError), refuse_world_collectives():
+    with pytest.raises(KeyError), watch_collectives(refuse_world):
         assert dist.all_reduce is not original
         raise KeyError
     assert dist.all_reduce is original

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.optimizers import show_all_stages, user_code
 from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     AbsentParameters,
     copy_without_weights,
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
-from lightning_shardckpt.parallel.pipeline.stage_optimizer import show_all_stages, user_code
 from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
 from tests.support.pool import RankFailure, run_ranks
 

@@ -1,22 +1,76 @@
-"""The optimizer of a pipeline stage: it steps this stage's parameters, and shows all stages' to user code.
+"""Optimizers of a sharded module: its parameters take the place of those before sharding.
 
-In user code, param groups have the parameters of the whole module, in its order. The optimizer's state covers only this
-stage's parameters, and raises if a hook reads more.
+In a pipeline an optimizer steps this stage's parameters, and shows all stages' to user code: there, param groups have
+the parameters of the whole module, in its order. The optimizer's state covers only this stage's parameters, and raises
+if a hook reads more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shardckpt.compat.torch_autograd import change_parameters
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
+from lightning_shardckpt.parallel.shard_model import ShardedModule
+
+
+def rebind_optimizer(optimizer: Optimizer, module: ShardedModule) -> None:
+    """Replace the old parameters of an optimizer, and the keys of its state, by the sharded module's parameters.
+
+    Raises:
+        UnsupportedCodeError: if the optimizer has a parameter that was never in the module.
+    """
+    current = dict[Tensor, Tensor]((*module.replaced.items(), *module.elsewhere.items()))
+    live = {*current.values(), *module.gradients.adopted}
+    for index, group in enumerate(optimizer.param_groups):
+        with user_code():  # it may have been rebound before
+            params = [p for p in group["params"] if not isinstance(p, _Dummy)]
+        unknown = [p for p in params if p not in live and p not in current]
+        if unknown:
+            raise UnsupportedCodeError(
+                f"param group {index} of {type(optimizer).__name__} holds {len(unknown)} parameters that are not in "
+                f"the module (first shape: {tuple(unknown[0].shape)}). Build the optimizer from the module's "
+                "parameters: in configure_optimizers, from self.parameters()."
+            )
+        group["params"] = [current.get(p, p) for p in params]
+    for old, new in current.items():
+        if new is not old and old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+    for placeholder in [p for p in optimizer.state if isinstance(p, Placeholder)]:
+        del optimizer.state[placeholder]
+    if module.pipeline is not None:
+        show_all_stages(optimizer)
+
+
+@contextmanager
+def allow_empty_optimizers() -> Iterator[None]:
+    """Inside, an optimizer may be built with an empty list of parameters, which torch refuses.
+
+    The optimizer gets a dummy parameter, which `rebind_optimizer` removes.
+    """
+
+    def add_dummy(params: Any) -> Any:
+        return params if isinstance(params, Tensor | dict) else list(params) or [_Dummy(torch.empty(0), False)]
+
+    with change_parameters(add_dummy):
+        yield
+
+
+class _Dummy(nn.Parameter):
+    """The parameter of an empty optimizer."""
+
+
+# ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _DOES_NOT_LOAD = "Error(s) in loading state_dict"  # torch's message
 _IN_USER_CODE: ContextVar[bool] = ContextVar("_IN_USER_CODE", default=False)
@@ -87,6 +141,24 @@ class GroupParameters(list[Tensor]):
         return self._visible()[index] if _IN_USER_CODE.get() else super().__getitem__(index)
 
 
+def _state_error(part: str) -> UnsupportedCodeError:
+    return UnsupportedCodeError(
+        f"a hook reads the state of an optimizer: {part}. A pipeline stage has only the state of its own parameters. "
+        "Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with lightning_shardckpt.open."
+    )
+
+
+def _if_not_in_user_code(name: str) -> Callable[[StageState], Any]:
+    """Return a method of a dict that raises in user code."""
+
+    def call(state: StageState) -> Any:
+        if _IN_USER_CODE.get():
+            raise _state_error("the state of all parameters")
+        return getattr(super(StageState, state), name)()
+
+    return call
+
+
 class StageState(defaultdict[Tensor, Any]):
     """The optimizer state of this stage's parameters. User code may read it by parameter, but not as a whole."""
 
@@ -95,43 +167,18 @@ class StageState(defaultdict[Tensor, Any]):
 
     def __missing__(self, parameter: Tensor) -> Any:
         if isinstance(parameter, Placeholder):
-            raise self._error(f"the state of {parameter.origin}")
+            raise _state_error(f"the state of {parameter.origin}")
         return super().__missing__(parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Tensor, Any]:
         items = super().items()
         return defaultdict(dict, {deepcopy(key, memo): deepcopy(value, memo) for key, value in items})
 
-    def __iter__(self) -> Iterator[Tensor]:
-        self._check()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._check()
-        return super().__len__()
-
-    def keys(self) -> Any:
-        self._check()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._check()
-        return super().values()
-
-    def items(self) -> Any:
-        self._check()
-        return super().items()
-
-    def _check(self) -> None:
-        if _IN_USER_CODE.get():
-            raise self._error("the state of all parameters")
-
-    def _error(self, part: str) -> UnsupportedCodeError:
-        return UnsupportedCodeError(
-            f"a hook reads the state of an optimizer: {part}. A pipeline stage has only the state of its own "
-            "parameters. Use pipeline_parallel_size=1, or read the optimizer's state from a checkpoint, with "
-            "lightning_shardckpt.open."
-        )
+    __iter__: Any = _if_not_in_user_code("__iter__")
+    __len__: Any = _if_not_in_user_code("__len__")
+    keys: Any = _if_not_in_user_code("keys")
+    values: Any = _if_not_in_user_code("values")
+    items: Any = _if_not_in_user_code("items")
 
 
 def show_all_stages(optimizer: Optimizer) -> None:
