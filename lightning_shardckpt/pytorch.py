@@ -63,9 +63,8 @@ from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
-from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_ranks
+from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
-from lightning_shardckpt.strategy.epoch_ends import compare_epoch_ends
 from lightning_shardckpt.strategy.lightning_module import (
     ModuleBuild,
     attach_sharded,
@@ -74,7 +73,7 @@ from lightning_shardckpt.strategy.lightning_module import (
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
 from lightning_shardckpt.strategy.resume import DataShare, StopPosition, finish_loaders
-from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints, TrainerRun
+from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     StepContext,
     TrainerSteps,
@@ -166,8 +165,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
         share, meeting_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
-        run = TrainerRun(self._trainer, self._launcher, self._ranks, share, meeting_s)
-        self._run = RunCheckpoints(run, StopPosition() if self._run is None else self._run.stop_position)
+        stop = StopPosition() if self._run is None else self._run.stop_position
+        self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, meeting_s=meeting_s)
 
     def _meet(self) -> Ranks:
         """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
@@ -242,7 +241,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return not self._ranks.step(phase, self._checkpoints.needs_weights, any)
 
         if pretrained is not None:
-            pretrained = None if restores() else replace(pretrained, before_checkpoint=self._checkpoints.will_load)
+            will_load = self._checkpoints.path_to_resume is not None
+            pretrained = None if restores() else replace(pretrained, before_checkpoint=will_load)
         sharded = self._shard_module(
             module, self._build.take(), pretrained, precision=self.precision_plugin, restores=restores
         )
@@ -293,13 +293,10 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     # --- steps ---
 
     def _check_preemption(self) -> None:
-        self._preemption.agree(self._trainer, self._any_rank_preempted)
-
-    def _any_rank_preempted(self, is_preempted: bool) -> bool:
-        """Return True if any rank was told to stop. Collective: every rank of the world must call it."""
-        if self._is_alone:
-            return is_preempted
-        return self._agreement.should_stop(is_preempted, self.meshes, self.tuning)
+        """Stop after this batch if any rank was told to. Collective: every rank of the world must call it."""
+        is_told = self._preemption.is_told
+        if is_told if self._is_alone else self._agreement.should_stop(is_told, self.meshes, self.tuning):
+            self._preemption.stop(self._trainer)
 
     def _compare_ranks(self, *, parameters: bool) -> None:
         """Check that ranks have not diverged. Collective: every rank of the world must call it."""

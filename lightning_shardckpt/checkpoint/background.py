@@ -61,8 +61,8 @@ class Background:
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
         self._jobs: deque[_Job] = deque()
         self._writer: Worker | None = None
-        self._failure: Exception | None = None  # of the last save, if it was not raised yet
-        self._is_pending = self._has_failed = False  # the last save's outcome: was it not collected; was it a failure
+        self._last: Future[list[str]] | None = None  # of the last save
+        self._is_pending = False  # until ``settle`` has collected its outcome
         self._notes: list[str] = []
 
     def memory(self) -> HostMemory:
@@ -82,8 +82,8 @@ class Background:
         Returns:
             A future of the notes.
         """
-        self._is_pending = True
-        return self._put(_Job(path, lambda: work(self._ranks), Future(), memory))
+        self._last, self._is_pending = Future(), True
+        return self._put(_Job(path, lambda: work(self._ranks), self._last, memory))
 
     def follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
         """Queue work that follows the last save, and is dropped, with a note, if that save failed.
@@ -120,10 +120,9 @@ class Background:
             return
         phase = f"waiting to save {before!r}" if before is not None else "waiting for saves in the background"
         report: ErrorReport | None = ranks.step(phase, self._report, _first)
-        self._is_pending = False
-        failure = self._take_failure()
+        self._collect()
         if report is not None:
-            raise failure or rebuild_error(report, report["message"])
+            raise self._failure() or rebuild_error(report, report["message"])
 
     def drain(self) -> None:
         """Wait until all jobs are done; raises nothing. Not collective."""
@@ -138,9 +137,9 @@ class Background:
         """
         self.drain()
         self._ranks.leave(error)
-        self._is_pending = False
-        if (failure := self._take_failure()) is not None:
+        if self._is_pending and (failure := self._failure()) is not None:
             error.add_note(f"a save in the background had failed: {type(failure).__name__}: {failure}")
+        self._collect()
 
     def note(self, notes: Iterable[str]) -> None:
         """Add sentences for the user."""
@@ -186,7 +185,7 @@ class Background:
         failure: Exception | None = None
         notes: list[str] = []
         try:
-            if job.memory is None and self._has_failed:
+            if job.memory is None and self._failure() is not None:
                 notes = [f"{job.problem}: {job.path!r}, since the save before it failed"]
             else:
                 notes = job.work()
@@ -197,36 +196,39 @@ class Background:
                 f"rank {self._ranks.rank} failed while saving {job.path!r}: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
+        if job.memory is None:
+            self.note(notes if failure is None else [f"{job.problem}: {job.path!r}: {failure}"])
+            return
+        self.note(notes)
         with self.lock:
-            self._notes += notes
-            if job.memory is None:
-                self._notes += [f"{job.problem}: {job.path!r}: {failure}"] if failure is not None else []
-                return
-            self._free, self._has_failed = job.memory, failure is not None
-            self._failure = self._failure or failure
-            if failure is not None:
-                failure.add_note(f"in the background, while saving {job.path!r}")
-                atexit.register(self._at_exit)
-        if failure is not None:
-            job.done.set_exception(failure)
-        else:
+            self._free = job.memory
+        if failure is None:
             job.done.set_result(notes)
+        else:
+            failure.add_note(f"in the background, while saving {job.path!r}")
+            atexit.register(self._at_exit)
+            job.done.set_exception(failure)
+
+    def _failure(self) -> Exception | None:
+        """Return the failure of the last save, if it has ended so."""
+        failure = self._last.exception() if self._last is not None and self._last.done() else None
+        assert failure is None or isinstance(failure, Exception)
+        return failure
 
     def _report(self) -> ErrorReport | None:
-        """Wait for all jobs; return the failure that was not raised yet."""
+        """Wait for all jobs; return the failure of the last save."""
         self.drain()
-        return None if self._failure is None else _report(self._failure)
+        failure = self._failure()
+        return None if failure is None else _report(failure)
 
-    def _take_failure(self) -> Exception | None:
-        with self.lock:
-            failure, self._failure = self._failure, None
+    def _collect(self) -> None:
+        self._is_pending = False
         atexit.unregister(self._at_exit)
-        return failure
 
     def _at_exit(self) -> None:
         """Raise a failure that no caller collected; the interpreter prints it at exit."""
-        if self._failure is not None:
-            raise self._failure
+        if self._is_pending and (failure := self._failure()) is not None:
+            raise failure
 
 
 def _report(error: Exception) -> ErrorReport:

@@ -1,4 +1,4 @@
-"""Agreement of the ranks before a batch to stop, and comparison of their replicated values at a save and at the end.
+"""Agreement of the ranks before a batch to stop, and comparison of their replicated values and of their epochs' ends.
 
 One reduction of numbers from host memory decides whether to stop. With steps of a few milliseconds, a reduction before
 each step would take too long, so there is one before the first batches, then one per several batches within a bound on
@@ -12,21 +12,24 @@ values of one rank. Statistics of norms are excluded: they are broadcast, see ``
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.checkpoint.save_agreement import Digests, combine_digests, do_replicas_differ, find_differences
+from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
 from lightning_shardckpt.compat.torch_modules import (
     NormWithStatistics,
     buffer_slots,
     non_persistent_buffers,
     parameter_slots,
 )
-from lightning_shardckpt.distributed.host_numbers import max_over_ranks
+from lightning_shardckpt.distributed.host_numbers import any_rank, max_over_ranks
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
@@ -141,3 +144,43 @@ def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Ten
                 continue
             if value.layout == torch.strided and value.numel():
                 yield f"{prefix}.{name}" if prefix else name, value
+
+
+# ── ends of epochs ────────────────────────────────────────────────────────────────────────────────────────────────────
+# The ranks must train on as many batches in an epoch, which is not always known before. A rank whose epoch is over,
+# because its loader or the run ends, waits for the others before anything else, in the store: if another one goes on,
+# its collectives must not meet those of the next epoch. That one sees it, and reports it.
+
+
+def compare_epoch_ends(trainer: pl.Trainer, ranks: Ranks) -> Callable[[], None]:
+    """Compare the ends of the epochs from now on; return the undo. Call it when training starts.
+
+    An epoch in which all ranks have the known number of batches costs nothing.
+
+    Collective: every rank of ``ranks`` must call it.
+    """
+    length = trainer.num_training_batches
+    are_equal = ranks.step("comparing lengths of loaders", lambda: length, lambda all: len({*all}) == 1)
+    reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set late
+    are_known = are_equal and length != float("inf") and not reloads
+    compared = (-1, 0)
+
+    def compare() -> None:
+        nonlocal compared
+        epoch, batches = batches_begun(trainer)
+        if trainer.received_sigterm or (are_known and batches == length) or compared == (epoch, batches):
+            return  # all ranks end here
+        compared = epoch, batches
+        with current_world().epoch_over():
+            ranks.step(f"ending epoch {epoch}", lambda: batches, lambda all: _refuse_difference(epoch, all))
+
+    return watch_epoch_ends(trainer, compare, any_rank)
+
+
+def _refuse_difference(epoch: int, batches: list[int]) -> None:
+    """Raise an UnsupportedCodeError if the ranks have had different numbers of batches in an epoch."""
+    least, most = min(batches), max(batches)
+    if least != most:
+        raise UnsupportedCodeError(
+            unequal_batches_text(epoch, batches.index(least), least, batches.index(most), most)
+        )

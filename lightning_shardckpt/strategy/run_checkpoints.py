@@ -18,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -65,18 +64,22 @@ from lightning_shardckpt.system.text import count_text
 
 
 class Preemption:
-    """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one."""
+    """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one.
+
+    Attributes:
+        is_told: True if this rank has got the signal.
+    """
 
     def __init__(self) -> None:
-        self._is_told = False
+        self.is_told = False
 
     def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
         """Install the handler when training starts, after Lightning's handlers; return the undo of Lightning's loop."""
-        self._is_told = False
+        self.is_told = False
         previous = sigterm_handler_before(trainer)
 
         def handler(number: int, frame: FrameType | None) -> None:
-            self._is_told = True
+            self.is_told = True
             if previous is not None:
                 previous(number, frame)
 
@@ -84,14 +87,10 @@ class Preemption:
             signal.signal(signal.SIGTERM, handler)
         return skip_sigterm_broadcast(trainer)
 
-    def agree(self, trainer: pl.Trainer, any_rank: Callable[[bool], bool]) -> None:
-        """Make Lightning stop after this batch on all ranks, if one has got the signal. Call it before every batch.
-
-        Collective: every rank of the world must call it; ``any_rank`` is a collective "or".
-        """
-        if any_rank(self._is_told):
-            self._is_told = False
-            receive_sigterm(trainer)
+    def stop(self, trainer: pl.Trainer) -> None:
+        """Make Lightning stop after this batch, as if this rank had got the signal; every rank must call it."""
+        self.is_told = False
+        receive_sigterm(trainer)
 
 
 class Ending(Enum):
@@ -132,83 +131,69 @@ def save_after_exception(
     return Ending.TOGETHER
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerRun:
-    """One fit, validate, test or predict.
-
-    Attributes:
-        trainer: of the run.
-        launcher: has the path to resume from.
-        ranks: the ranks that save and load together.
-        share: this rank's part of the data.
-        meeting_s: as in `save_after_exception`.
-    """
-
-    trainer: pl.Trainer
-    launcher: ResolvingLauncher
-    ranks: Ranks
-    share: DataShare
-    meeting_s: float
-
-    @property
-    def is_fit(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING
-
-    @property
-    def path_to_resume(self) -> str | None:
-        """The path of the checkpoint to load; None without one."""
-        path = self.launcher.resumes_from or assigned_path(self.trainer)
-        return None if path is None else file_path(path)
-
-    def will_resume(self) -> bool:
-        """Return True if this rank finds a checkpoint to load."""
-        path = self.path_to_resume
-        return path is not None and (is_url(path) or os.path.lexists(path))
-
-
 class RunCheckpoints:
     """The checkpoints of one fit, validate, test or predict.
 
     Args:
-        run: the run.
+        trainer: of the run.
+        launcher: has the path to resume from.
+        ranks: the ranks that save and load together.
+        share: this rank's part of the data.
         stop_position: the position at the end of the last fit.
+        meeting_s: as in `save_after_exception`.
 
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
         stop_position: the position at the end of the last fit.
     """
 
-    def __init__(self, run: TrainerRun, stop_position: StopPosition) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        launcher: ResolvingLauncher,
+        ranks: Ranks,
+        share: DataShare,
+        stop_position: StopPosition,
+        *,
+        meeting_s: float,
+    ) -> None:
         self.restored, self.stop_position = False, stop_position
-        self._run, self._ending = run, Ending.NONE
+        self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
+        self._share, self._meeting_s, self._ending = share, meeting_s, Ending.NONE
+        self._is_fit = trainer.state.fn == TrainerFn.FITTING
         self._loaded: Loaded | None = None
         self._resumes: Callable[[], ResumePoint] | None = None
         self._loaders, self._are_early = 0, False  # that Lightning has prepared, and whether they wait for the load
         self._validation_rng: Mapping[str, Any] | None = None
         self._training_rng: Mapping[str, Any] | None = None
-        if run.is_fit:
+        if self._is_fit:
             stop_position.reset()
 
     # --- the load ---
 
     @property
-    def will_load(self) -> bool:
-        """True if the run was given a checkpoint."""
-        return self._run.path_to_resume is not None
+    def path_to_resume(self) -> str | None:
+        """The path of the checkpoint to load; None without one."""
+        path = self._launcher.resumes_from or assigned_path(self._trainer)
+        return None if path is None else file_path(path)
+
+    def _will_resume(self) -> bool:
+        """Return True if this rank finds a checkpoint to load."""
+        path = self.path_to_resume
+        return path is not None and (is_url(path) or os.path.lexists(path))
 
     def needs_weights(self) -> bool:
         """Return True if the module may need initial weights, as seen by this rank."""
-        return needs_weights(self._run.trainer, self._run.path_to_resume)
+        return needs_weights(self._trainer, self.path_to_resume)
 
     def restore(self) -> None:
         """Load the checkpoint of a fit before ``on_fit_start``, as on one process.
 
         Collective: every rank must call it.
         """
-        run = self._run
-        if run.is_fit and run.ranks.step("looking for a checkpoint", run.will_resume, any):
-            restore_modules_and_callbacks(run.trainer, run.path_to_resume)
-            keep_param_groups(run.trainer)
+        if self._is_fit and self._ranks.step("looking for a checkpoint", self._will_resume, any):
+            restore_modules_and_callbacks(self._trainer, self.path_to_resume)
+            keep_param_groups(self._trainer)
             self.restored = True
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
@@ -219,16 +204,15 @@ class RunCheckpoints:
             path: of the checkpoint.
             weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
         """
-        run = self._run
-        weights_only = run.launcher.weights_only if weights_only is None else weights_only
+        weights_only = self._launcher.weights_only if weights_only is None else weights_only
         checkpoint, rank_state, self._loaded = load_checkpoint(
-            io, run.trainer, run.share, path, weights_only=weights_only
+            io, self._trainer, self._share, path, weights_only=weights_only
         )
-        if run.is_fit and rank_state is not None:
+        if self._is_fit and rank_state is not None:
             loops = checkpoint.get("loops")
             if loops is not None and batches_done(loops) is not None:
                 repeat_last_batch(loops["fit_loop"])
-            self._resumes, self._loaders = partial(ResumePoint.of, checkpoint, rank_state, run.share), 0
+            self._resumes, self._loaders = partial(ResumePoint.of, checkpoint, rank_state, self._share), 0
         return checkpoint
 
     def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any], names: WholeNames) -> None:
@@ -242,17 +226,17 @@ class RunCheckpoints:
         self._loaded = self._loaded._replace(live=None, hooked=None)
 
         def load() -> list[str]:
-            strict, fit = module.strict_loading, self._run.is_fit
+            strict, fit = module.strict_loading, self._is_fit
             return load_remaining({"": module}, live, state_dict, hooked, names, strict=strict, keep_parameters=fit)
 
-        is_first = self._run.share.data_rank == 0
+        is_first = self._share.data_rank == 0
         with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
             phase = f"loading the rest of {path!r} into {type(module).__name__}"
-            notes: list[str] = self._run.ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
+            notes: list[str] = self._ranks.step(phase, load, lambda every: sorted({*chain(*every)}))
         if notes:
             count = count_text(len(notes), "difference")
             rank_zero_warn(f"{count} between {path!r} and this model:\n  " + "\n  ".join(notes))
-        callbacks: list[Callback] = self._run.trainer.callbacks  # type: ignore[attr-defined]  # set late
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set late
         if any(is_overridden("on_load_checkpoint", callback, Callback) for callback in callbacks):
             state_dict.update(copy_state_dict({name: v for name, v in state_dict.items() if v is live.get(name)}))
 
@@ -271,8 +255,8 @@ class RunCheckpoints:
 
     def begin_loader(self, loader: object) -> None:
         """Make a training loader resumable, and give it its position. Call it for every loader, in order."""
-        resumable, trainer = make_resumable(loader), self._run.trainer
-        if not (trainer.training and self._run.is_fit):
+        resumable, trainer = make_resumable(loader), self._trainer
+        if not (trainer.training and self._is_fit):
             return
         if isinstance(loader, ResumableLoader):
             loader.deal_global_order()
@@ -280,13 +264,13 @@ class RunCheckpoints:
             watch_state(loader, partial(batches_drawn, trainer))
         if self._resumes is not None:
             self._resumes().resume_loader(loader, self._loaders, self._restore_rng)
-        elif self._run.will_resume():  # before the load, for estimated_stepping_batches
+        elif self._will_resume():  # before the load, for estimated_stepping_batches
             self._are_early = begin_anew(loader, skips=True) or self._are_early
         self._loaders += 1
 
     def start_training(self) -> Callable[[], None]:
         """Restore the position of the checkpoint, and record that of the run's end; return the undo."""
-        undo, trainer = ExitStack(), self._run.trainer
+        undo, trainer = ExitStack(), self._trainer
         undo.callback(self.stop_position.watch(trainer))
         if self._resumes is not None:
             point, self._resumes = self._resumes(), None
@@ -336,31 +320,32 @@ class RunCheckpoints:
             path: of the checkpoint.
             storage_options: for a URL.
         """
-        run = self._run
-        trainer = run.trainer
+        trainer = self._trainer
         if trainer.interrupted and is_partly_loaded(trainer.lightning_module):
             rank_zero_warn(f"{os.fspath(path)!r} was not saved: its load failed, and the module is partly loaded")
             return
         check_loaded([trainer.lightning_module])
-        if self.answers_alone and run.share.data_size > 1 and stored_metrics(trainer.lightning_module):
+        if self.answers_alone and self._share.data_size > 1 and stored_metrics(trainer.lightning_module):
             warnings.warn(
                 "no checkpoint was saved after the exception: the states of metrics that are saved with the module "
                 "(persistent(True)) need all ranks, and some may not have the exception",
                 stacklevel=2,
             )
             return
-        described = describe_trainer(checkpoint, self.stop_position.position(trainer), run.share)
+        described = describe_trainer(checkpoint, self.stop_position.position(trainer), self._share)
         save = partial(io.save_checkpoint, described, path, storage_options)
         if not trainer.interrupted or self._ending is Ending.LEFT:
             save()
         elif self._ending is not Ending.ALONE:
             agreed = trainer.received_sigterm or self._ending is Ending.TOGETHER
-            self._ending = save_after_exception(run.ranks, save, io.wait, agreed=agreed, meeting_s=run.meeting_s)
+            self._ending = save_after_exception(
+                self._ranks, save, io.wait, agreed=agreed, meeting_s=self._meeting_s
+            )
 
     @property
     def answers_alone(self) -> bool:
         """True if hooks after an exception run on this rank, and maybe not on the other ranks."""
-        if not self._run.trainer.interrupted or self._run.trainer.received_sigterm:
+        if not self._trainer.interrupted or self._trainer.received_sigterm:
             return False  # after a signal, all ranks have agreed to stop
         return self._ending in (Ending.NONE, Ending.ALONE)
 

@@ -22,7 +22,6 @@ from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
@@ -32,7 +31,6 @@ from lightning_shardckpt.strategy.lightning_module import restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
 
-_UNCHANGED = KeyMapping()
 _CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
