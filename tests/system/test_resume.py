@@ -1,19 +1,27 @@
-"""Training that was interrupted and resumed equals training that was not. Oracle: the uninterrupted run."""
+"""A run that stopped goes on as if it had not: how it stopped × topology × loader, in one table and by one runner.
+
+Oracle: the run that never stopped, of which the rest must repeat steps, samples, losses, rates, logs and state.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -22,80 +30,367 @@ from lightning_shardckpt.system.random_generators import preserve_rng
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks, selected
 
+PER_EPOCH, STEPS = 4, 9  # batches
+
+# ── what runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Told(DummyLogger):
+    """Keeps what is logged, with the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+class Recorded(tiny.TinyLM):
+    """Keeps which samples each step had, where, and its loss; and when an epoch began."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps: list[tuple[int, int, list[Any], float]] = []
+        self.begun: list[tuple[int, int]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.begun.append((self.current_epoch, len(self.steps)))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step((torch.cat(_parts(batch)),), index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        samples = [part[:, 0].tolist() for part in _parts(batch)]
+        self.steps.append((self.current_epoch, index, samples, float(outputs["loss"])))
+
+
+def _parts(batch: Any) -> list[torch.Tensor]:
+    return [part[0] for part in batch.values() if part is not None] if isinstance(batch, dict) else [batch[0]]
+
+
+class OneRate(Recorded):
+    """Without a scheduler of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Estimating(Recorded):
+    """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0 and self.trainer.train_dataloader is not None
+        return super().configure_optimizers()
+
+
+def noise() -> torch.Tensor:
+    """Return tokens of the process's random generators."""
+    return torch.randint(tiny.VOCABULARY, (9,)) + random.randint(0, 1)
+
+
+class Augmented(Dataset[Any]):
+    """Draws each sample anew, as random augmentation does."""
+
+    def __len__(self) -> int:
+        return 2 * PER_EPOCH
+
+    def __getitem__(self, index: int) -> Any:
+        return (noise() // 2,)
+
+
+class Stateful:
+    """Batches from the generators of the process, and its own position."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    def __len__(self) -> int:
+        return PER_EPOCH
+
+    def __iter__(self) -> Any:
+        begin, self._begun = self._begun, 0
+        for self._begun in range(begin + 1, PER_EPOCH + 1):
+            yield ((noise() // 2)[None],)
+        self._begun = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begun": self._begun}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._begun = state["begun"]
+
+
+class Stream(IterableDataset[Any]):
+    """Shuffles as it goes, with the generator of the process."""
+
+    def __iter__(self) -> Any:
+        for index in torch.randperm(2 * PER_EPOCH).tolist():
+            yield (torch.full((9,), index),)
+
+
+def data(kind: str, world: int) -> Any:
+    """A loader of so many batches for each rank, in the order of a DistributedSampler or of the process's state."""
+
+    def plain(**options: Any) -> Any:
+        return tiny.loader(**{"count": 2 * PER_EPOCH * world, **options})
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "shuffled": plain,
+        "two workers": lambda: plain(workers=2),
+        "one worker": lambda: plain(workers=1),
+        "persistent worker": lambda: plain(workers=1, persistent_workers=True),
+        "own generator": lambda: plain(generator=torch.Generator().manual_seed(5)),
+        "max_size_cycle": lambda: CombinedLoader({"long": plain(), "short": plain(count=4)}, "max_size_cycle"),
+        "min_size": lambda: CombinedLoader({"long": plain(count=12), "short": plain()}, "min_size"),
+        "augmentation": lambda: {n: DataLoader(Augmented(), batch_size=2, shuffle=True) for n in ("one", "other")},
+        "stateful beside": lambda: CombinedLoader({"stateful": Stateful(), "other": plain()}, "min_size"),
+        "iterable": lambda: DataLoader(Stream(), batch_size=2),
+    }
+    return kinds[kind]()
+
+
+class Stop(pl.Callback):
+    """Tells the Trainer to stop after a step, or sends this process SIGTERM in it."""
+
+    def __init__(self, step: int, *, by_signal: bool = False) -> None:
+        self._step, self._by_signal = step, by_signal
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._by_signal and trainer.global_step == self._step - 1 and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if not self._by_signal and trainer.global_step == self._step:
+            trainer.should_stop = True
+
+
+class OutOfTime(Timer):
+    """A Timer whose time is up after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(timedelta(days=1))
+        self._step, self._at = step, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._at = trainer.global_step
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        return timedelta(days=2).total_seconds() if self._at == self._step else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-PP2_1F1B: dict[str, Any] = {**PP2, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}  # of 2 microbatches
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "fsdp2": (2, {}),
+    "pp2, 1f1b": (2, {**PP2, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}),
+    "fsdp2 x tp2": (4, TP2),
+    "pp2 x fsdp2": (4, PP2),
+    "pp2 x tp2": (4, {**PP2, **TP2}),
+}
+EACH = {"limit_val_batches": 2, "val_check_interval": 2}
 
 
-def all_straight_and_resumed(
-    directory: str, runs: dict[str, tuple[Any, ...]]
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+class Row(NamedTuple):
+    """A way to stop and to go on.
+
+    ``stop``: how, and after how many steps. "save" and "validation" are checkpoints of the run that never stops; after
+    the others somebody saves, or a ModelCheckpoint does at the end of each epoch ("epoch end"). ``first``: options of
+    the first run alone.
+    """
+
+    topology: str
+    data: str
+    stop: str
+    options: dict[str, Any] = {}  # noqa: RUF012
+    model: dict[str, Any] = {}  # noqa: RUF012
+    kind: type[Recorded] = Recorded
+    averages: bool = False
+    first: dict[str, Any] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        kind = [] if self.kind is Recorded else [self.kind.__name__]
+        return ", ".join([self.topology, self.data, self.stop, *self.options, *self.model, *kind])
+
+    @property
+    def same(self) -> str:
+        """What rows have in common that share the run which never stops."""
+        return repr((self.topology, self.data, self.options, self.model, self.kind, self.averages))
+
+
+LATE, MOMENTUM = {"build_late": True}, {"optimizer": "momentum"}
+OF_VALIDATIONS = {**EACH, "max_epochs": 2, "enable_checkpointing": True}
+ROWS = [
+    Row("one process", "shuffled", "max_steps@2, after"),
+    Row("one process", "shuffled", "SIGTERM@3, after"),
+    Row("one process", "shuffled", "save@4"),
+    Row("one process", "shuffled", "save@6"),
+    Row("one process", "shuffled", "save@3", model=MOMENTUM),
+    Row("one process", "shuffled", "save@5", EACH),
+    Row("one process", "shuffled", "should_stop@3, epoch end", EACH),
+    Row("one process", "shuffled", "validation@4", OF_VALIDATIONS),
+    Row("one process", "shuffled", "save@6", {"max_epochs": 4}, kind=OneRate, averages=True),
+    Row("one process", "two workers", "max_steps@5, epoch end"),
+    Row("one process", "two workers", "max_epochs@2, epoch end"),
+    *(
+        Row("one process", kind, "save@6")
+        for kind in ("own generator", "max_size_cycle", "min_size", "augmentation", "stateful beside", "iterable")
+    ),
+    Row("one process", "persistent worker", "save@6"),
+    *(Row("one process", "shuffled", f"save@{stop}", kind=Estimating) for stop in (2, 4)),
+    Row("one process", "persistent worker", "save@6", kind=Estimating),
+    Row("fsdp2", "shuffled", "save@6"),
+    Row("fsdp2", "shuffled", "max_steps@2, after", EACH),
+    Row("fsdp2", "shuffled", "SIGTERM@4, after", EACH),
+    Row("fsdp2", "shuffled", "max_time@5, epoch end"),
+    Row("pp2, 1f1b", "shuffled", "save@2"),
+    Row("fsdp2 x tp2", "shuffled", "save@2", model=LATE),
+    Row("pp2 x fsdp2", "shuffled", "save@6", model=MOMENTUM),
+]
+SWEPT = [
+    Row("fsdp2", "shuffled", "save@4"),
+    Row("fsdp2", "two workers", "save@2"),
+    Row("pp2 x tp2", "two workers", "save@2", model=LATE),
+    *(Row("one process", "one worker", f"save@{stop}", kind=Estimating) for stop in (2, 4, 6)),
+]
+NAMED = {str(row): row for row in [*ROWS, *SWEPT]}
+
+
+def fit(row: Row, directory: str, *, resume: str | None = None, callbacks: Any = (), **options: Any) -> dict[str, Any]:
+    world, strategy = TOPOLOGIES[row.topology]
+    pl.seed_everything(9 if resume else 1)
+    module, logger, own = row.kind(**row.model), Told(), list[pl.Callback]()
+    if row.averages:
+        own.append(StochasticWeightAveraging(0.1, swa_epoch_start=2))
+    if row.stop.startswith("validation"):
+        own.append(ModelCheckpoint(directory, monitor="val_loss", save_top_k=-1, filename="{step}"))
+    options = {"max_steps": -1, "max_epochs": 9, "limit_val_batches": 0, **row.options, **options}
+    if world == 1:
+        options["use_distributed_sampler"] = False
+    run = tiny.trainer(strategy, logger=logger, callbacks=[*own, *callbacks], **options)
+    held_out = tiny.loader(count=8, shuffle=False) if options["limit_val_batches"] else None
+    with suppress(SystemExit):
+        run.fit(module, data(row.data, run.world_size), held_out, ckpt_path=resume)
+    run.fit_loop.teardown()  # which Lightning does not do after an exception
     return {
-        name: straight_and_resumed(strategy, f"{directory}/{name}", *rest) for name, (strategy, *rest) in runs.items()
+        "run": run,
+        "steps": module.steps,
+        "begun": module.begun,
+        "logged": logger.rows,
+        "state": tiny.full_state(module, run.optimizers),
+        "counted": (run.global_step, run.current_epoch),
+        "lr": [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups],
     }
 
 
-def straight_and_resumed(
-    strategy: dict[str, Any], directory: str, steps: int, stop: int, model: dict[str, Any], data: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    saving = tiny.SaveAt(stop, f"{directory}/a.ckpt")
-    straight = tiny.fit(strategy, steps, model=model, data=data, callbacks=[saving])
-    resumed = tiny.fit(strategy, steps, resume=f"{directory}/a.ckpt", seed=99, model=model, data=data)
-    return straight, resumed
+def stopped(row: Row, directory: str) -> dict[str, Any]:
+    """The run that ends as the row says, with a checkpoint of its end or of an epoch's end at directory/a.ckpt."""
+    how, _, saver = row.stop.partition(", ")
+    name, _, number = how.partition("@")
+    step = int(number)
+    limits = {name: step} if name.startswith("max_") and name != "max_time" else {}
+    ends = {"max_time": OutOfTime, "should_stop": Stop, "SIGTERM": lambda step: Stop(step, by_signal=True)}
+    callbacks = [ends[name](step)] if name in ends else []  # type: ignore[operator]
+    if saver == "epoch end":
+        callbacks.append(ModelCheckpoint(directory, "a", save_on_train_epoch_end=True))
+        limits["enable_checkpointing"] = True  # type: ignore[assignment]
+    found = fit(row, directory, callbacks=callbacks, **row.first | limits)
+    if saver == "after":
+        found["run"].save_checkpoint(f"{directory}/a.ckpt")
+    return found
 
 
-# By the number of ranks: strategy, steps, where the run stops, model, data.
-RUNS: dict[int, dict[str, tuple[Any, ...]]] = {
-    4: {
-        "fsdp2 x tp2, layers built in configure_model": (TP2, 4, 2, {"build_late": True}, {}),
-        "pp2 x fsdp2 in the second epoch": (PP2, 6, 4, {"optimizer": "momentum"}, {"count": 12}),
-        "pp2 x tp2": ({**PP2, **TP2}, 4, 2, {"build_late": True}, {"workers": 2}),
-    },
-    2: {
-        "in the second epoch": ({}, 6, 4, {}, {"count": 12}),
-        "at the end of an epoch": ({}, 5, 3, {}, {"count": 12}),
-        "with worker processes": ({}, 4, 2, {}, {"workers": 2}),
-        "pp2, 1f1b": (PP2_1F1B, 4, 2, {}, {}),
-    },
-    1: {"one process, random sampler": ({}, 6, 3, {"optimizer": "momentum"}, {"count": 20})},
-}
+def run_rows(rows: list[Row], directory: str, steps: int = STEPS) -> list[tuple[Any, Any, Any]]:
+    """Of every row: the run that never stops, the one that does unless it is the same, and what continues it."""
+    found, straight = dict[int, tuple[Any, Any, Any]](), dict[str, dict[str, Any]]()
+    for number, row in enumerate(rows):
+        last = {} if "max_epochs" in row.options else {"max_steps": steps}
+        where, path = f"{directory}/{number}", f"{directory}/{number}/a.ckpt"
+        if row.same not in straight:
+            alike = {n: other for n, other in enumerate(rows) if other.same == row.same}
+            saves = {n: int(other.stop[5:]) for n, other in alike.items() if other.stop.startswith("save@")}
+            saving = [tiny.SaveAt(step, f"{directory}/{n}/a.ckpt") for n, step in saves.items()]
+            straight[row.same] = fit(row, where, callbacks=saving, **last)
+        first, more = None, list[pl.Callback]()
+        if row.stop.startswith("validation@"):
+            path = f"{where}/step={row.stop[11:]}.ckpt"
+        elif not row.stop.startswith("save@"):
+            first = stopped(row, where)
+        if row.stop.endswith("epoch end"):  # which the next run has, too
+            more.append(ModelCheckpoint(where, "b", save_on_train_epoch_end=True))
+            last = last | {"enable_checkpointing": True}
+        found[number] = straight[row.same], first, fit(row, where, resume=path, callbacks=more, **last)
+    for run in (run for runs in found.values() for run in runs if run is not None):
+        run.pop("run", None)
+    return list(found.values())
 
-SWEPT = ("pp2 x tp2", "at the end of an epoch", "with worker processes")  # test_stopped and one process have these
 
-Seen = list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]
+def wrong(row: Row, straight: dict[str, Any], first: dict[str, Any] | None, rest: dict[str, Any]) -> list[str]:
+    """What of the two runs is not what the one that never stopped had."""
+    stop = int(row.stop.partition(",")[0].partition("@")[2]) if first is None else len(first["steps"])
+    expected = {key: straight[key] for key in ("counted", "lr")} | {"steps": straight["steps"][stop:]}
+    found = [key for key, value in expected.items() if rest[key] != value]
+    epochs = [epoch for epoch, begun in straight["begun"] if begun >= stop]
+    if [epoch for epoch, _ in rest["begun"]] != epochs or not 0 < len(rest["steps"]) < len(straight["steps"]):
+        found.append(f"epochs begun: {rest['begun']}, not {epochs}")
+    # After the last step, the first run may have validated because it was told to stop, or not yet because of SIGTERM.
+    rows = [told for told in straight["logged"] if told[0] >= stop]
+    if rest["logged"][-len(rows) :] != rows:
+        found.append("logged")
+    if first is not None and first["steps"] != straight["steps"][:stop]:
+        found.append("the first run")
+    return found + tiny.differences(straight["state"], rest["state"])
 
 
 @pytest.fixture(scope="module")
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Seen]:
-    """What each rank saw of all selected runs on so many ranks, one after another in the same processes."""
-    names = selected(request, "name")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """What each rank saw of all selected rows of so many ranks, which run in the same processes."""
+    rows = [NAMED[name] for name in selected(request, "name")]
 
     @cache
-    def find(world: int) -> Seen:
-        runs = {name: run for name, run in RUNS[world].items() if name in names}
-        return run_ranks(world, all_straight_and_resumed, str(tmp_path_factory.mktemp("runs")), runs)
+    def find(world: int) -> list[dict[str, Any]]:
+        chosen = [row for row in rows if TOPOLOGIES[row.topology][0] == world]
+        ranks = run_ranks(world, run_rows, chosen, str(tmp_path_factory.mktemp("runs")), timeout_s=600)
+        return [dict(zip(map(str, chosen), found, strict=True)) for found in ranks]
 
     return find
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(
-            world, name, id=name, marks=[pytest.mark.slow] * (world == 4) + [pytest.mark.sweep] * (name in SWEPT)
-        )
-        for world in RUNS
-        for name in RUNS[world]
-    ],
-)
-def test_resumed_run_equals_the_uninterrupted_one(world: int, name: str, seen: Callable[[int], Seen]) -> None:
-    _, steps, stop, *_ = RUNS[world][name]
-    losses_per_step = 2 if "1f1b" in name else 1  # a step runs once for each microbatch
-    for straight, resumed in (rank[name] for rank in seen(world)):
-        assert len(straight["losses"]) == steps * losses_per_step
-        assert resumed["losses"] == straight["losses"][stop * losses_per_step :]
-        assert tiny.differences(straight["state"], resumed["state"]) == []
-        assert (resumed["step"], resumed["lr"]) == (straight["step"], straight["lr"]) == (steps, straight["lr"])
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow] if TOPOLOGIES[row.topology][0] == 4 else []
+    return [pytest.mark.sweep] if row in SWEPT else slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(row)) for name, row in NAMED.items()])
+def test_a_run_that_stopped_goes_on_as_one_that_never_did(name: str, seen: Callable[[int], list[Any]]) -> None:
+    row = NAMED[name]
+    for rank in seen(TOPOLOGIES[row.topology][0]):
+        assert wrong(row, *rank[name]) == []
+
+
+SHORTER = [
+    Row("fsdp2", "shuffled", "max_steps@3, after", {"limit_train_batches": 2}, first={"limit_train_batches": 4}),
+    Row("fsdp2", "shuffled", "max_epochs@1, after", first={"limit_train_batches": 2}),
+]
+
+
+def test_an_epoch_that_is_over_by_the_limit_of_either_run_is_followed_by_the_next_one(tmp_path: Path) -> None:
+    """Oracle: the second epoch of the run that never stopped, whose DistributedSampler shuffles by the epoch."""
+    for below, raised in run_ranks(2, run_rows, SHORTER, str(tmp_path), 2 * PER_EPOCH):
+        for (straight, _, rest), length in ((below, 2), (raised, 4)):
+            where = [step[:3] for step in rest["steps"][:length]]
+            assert where == [step[:3] for step in straight["steps"] if step[0] == 1]
+            assert rest["begun"][0][0] == 1
+
+
+# ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Draws(pl.Callback):
@@ -137,178 +432,6 @@ def test_saving_leaves_no_trace_in_training(tmp_path: Path) -> None:
         assert tiny.differences(saving["state"], plain["state"]) == []
 
 
-class TwoLoaders(tiny.TinyLM):
-    """Draws from two loaders, and validates in the middle of an epoch."""
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        return super().training_step((torch.cat([part[0] for part in batch.values() if part is not None]),), index)
-
-
-def with_loaders(kind: str, directory: str, resume: int = 0) -> tuple[list[float], dict[str, Any]]:
-    """Train from the start and save at every stop; or train on from the checkpoint of one."""
-    pl.seed_everything(9 if resume else 1)
-    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
-    module: tiny.TinyLM = tiny.TinyLM()
-    data: Any = tiny.loader(count=12)
-    held_out = None
-    if kind == "persistent workers":
-        data = tiny.loader(count=12, workers=1, persistent_workers=True)
-    elif kind == "own generator":
-        data = tiny.loader(count=12, generator=torch.Generator().manual_seed(5))
-    elif kind in ("max_size_cycle", "min_size"):
-        module = TwoLoaders()
-        data = CombinedLoader({"long": tiny.loader(count=12), "short": tiny.loader(count=8)}, kind)
-    elif kind == "augmentation":
-        module = TwoLoaders()
-        data = {name: DataLoader(Augmented(), batch_size=2, shuffle=True) for name in ("one", "other")}
-    elif kind == "stateful beside":
-        module = TwoLoaders()
-        data = CombinedLoader({"stateful": Stateful(), "other": tiny.loader(count=12)}, "min_size")
-    elif kind == "iterable":
-        data = DataLoader(Stream(), batch_size=2)
-    elif kind == "validation":
-        held_out, more = tiny.loader(count=8, shuffle=False), more | {"limit_val_batches": 2, "val_check_interval": 3}
-    saving = [] if resume else [tiny.SaveAt(stop, f"{directory}/{stop}.ckpt") for stop in stops(kind)]
-    run = tiny.trainer({}, max_steps=10, callbacks=saving, **more)
-    run.fit(module, data, held_out, ckpt_path=f"{directory}/{resume}.ckpt" if resume else None)
-    return module.losses, tiny.full_state(module, run.optimizers)
-
-
-Runs = dict[int, tuple[list[float], dict[str, Any]]]
-
-
-def straight_with_loaders(directory: str) -> dict[str, Runs]:
-    """Every kind of loader, from the start."""
-    return {kind: {0: with_loaders(kind, f"{directory}/{kind}")} for kind in KINDS}
-
-
-def resumed_with_loaders(directory: str) -> dict[str, Runs]:
-    """Every kind of loader, from every stop."""
-    return {kind: {stop: with_loaders(kind, f"{directory}/{kind}", stop) for stop in stops(kind)} for kind in KINDS}
-
-
-def noise() -> torch.Tensor:
-    """Return tokens of the process's random generators."""
-    return torch.randint(tiny.VOCABULARY, (9,)) + random.randint(0, 1)
-
-
-class Augmented(Dataset[Any]):
-    """Draws each sample anew, as random augmentation does."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return (noise() // 2,)
-
-
-class Stateful:
-    """Six batches from the generators of the process, and its own position."""
-
-    def __init__(self) -> None:
-        self._begun = 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Any:
-        begin, self._begun = self._begun, 0
-        for self._begun in range(begin + 1, 7):
-            yield ((noise() // 2)[None],)
-        self._begun = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"begun": self._begun}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._begun = state["begun"]
-
-
-class Stream(IterableDataset[Any]):
-    """Shuffles as it goes, with the generator of the process."""
-
-    def __iter__(self) -> Any:
-        for index in torch.randperm(12).tolist():
-            yield (torch.full((9,), index),)
-
-
-class BufferedStream(IterableDataset[Any]):
-    """Draws samples from a buffer, from the process's generators or its own; or all when it begins; or changes them."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def __iter__(self) -> Any:
-        chosen = random if self._kind == "buffered" else random.Random(1)
-        left = list(range(12))
-        if self._kind == "shuffled":
-            random.shuffle(left)
-        while left:
-            sample = torch.full((9,), left.pop(chosen.randrange(min(4, len(left)))))
-            yield (noise() // 2 if self._kind == "augmented" else sample,)
-
-
-KINDS = (
-    "one",
-    "persistent workers",
-    "own generator",
-    "max_size_cycle",
-    "min_size",
-    "augmentation",
-    "stateful beside",
-    "iterable",
-    "validation",
-)
-
-
-def stops(kind: str) -> tuple[int, ...]:
-    # not 6: Lightning does not run the validation that followed this save when it resumes
-    return (4,) if kind == "validation" else (6, 7) if kind == "one" else (7,)
-
-
-@pytest.fixture(scope="module")
-def runs_with_loaders(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Runs], dict[str, Runs]]:
-    """Straight and resumed runs, in a process each."""
-    directory = str(tmp_path_factory.mktemp("loaders"))
-    return run_ranks(1, straight_with_loaders, directory)[0], run_ranks(1, resumed_with_loaders, directory)[0]
-
-
-@pytest.mark.parametrize(("kind", "stop"), [(kind, stop) for kind in KINDS for stop in stops(kind)])
-def test_every_kind_of_loader_continues_with_the_batches_it_would_have_drawn(
-    kind: str, stop: int, runs_with_loaders: tuple[dict[str, Runs], dict[str, Runs]]
-) -> None:
-    """With the random sampler of torch, whose order comes from the state of the process; six batches an epoch."""
-    straight, continued = runs_with_loaders
-    losses, state = straight[kind][0]
-    resumed, state_resumed = continued[kind][stop]
-    assert resumed == losses[stop:]
-    assert tiny.differences(state, state_resumed) == []
-
-
-class OneRate(tiny.TinyLM):
-    """Without a scheduler of its own."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def averaging(directory: str, resume: bool) -> tuple[list[float], dict[str, Any]]:
-    pl.seed_everything(9 if resume else 1)
-    path, callbacks = f"{directory}/a.ckpt", [StochasticWeightAveraging(0.1, swa_epoch_start=2)]
-    saving = [] if resume else [tiny.SaveAt(5, path)]
-    run = tiny.trainer({}, max_epochs=4, callbacks=[*callbacks, *saving], limit_val_batches=0)
-    run.fit(module := OneRate(), tiny.loader(count=6), ckpt_path=path if resume else None)
-    return module.losses, tiny.full_state(module, run.optimizers)
-
-
-def test_averaging_of_weights_goes_on_in_mid_epoch(tmp_path: Path) -> None:
-    """From the second of three batches of its first epoch: with its learning rates, and the same average."""
-    calls = {resume: (1, averaging, str(tmp_path), resume) for resume in (False, True)}
-    ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
-    assert resumed == losses[5:]
-    assert tiny.differences(state, state_resumed) == []
-
-
 def next_numbers(path: str, resume: bool, batch_size: int) -> list[float]:
     """Return what the generators of torch, Python and NumPy draw after a save, in the run that saved or in the next."""
     pl.seed_everything(9 if resume else 1, workers=True)
@@ -340,21 +463,20 @@ def test_added_ranks_draw_numbers_of_their_own_from_every_generator(tmp_path: Pa
         assert len({*drawn}) == (3 if saved[0] == saved[1] else 4)
 
 
-def at_the_end_of_validation(directory: str, resume: bool) -> tuple[list[float], dict[str, Any]]:
-    pl.seed_everything(9 if resume else 1)
-    keep = ModelCheckpoint(directory, monitor="val_loss", save_top_k=-1, filename="{step}")
-    options = {"use_distributed_sampler": False, "val_check_interval": 0.5, "enable_checkpointing": True}
-    run = tiny.trainer({}, max_epochs=2, callbacks=[keep], **options)
-    path = f"{directory}/step=6.ckpt" if resume else None
-    run.fit(module := tiny.TinyLM(), tiny.loader(count=12), tiny.loader(count=8, shuffle=False), ckpt_path=path)
-    return module.losses, tiny.full_state(module, run.optimizers)
+class BufferedStream(IterableDataset[Any]):
+    """Draws samples from a buffer, from the process's generators or its own; or all when it begins; or changes them."""
 
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
-def test_checkpoint_of_the_validation_that_ends_an_epoch_continues_exactly(tmp_path: Path) -> None:
-    calls = {resume: (1, at_the_end_of_validation, str(tmp_path), resume) for resume in (False, True)}
-    ((losses, state),), ((resumed, state_resumed),) = run_each(calls).values()
-    assert resumed == losses[6:]
-    assert tiny.differences(state, state_resumed) == []
+    def __iter__(self) -> Any:
+        chosen = random if self._kind == "buffered" else random.Random(1)
+        left = list(range(12))
+        if self._kind == "shuffled":
+            random.shuffle(left)
+        while left:
+            sample = torch.full((9,), left.pop(chosen.randrange(min(4, len(left)))))
+            yield (noise() // 2 if self._kind == "augmented" else sample,)
 
 
 class Dropping(tiny.TinyLM):
@@ -387,42 +509,6 @@ def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_pa
     for kind in ("buffered", "augmented"):
         (warning,) = found[kind]
         assert "BufferedStream draws from the random generators of the training process" in warning
-
-
-class Estimating(tiny.TinyLM):
-    """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches > 0 and self.trainer.train_dataloader is not None
-        return super().configure_optimizers()
-
-
-def estimated(directory: str, stop: int, data: dict[str, Any]) -> list[Any]:
-    """Return the losses after a step and the last state, of a run and of one that resumes from that step."""
-    found = list[Any]()
-    for resume in (False, True):
-        pl.seed_everything(9 if resume else 1)
-        saving = [] if resume else [tiny.SaveAt(stop, f"{directory}/a.ckpt")]
-        run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=saving, use_distributed_sampler=False)
-        path = f"{directory}/a.ckpt" if resume else None
-        run.fit(module := Estimating(), tiny.loader(count=8, **data), ckpt_path=path)
-        found += [module.losses[0 if resume else stop :], tiny.full_state(module, run.optimizers)]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stop", "data"),
-    [
-        *((stop, {}) for stop in (2, 4)),  # in the middle of an epoch, and at its end
-        (6, {"workers": 1, "persistent_workers": True}),
-        *(pytest.param(stop, {"workers": 1}, marks=pytest.mark.sweep) for stop in (2, 4, 6)),
-    ],
-    ids=str,
-)
-def test_loaders_that_are_prepared_before_the_load_resume(stop: int, data: dict[str, Any], tmp_path: Path) -> None:
-    ((losses, state, resumed, state_resumed),) = run_ranks(1, estimated, str(tmp_path), stop, data)
-    assert len(losses) == 12 - stop and resumed == losses
-    assert tiny.differences(state, state_resumed) == []
 
 
 class Counted(IterableDataset[Any]):
