@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.system.memory import allocate_pages
@@ -146,12 +147,16 @@ def _join(regions: Sequence[Region], tensors: StoredTensors) -> _Window:
     for region in regions:
         assert not isinstance(region.content, memoryview)
         shape = tensors.spec(*region.content).shape
-        whole = (Part(Box.whole(shape), (0,) * len(shape)),)
-        for request in tensors.requests(*region.content, whole, shape, memoryview(b"")):
+        for request in tensors.requests(*region.content, _whole(shape), shape, memoryview(b"")):
             at = request.runs.at + region.begin - begin
             requests.append(request._replace(runs=request.runs._replace(at=at)))
     counted = sum(region.nbytes for region in regions)
     return _Window(regions[0].file, begin, counted, regions[-1].end - begin, requests)
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: Shape) -> tuple[Part, ...]:
+    return (Part(Box.whole(shape), (0,) * len(shape)),)
 
 
 def _content(source: ShardReader, window: _Window, file: int, memory: memoryview) -> memoryview:

@@ -17,8 +17,8 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
@@ -284,7 +284,8 @@ class LocalDraft:
         """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
         directory = self._find_directory()
         stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
-        file = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with self._removal_named():
+            file = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with errors_with_path(stored):
                 write_parts(file, parts, sync=self._storage.sync_files)
@@ -329,7 +330,20 @@ class LocalDraft:
             self._new.publish(partial(_put_checkpoint, self._storage.rename))
         else:
             assert self._claim is not None
-            self._publish_in_place(self._claim)
+            with self._removal_named():
+                self._publish_in_place(self._claim)
+
+    @contextmanager
+    def _removal_named(self) -> Iterator[None]:
+        """Raise a FileExistsError that says so if a directory that is filled in place was removed meanwhile."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if not self.prefix or os.path.isdir(self._target):
+                raise
+            raise FileExistsError(
+                f"another process removed {self._target!r} since this save began; let each job save to paths of its own"
+            ) from error
 
     def _publish_in_place(self, claim: Claim) -> None:
         sizes, replaced = sizes_of(self._target), prefix_at(self._target)

@@ -324,6 +324,20 @@ def test_a_save_whose_files_were_deleted_is_not_committed(path: str) -> None:
     assert content(LOCAL, path) == {"a": b"old", ROOT_NAME: root_of(ID)}
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_save_to_a_directory_that_is_removed_meanwhile_says_so(written: bool, tmp_path: Path) -> None:
+    path, storage = str(tmp_path / "a.ckpt"), LocalStorage(rename=without_flags)
+    put(storage, path, **{SHARD: b"old"})
+    draft = storage.draft(path, OTHER_ID)
+    draft.begin()
+    for name in (SHARD, ROOT_NAME) if written else ():
+        draft.write(name, [root_of(OTHER_ID)])
+    os.rename(path, tmp_path / "removed")
+    with pytest.raises(FileExistsError, match=r"another process removed .*a\.ckpt"):
+        draft.publish() if written else draft.write(SHARD, [b"new"])
+    draft.discard()
+
+
 def test_the_tools_verify_and_move_a_checkpoint_that_was_filled_in_place(path: str, tmp_path: Path) -> None:
     from lightning_shardckpt.tools.verify import verify
 
