@@ -18,8 +18,7 @@ from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import RankError
-from lightning_shardckpt.system.threads import WRITERS, NoThreadError
-from lightning_shardckpt.system.workers import Worker
+from lightning_shardckpt.system.threads import WRITERS, NoThreadError, Worker
 
 _CHECK_S = 1.0  # between two checks that the thread is alive
 

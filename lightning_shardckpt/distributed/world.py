@@ -42,9 +42,8 @@ from lightning_shardckpt.distributed.error_report import is_collective_failure
 from lightning_shardckpt.distributed.liveness import Process, host
 from lightning_shardckpt.errors import RankError, ShardCkptError
 from lightning_shardckpt.system.text import one_line
-from lightning_shardckpt.system.threads import NoThreadError
+from lightning_shardckpt.system.threads import NoThreadError, Worker
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import Worker
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone

@@ -1,8 +1,17 @@
-"""Start threads and wait for them, safely interruptible by Ctrl-C at any point; list the saves that they still write.
+"""Threads with common rules for errors, interrupts and a lack of threads; the saves that they still write.
 
-``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``, which uses an Event, take a lock
-in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and the next taker waits forever
-(Python 3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an RLock releases it in one.
+``Worker`` runs one function; ``run_tasks`` shares tasks between the calling thread and others. For both:
+
+- The first error counts, including KeyboardInterrupt in the calling thread; tasks that have not begun are dropped.
+- It is raised in the calling thread after every thread has ended, even if that wait is interrupted: the caller may free
+  files and memory that the threads use.
+- If the system can start no more threads, or the interpreter is about to exit, the existing threads do the work, at
+  least the calling one.
+
+Ctrl-C is safe at any point. ``threading.Event``, ``Semaphore``, ``with`` of a ``Condition``, and ``Thread.start``,
+which uses an Event, take a lock in several steps of Python code. Ctrl-C between two of them leaves the lock taken, and
+the next taker waits forever (Python 3.11). A Lock or an RLock is taken in one step, also by ``with``; a Condition of an
+RLock releases it in one.
 """
 
 from __future__ import annotations
@@ -10,34 +19,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
+T = TypeVar("T")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-
-
-class Latch:
-    """A one-time event: one thread sets it once, others wait for it. An interrupt ends a wait and changes nothing."""
-
-    def __init__(self) -> None:
-        self._unset, self._is_set = threading.Lock(), False
-        self._unset.acquire()
-
-    def set(self) -> None:
-        """End all waits."""
-        self._is_set = True
-        self._unset.release()
-
-    def is_set(self) -> bool:
-        """Return True once ``set`` was called."""
-        return self._is_set
-
-    def wait(self) -> None:
-        """Wait until ``set`` is called."""
-        with self._unset:
-            pass
 
 
 class NoThreadError(RuntimeError):
@@ -64,23 +52,155 @@ def signals_deferred() -> Iterator[None]:
         yield
 
 
-def start(*threads: threading.Thread) -> None:
-    """Start threads, with signals deferred.
-
-    Raises:
-        NoThreadError: if the system starts no more; the threads before the failing one have been started.
-    """
-    with signals_deferred():
-        for thread in threads:
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise NoThreadError(str(error)) from error
-
-
 def _raise_all(signals: list[int]) -> None:
     for number in signals:
         signal.raise_signal(number)
+
+
+# ── workers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Worker:
+    """A thread that calls ``work`` once and keeps its error.
+
+    Args:
+        work: the function to call.
+        name: the thread's name, which debuggers show.
+        daemon: let the interpreter exit while the thread runs.
+    """
+
+    def __init__(self, work: Callable[[], object], *, name: str, daemon: bool = False) -> None:
+        self._work, self._running, self._has_ended = work, threading.Lock(), False
+        self._running.acquire()  # until the work is done
+        self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+        self.error: BaseException | None = None
+        """The exception that ``work`` raised, if any."""
+
+    def start(self) -> None:
+        """Start the thread, with signals deferred.
+
+        Raises:
+            NoThreadError: if the system can't; then ``work`` does not run, and ``end`` returns at once.
+        """
+        with signals_deferred():
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise NoThreadError(str(error)) from error
+
+    def start_or_run(self) -> None:
+        """Start the thread, or do the work in the calling thread if none can be started."""
+        try:
+            self.start()
+        except NoThreadError:
+            self._run()
+
+    def is_running(self) -> bool:
+        """Return True while the thread runs."""
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the work is done; any thread may call it. An interrupt ends the wait, not the work."""
+        with self._running:
+            pass
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait for up to ``timeout_s``; return True if the work is done."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return self._has_ended
+
+    def end(self, on_interrupt: Callable[[BaseException], object]) -> None:
+        """Wait until the thread has ended, if it was started, and pass each interrupt meanwhile to ``on_interrupt``.
+
+        ``Thread.join`` is not enough: when interrupted, it regards the thread as ended (Python 3.11).
+        """
+        if self._thread.ident is None:
+            return
+        while not self._has_ended:
+            try:
+                with self._running:
+                    pass
+            except BaseException as error:
+                on_interrupt(error)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._has_ended = True
+            self._running.release()
+
+
+def run_tasks(
+    tasks: Iterable[T],
+    open_worker: Callable[[], AbstractContextManager[Callable[[T], object]]],
+    *,
+    threads: int,
+    name: str,
+    on_failure: Callable[[], object] = lambda: None,
+) -> None:
+    """Do all tasks in the calling thread and others; return when every thread has ended.
+
+    Args:
+        tasks: begun in this order; one thread at a time takes the next one.
+        open_worker: entered once by each thread, to open its own resources; yields the function that does one task.
+        threads: the maximum number, including the calling one.
+        name: of the other threads.
+        on_failure: called after each error, in any thread, to release tasks that wait for others or take long.
+
+    Raises:
+        BaseException: the first error of any thread, or of ``tasks``.
+    """
+    remaining, taking = iter(tasks), threading.Lock()
+    failures: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        on_failure()
+
+    def work() -> None:
+        try:
+            with open_worker() as do:
+                while not failures:
+                    with taking:
+                        task = next(remaining, _END)
+                    if task is _END:
+                        return
+                    do(task)  # type: ignore[arg-type]  # not _END
+        except BaseException as error:
+            fail(error)
+
+    others = [Worker(work, name=name) for _ in range(threads - 1)]
+    try:
+        try:
+            for other in others:
+                other.start()
+        except NoThreadError:
+            pass  # the threads that have started do the work
+        work()
+    except BaseException as error:  # an interrupt
+        fail(error)
+    for other in others:
+        other.end(fail)
+    _raise_first(failures)
+
+
+def _raise_first(failures: list[BaseException]) -> None:
+    """Raise the first error, if any, and drop them all: their tracebacks hold references to the threads' memory."""
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()
+
+
+_END = object()
 
 
 # ── saves in the background ───────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
-from lightning_shardckpt.system.workers import run_tasks
+from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import find_corruption
 

@@ -18,8 +18,8 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
 from lightning_shardckpt.system.memory import allocate_pages
+from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.system.workers import run_tasks
 from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, StoredTensors, clone_reader, plan_windows
 
 

@@ -28,7 +28,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.memory import allocate_pages
-from lightning_shardckpt.system.workers import run_tasks
+from lightning_shardckpt.system.threads import run_tasks
 
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest

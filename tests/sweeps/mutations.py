@@ -455,7 +455,7 @@ MUTATIONS = (
     Mutation(
         "the first error of a worker thread is lost",
         RANKS,
-        "system/workers.py",
+        "system/threads.py",
         "    _raise_first(failures)\n",
         "",
         ("unit/system/test_workers.py",),

@@ -16,7 +16,7 @@ import pytest
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.system.threads import Latch, NoThreadError, start
+from lightning_shardckpt.system.threads import NoThreadError, Worker
 from tests.support.pool import run_ranks
 
 _PATIENCE_S = 1.0
@@ -60,50 +60,46 @@ def is_usable(done: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", [Latch, threading.Event])
-def test_an_interrupted_wait_keeps_no_lock(kind: Any) -> None:
+def ended_worker() -> Worker:
+    worker = Worker(lambda: None, name="test-worker")
+    worker.start()
+    assert worker.has_ended(_PATIENCE_S)
+    return worker
+
+
+def set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@pytest.mark.parametrize("make", [ended_worker, set_event])
+def test_an_interrupted_wait_keeps_no_lock(make: Any) -> None:
     found, number = list[bool](), 0
-    while True:
-        done = kind()
-        done.set()
-        if not is_interrupted(done, number):
-            break
+    while is_interrupted(done := make(), number):
         found.append(is_usable(done))
         number += 1
-    assert found and all(found) == (kind is Latch)
+    assert found and all(found) == (make is ended_worker)
 
 
-def test_a_wait_ends_when_it_is_set_and_not_before() -> None:
-    done, ended = Latch(), list[int]()
-    waiting = [threading.Thread(target=lambda: (done.wait(), ended.append(1))) for _ in range(3)]
-    for thread in waiting:
-        thread.start()
-    assert not done.is_set() and not ended
-    done.set()
-    for thread in waiting:
-        thread.join()
-    done.wait()
-    assert done.is_set() and ended == [1, 1, 1]
+_START = threading.Thread.start
 
 
-class Interrupting(threading.Thread):
-    """Whose start a user interrupts."""
-
-    def start(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        super().start()
+def interrupted_start(thread: threading.Thread) -> None:
+    """The start of a thread that a user interrupts."""
+    os.kill(os.getpid(), signal.SIGINT)
+    _START(thread)
 
 
-def test_an_interrupt_comes_when_all_threads_have_been_started() -> None:
-    done, handler = Latch(), signal.getsignal(signal.SIGINT)
-    threads = [Interrupting(target=done.wait) for _ in range(3)]
+def test_an_interrupt_comes_when_the_thread_has_been_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, handler = threading.Event(), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    worker = Worker(go.wait, name="test-worker")
     with pytest.raises(KeyboardInterrupt):
-        start(*threads)
-    assert all(thread.is_alive() for thread in threads)
-    assert signal.getsignal(signal.SIGINT) is handler
-    done.set()
-    for thread in threads:
-        thread.join()
+        worker.start()
+    assert worker.is_running() and signal.getsignal(signal.SIGINT) is handler
+    go.set()
+    worker.wait()
 
 
 def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,17 +109,18 @@ def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: p
     def lost(number: int, frame: Any) -> None:
         raise RuntimeError("the machine goes")
 
-    before, done = signal.signal(signal.SIGINT, lost), Latch()
+    before, worker = signal.signal(signal.SIGINT, lost), Worker(lambda: None, name="test-worker")
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
     try:
         with pytest.raises(RuntimeError, match="the machine goes") as raised:
-            start(Interrupting(target=done.wait))
+            worker.start()
     finally:
         signal.signal(signal.SIGINT, before)
-        done.set()
+        worker.wait()
     assert not isinstance(raised.value, NoThreadError)
     monkeypatch.setattr(threading.Thread, "start", none)
     with pytest.raises(NoThreadError, match="new thread"):
-        start(threading.Thread())
+        Worker(lambda: None, name="test-worker").start()
 
 
 def saved_by_a_handler(order: list[str]) -> list[str]:

@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from lightning_shardckpt.system.threads import NoThreadError
-from lightning_shardckpt.system.workers import Worker, run_tasks
+from lightning_shardckpt.system.threads import NoThreadError, Worker, run_tasks
 
 _START = threading.Thread.start
 
