@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import RootIndex, TensorSpec
+from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.index_json import COMPONENTS
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
-from lightning_shardckpt.sources.source import IndexedTensors, Source
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import DocumentEntry, ValueInfo, entries_of
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path
@@ -267,14 +267,9 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
                 self._tensors.setdefault(prefix + name, tensor)  # on a collision, the model's name wins
 
     @property
-    def _root(self) -> RootIndex | None:
-        files = self._source.tensors
-        return files.checkpoint.root if isinstance(files, IndexedTensors) else None
-
-    @property
     def metadata(self) -> Metadata:
         """The description of the checkpoint, without ``values``."""
-        tensors, root = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}, self._root
+        tensors, root = {name: TensorInfo(t.dtype, t.shape, t.nbytes) for name, t in self.items()}, self._source.root
         if root is None:
             return Metadata(tensors)
         return Metadata(tensors, root.step, root.epoch, root.world_size, root.topology, root.software)
@@ -284,7 +279,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
 
         With ``names``, only documents that may contain one of them are read.
         """
-        documents = self._root.documents if self._root is not None else ()
+        documents = self._source.root.documents if self._source.root is not None else ()
         ranks = [int(match[1]) for name in documents if (match := _RANK.fullmatch(name))]
         entries: dict[str, DocumentEntry] = {}
         for role, rank in [*((role, 0) for role in _ROLES), *(("rank", rank) for rank in sorted(ranks))]:
@@ -295,7 +290,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         return entries
 
     def _document(self, role: str, rank: int) -> Any:
-        if self._root is not None or role != "trainer":
+        if self._source.root is not None or role != "trainer":
             return self._source.document(role, rank)
         from lightning_shardckpt.state.json_tree import Encoder, refuse_tensor  # other formats have imported torch
 

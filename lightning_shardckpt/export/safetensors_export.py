@@ -180,7 +180,7 @@ def _whole_file(stored: Source, planned: OutputFile) -> WholeFile:
     def begin(file: int) -> Iterable[Region]:
         write_at(file, memoryview(planned.header), 0)
         for tensor, offset in zip(planned.tensors, planned.begins, strict=True):
-            conversion = plan_conversion(stored.tensors.spec(*tensor.source).dtype, tensor.dtype)
+            conversion = plan_conversion(stored.spec(*tensor.source).dtype, tensor.dtype)
             yield Region(offset, tensor.nbytes, tensor.source, conversion=conversion, box=tensor.box)
 
     return WholeFile(planned.name, sum(tensor.nbytes for tensor in planned.tensors), begin)

@@ -91,7 +91,7 @@ def write(
             files = [stack.enter_context(create(file.name)) for file in batch]
             begun = ((number, file.begin(files[number])) for number, file in enumerate(batch))
             regions = [replace(region, file=number) for number, every in begun for region in every]
-            fill(files, regions, stored.tensors, advance, tuning=tuning)
+            fill(files, regions, stored, advance, tuning=tuning)
     for name in sorted(export.documents, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
         with create(name) as file:
             write_at(file, memoryview(export.documents[name]), 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape, find_cover_error
-from lightning_shardckpt.format.index import Component, ShardEntry, TensorSpec
+from lightning_shardckpt.format.index import ShardEntry, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Part
 from lightning_shardckpt.format.plan import Overlap, byte_runs
 from lightning_shardckpt.format.safetensors_header import (
@@ -21,7 +21,7 @@ from lightning_shardckpt.format.safetensors_header import (
     starts_of,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in, check_unpacked, refuse_lfs_pointer
-from lightning_shardckpt.sources.source import Source, tables_of
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.shard_reader import Request
 
@@ -85,87 +85,63 @@ class ForeignTensor:
     boxes: tuple[ForeignBox, ...]
 
 
-class ForeignTensors:
-    """The tensors of a checkpoint of another format: implements ``TensorFiles``.
+class ListedTensor(NamedTuple):
+    """A tensor of another format in the checkpoint at ``path``; implements ``StoredTensor``."""
 
-    Args:
-        path: of the checkpoint, for messages.
-        reader: of its files.
-        tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package.
-        aliases: further names of tensors, by component.
+    path: str
+    component: str
+    key: str
+    located: ForeignTensor
+    spec: TensorSpec
 
-    Raises:
-        FormatError: if the boxes of a tensor do not tile it.
-        CorruptionError: if a file is too short for a box, or missing.
-    """
+    def check(self) -> None:
+        """Raise a FormatError if torch lacks the tensor's dtype; the sizes of the files have been checked."""
+        check_unpacked(self.spec.dtype, f"{self.path!r}: {self.key!r}")
 
-    verify = False  # there are no checksums to compare
-
-    def __init__(
-        self,
-        path: str,
-        reader: Reader,
-        tensors: Mapping[str, Mapping[str, ForeignTensor]],
-        aliases: Mapping[str, Mapping[str, str]] | None = None,
-    ) -> None:
-        self.path, self.reader = path, reader
-        self._tensors = {name: dict(component) for name, component in tensors.items()}
-        sizes: dict[str, int] = {}
-        self.components: dict[str, Component] = {}
-        for name, component in self._tensors.items():
-            for key, tensor in component.items():
-                self._check(key, tensor, sizes)
-            specs = {key: TensorSpec(t.dtype, t.shape, REPLICATED, ((0, 1),)) for key, t in component.items()}
-            self.components[name] = Component(specs, dict((aliases or {}).get(name, {})))
-
-    def _check(self, key: str, tensor: ForeignTensor, sizes: dict[str, int]) -> None:
-        problem = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
-        if problem is not None:
-            raise FormatError(f"{self.path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {problem}")
-        for box, file, begin in tensor.boxes:
-            if file not in sizes:
-                sizes[file] = self._size(file)
-            end = begin + bytes_in(box.shape, tensor.dtype)
-            if not 0 <= begin <= end <= sizes[file]:
-                where = f"{self.path!r}, file {file}"
-                raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {sizes[file]}")
-
-    def _size(self, file: str) -> int:
-        try:
-            return self.reader.size(file)
-        except FileNotFoundError:
-            raise CorruptionError(f"{self.path!r}, file {file}: the file is missing") from None
-
-    def spec(self, component: str, key: str) -> TensorSpec:
-        """Return a tensor's dtype and shape."""
-        return self.components[component].tensors[key]
-
-    def _readable(self, component: str, key: str) -> ForeignTensor:
-        tensor = self._tensors[component][key]
-        check_unpacked(tensor.dtype, f"{self.path!r}: {key!r}")
-        return tensor
-
-    def tensor(self, component: str, key: str) -> ForeignTensor:
-        """Return a tensor's boxes in files."""
-        return self._tensors[component][key]
-
-    def check(self, component: str, key: str) -> None:
-        """Raise a FormatError if torch lacks a tensor's dtype; the sizes of the files have been checked."""
-        self._readable(component, key)
-
-    def requests(
-        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
-    ) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
-        tensor, requests = self._readable(component, key), list[Request]()
+    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
+        self.check()
+        tensor, requests = self.located, list[Request]()
         for one in tensor.boxes:
             for part in parts:
                 common = one.box.intersect(part.box)
                 if common is not None and common.numel:
                     overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
                     runs = byte_runs(overlap, shape, DTYPE_BYTES[tensor.dtype])
-                    requests.append(Request(key, 0, _entry(tensor, one), runs, memory))
+                    requests.append(Request(self.key, 0, _entry(tensor, one), runs, memory))
         return requests
+
+
+def list_tensors(
+    path: str, reader: Reader, component: str, tensors: Mapping[str, ForeignTensor]
+) -> dict[str, StoredTensor]:
+    """Return stored tensors by key, after checking their boxes; ``path`` is of the checkpoint.
+
+    Raises:
+        FormatError: if the boxes of a tensor do not tile it.
+        CorruptionError: if a file is too short for a box, or missing.
+    """
+
+    @cache
+    def size(file: str) -> int:
+        try:
+            return reader.size(file)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path!r}, file {file}: the file is missing") from None
+
+    listed: dict[str, StoredTensor] = {}
+    for key, tensor in tensors.items():
+        problem = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
+        if problem is not None:
+            raise FormatError(f"{path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {problem}")
+        for box, file, begin in tensor.boxes:
+            end = begin + bytes_in(box.shape, tensor.dtype)
+            if not 0 <= begin <= end <= size(file):
+                where = f"{path!r}, file {file}"
+                raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
+        spec = TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
+        listed[key] = ListedTensor(path, component, key, tensor, spec)
+    return listed
 
 
 def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
@@ -187,25 +163,31 @@ def close_on_error(reader: _R) -> Iterator[_R]:
 
 
 def foreign_source(
-    tensors: ForeignTensors,
+    path: str,
+    reader: Reader,
+    tensors: Mapping[str, Mapping[str, ForeignTensor]],
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
     documents: Mapping[str, Any] | None = None,
     rest: dict[str, Any] | None = None,
     all_modules: Callable[[], Source] | None = None,
 ) -> Source:
-    """Return a checkpoint of another format as a source.
+    """Return a checkpoint of another format as a source; it raises like ``list_tensors``.
 
     Args:
-        tensors: by component and key, as in a checkpoint of this package; optimizer state as ``<n>/<FQN>/<state>``.
+        path: of the checkpoint.
+        reader: of its files.
+        tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package; optimizer
+            state as ``<n>/<FQN>/<state>``.
+        aliases: further names of tensors, by component.
         documents: of "model" and "optimizer", from ``model_leaves`` and ``optimizer_leaves``.
         rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
         all_modules: see ``Source``.
     """
-    table, aliases = tables_of(tensors, tensors.components)
     return Source(
-        path=tensors.path,
-        tensors=tensors,
-        table=table,
-        aliases=aliases,
+        path=path,
+        reader=reader,
+        table={component: list_tensors(path, reader, component, of) for component, of in tensors.items()},
+        aliases=aliases or {},
         documents=lambda role, rank: (documents or {}).get(role),
         trainer=lambda stored: dict(rest or {}),
         all_modules=all_modules,

@@ -26,7 +26,6 @@ from lightning_shardckpt.sources.detect import (
 )
 from lightning_shardckpt.sources.foreign_source import (
     ForeignTensor,
-    ForeignTensors,
     close_on_error,
     foreign_source,
     tensors_of,
@@ -94,7 +93,7 @@ def _open(
         if lost:
             raise CorruptionError(f"{path!r}: not all tensors of the index are in the files\n  {list_some(lost, 5)}")
         tensors = {name: _joined(of_name, path, are_slices=are_slices) for name, of_name in parts.items()}
-        return foreign_source(ForeignTensors(path, reader, {"model": tensors}))
+        return foreign_source(path, reader, {"model": tensors})
 
 
 def _joined(parts: Sequence[tuple[str, ForeignTensor]], path: str, *, are_slices: bool) -> ForeignTensor:

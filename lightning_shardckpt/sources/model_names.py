@@ -20,7 +20,7 @@ from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.foreign_source import ForeignTensor, ForeignTensors
+from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, list_tensors
 from lightning_shardckpt.sources.hf_conversion import (
     Conversions,
     JoinedSource,
@@ -29,7 +29,7 @@ from lightning_shardckpt.sources.hf_conversion import (
     hugging_face_models,
 )
 from lightning_shardckpt.sources.renaming import rename
-from lightning_shardckpt.sources.source import Source, StoredTensor
+from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft_names import added_names, live_names_in_file
@@ -42,7 +42,7 @@ def has_weights_only(source: Source) -> bool:
     Checkpoints of Lightning and of this package have the model's names, and so have those with optimizer state.
     """
     stored = source.original or source
-    if stored.is_own or stored.document("optimizer") is not None:
+    if stored.root is not None or stored.document("optimizer") is not None:
         return False
     return "model" in stored.components() and VERSION not in stored.trainer(refuse_tensor)
 
@@ -101,9 +101,7 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
             names.setdefault(new, name)
     fitted = rename(source, names, None)
     if converted:
-        files = ForeignTensors(source.path, source.tensors.reader, {"model": converted})
-        specs = files.components["model"].tensors
-        joined = {name: StoredTensor(files, "model", name, spec) for name, spec in specs.items()}
+        joined = list_tensors(source.path, source.reader, "model", converted)
         table = {"model": {**fitted.table["model"], **joined}}
         fitted = fitted.with_names(table, {"model": fitted.aliases["model"]}, {})
     may_be_missing = _patterns(patterns_that_may_be_missing(best.model) if best.model is not None else ())
@@ -111,14 +109,13 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
 
 
 def _parts(where: JoinedSource, source: Source, component: Component) -> dict[str, list[ForeignTensor]]:
-    tensors = source.tensors
-    if not isinstance(tensors, ForeignTensors):
-        raise UnsupportedError("joining tensors of a sharded checkpoint")
-    keys = {name: component.aliases.get(name, name) for names in where.parts.values() for name in names}
-    return {
-        pattern: [tensors.tensor("model", source.table["model"][keys[name]].key) for name in names]
-        for pattern, names in where.parts.items()
-    }
+    def located(name: str) -> ForeignTensor:
+        stored = source.table["model"][component.aliases.get(name, name)]
+        if not isinstance(stored, ListedTensor):
+            raise UnsupportedError("joining tensors of a sharded checkpoint")
+        return stored.located
+
+    return {pattern: [*map(located, names)] for pattern, names in where.parts.items()}
 
 
 def _patterns(patterns: Collection[str]) -> Callable[[str], bool]:

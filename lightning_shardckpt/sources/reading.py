@@ -11,7 +11,7 @@ import torch
 from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.layout import Part
-from lightning_shardckpt.sources.source import Source, TensorFiles
+from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state.dtensor_layout import local_tensor, parts_of, parts_within, this_rank, view_at
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, bytes_of, is_host_memory
 from lightning_shardckpt.transfer.shard_reader import Request, fetch, windows
@@ -79,25 +79,23 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     Raises:
         ShardCkptError: if a file is missing, or not the saved one.
     """
-    direct = dict[int, tuple[TensorFiles, list[Request]]]()
-    copied = list[_Copied]()
+    direct, copied = list[Request](), list[_Copied]()
     for target in targets:
-        files, component, key, spec = source.table[target.component][target.key]
-        local, dtype = target.local, TORCH_DTYPES[spec.dtype]
+        stored = source.table[target.component][target.key]
+        local, dtype = target.local, TORCH_DTYPES[stored.spec.dtype]
         is_direct = target.dtype is not None or (local.dtype is dtype and is_host_memory(local))
         memory = bytes_of(local) if is_direct else memoryview(b"")
-        requests = files.requests(component, key, target.parts(this_rank()), tuple(local.shape), memory)  # opens files
+        requests = stored.requests(target.parts(this_rank()), tuple(local.shape), memory)  # opens files
         if is_direct:
-            direct.setdefault(id(files), (files, []))[1].extend(requests)
+            direct.extend(requests)
         else:
-            copied.append(_Copied(target, files, component, key, dtype, requests))
+            copied.append(_Copied(target, stored, dtype, requests))
 
     def read() -> None:
-        for files, wanted in direct.values():
-            fetch(files, wanted, verify=files.verify)
+        if direct:
+            fetch(source, direct, verify=source.verify)
         for batch in _batches(copied):
-            for files, wanted in batch.requests.values():
-                fetch(files, wanted, verify=files.verify)
+            fetch(source, batch.requests, verify=source.verify)
             for local, host in batch.copies:
                 local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
 
@@ -108,9 +106,7 @@ class _Copied(NamedTuple):
     """A target that is filled through host memory of the stored dtype, and the requests for it without memory."""
 
     target: ReadTarget
-    files: TensorFiles
-    component: str
-    key: str
+    stored: StoredTensor
     dtype: torch.dtype
     requests: list[Request]
 
@@ -124,16 +120,16 @@ class _Copied(NamedTuple):
         for region in windows(tuple(local.shape), limit):
             part = ReadTarget(target.component, target.key, target.tensor, region)
             shape, parts = tuple(part.local.shape), part.parts(this_rank())
-            yield part.local, self.files.requests(self.component, self.key, parts, shape, memoryview(b""))
+            yield part.local, self.stored.requests(parts, shape, memoryview(b""))
 
 
 class _Batch:
-    """Local tensors with host memory of the stored dtype, and the requests that fill it by kind of files."""
+    """Local tensors with host memory of the stored dtype, and the requests that fill it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.requests: dict[int, tuple[TensorFiles, list[Request]]] = {}
+        self.requests: list[Request] = []
 
 
 def _batches(targets: Iterable[_Copied]) -> Iterator[_Batch]:
@@ -146,8 +142,7 @@ def _batches(targets: Iterable[_Copied]) -> Iterator[_Batch]:
                 yield batch
                 batch = _Batch()
             memory = bytes_of(host)
-            wanted = batch.requests.setdefault(id(copied.files), (copied.files, []))[1]
-            wanted += [request._replace(target=memory) for request in requests]
+            batch.requests += [request._replace(target=memory) for request in requests]
             batch.copies.append((local, host))
             batch.nbytes += host.nbytes
     if batch.copies:

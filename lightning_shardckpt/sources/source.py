@@ -13,35 +13,36 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import Component, TensorSpec
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import ByteRuns, Overlap, byte_runs, plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
-from lightning_shardckpt.transfer.shard_reader import Request, StoredTensors
+from lightning_shardckpt.transfer.shard_reader import Request
 
 
-class TensorFiles(StoredTensors, Protocol):
-    """Tensors in files: described by layouts and indexes (``IndexedTensors``), or by listed boxes (``ForeignTensors``).
+class StoredTensor(Protocol):
+    """A stored tensor: a layout and indexes (``IndexedTensor``), or listed boxes (``ListedTensor``). Immutable."""
 
-    Attributes:
-        verify: whether reads compare checksums.
-    """
+    @property
+    def component(self) -> str:
+        """Its component in the checkpoint."""
 
-    verify: bool
+    @property
+    def key(self) -> str:
+        """Its key in the checkpoint."""
 
-    def check(self, component: str, key: str) -> None:
-        """Raise a ShardCkptError if a tensor cannot be read, or no files of its size exist."""
+    @property
+    def spec(self) -> TensorSpec:
+        """Its dtype and shape."""
 
+    def check(self) -> None:
+        """Raise a ShardCkptError if it cannot be read, or no files of its size exist."""
 
-class StoredTensor(NamedTuple):
-    """A stored tensor: its files, its component and key there, and its dtype and shape."""
-
-    files: TensorFiles
-    component: str
-    key: str
-    spec: TensorSpec
+    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
 
 
 Tables: TypeAlias = Mapping[str, Mapping[str, StoredTensor]]
@@ -56,23 +57,25 @@ class Source:
 
     Attributes:
         path: of the checkpoint.
-        tensors: the tensors as bytes in files, for copies of whole tensors.
+        reader: of its files.
         table: stored tensors by component and name.
         aliases: further names of tensors, by component.
         documents: returns the JSON of a role of ``Snapshot.documents`` for a rank; None if there is none.
         trainer: returns the trainer's state.
-        is_own: whether it is a checkpoint of this package.
+        verify: whether reads compare checksums.
+        root: the root index of a checkpoint of this package.
         all_modules: returns the source with all modules, if this one has one of several.
         original: the source with the stored names; None if it is this one.
     """
 
     path: str
-    tensors: TensorFiles
+    reader: Reader
     table: Tables
     aliases: Aliases
     documents: Callable[[str, int], Any]
     trainer: Callable[[Stored], dict[str, Any]]
-    is_own: bool = False
+    verify: bool = False
+    root: RootIndex | None = None
     all_modules: Callable[[], Source] | None = None
     original: Source | None = None
 
@@ -93,7 +96,17 @@ class Source:
 
     def close(self) -> None:
         """Close the files."""
-        self.tensors.reader.close()
+        self.reader.close()
+
+    def spec(self, component: str, key: str) -> TensorSpec:
+        """Return the dtype and shape of a tensor."""
+        return self.table[component][key].spec
+
+    def requests(
+        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
+    ) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
+        return self.table[component][key].requests(parts, shape, memory)
 
     def with_names(self, table: Tables, aliases: Aliases, documents: Mapping[str, Any]) -> Source:
         """Return the source with other tables, aliases and documents in place of its own, by component and role."""
@@ -112,14 +125,8 @@ class Source:
             ShardCkptError: if an index lacks one of its boxes, or a file is not the saved one.
         """
         stored = self.table[component][key]
-        stored.files.check(stored.component, stored.key)
+        stored.check()
         return stored.spec.shape
-
-
-def tables_of(files: TensorFiles, components: Mapping[str, Component]) -> tuple[Tables, Aliases]:
-    """Return the tables and the aliases of a source that has all tensors of its files under their stored names."""
-    table = {n: {k: StoredTensor(files, n, k, s) for k, s in c.tensors.items()} for n, c in components.items()}
-    return table, {name: component.aliases for name, component in components.items()}
 
 
 # ── checkpoints of this package ───────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +143,11 @@ def sharded_source(
         weights_only: refuse pickled objects in the trainer's state.
         for_export: keep pickled objects and configurations of the trainer's state as they are stored.
     """
-    files = IndexedTensors(checkpoint, verify)
+    plans, components = dict[tuple[Any, ...], _Plan](), checkpoint.root.components
+    table = {
+        component: {key: IndexedTensor(checkpoint, plans, component, key, spec) for key, spec in of.tensors.items()}
+        for component, of in components.items()
+    }
 
     def document(role: str, rank: int) -> Any:
         return document_of(checkpoint, role, rank)
@@ -150,7 +161,8 @@ def sharded_source(
             _refuse_pickled(checkpoint.path, state)
         return state
 
-    return Source(checkpoint.path, files, *tables_of(files, checkpoint.root.components), document, trainer, is_own=True)
+    aliases, reader, root = {name: of.aliases for name, of in components.items()}, checkpoint.reader, checkpoint.root
+    return Source(checkpoint.path, reader, table, aliases, document, trainer, verify, root)
 
 
 def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
@@ -172,40 +184,38 @@ def _refuse_pickled(path: str, state: Mapping[str, Any]) -> None:
 _MAX_CACHED_PLANS = 4096  # an export has one for each window
 
 
-class IndexedTensors:
-    """The tensors of a checkpoint of this package; implements ``TensorFiles``."""
+_Plan: TypeAlias = list[tuple[Overlap, ByteRuns]]
 
-    def __init__(self, checkpoint: Checkpoint, verify: bool = True) -> None:
-        self.checkpoint, self.path, self.reader = checkpoint, checkpoint.path, checkpoint.reader
-        self.verify = verify
-        self._plans: dict[tuple[Any, ...], list[tuple[Overlap, ByteRuns]]] = {}
 
-    def spec(self, component: str, key: str) -> TensorSpec:
-        """Return the spec of a tensor."""
-        return self.checkpoint.root.components[component].tensors[key]
+class IndexedTensor(NamedTuple):
+    """A tensor of a checkpoint of this package; implements ``StoredTensor``. ``plans`` are those of all tensors."""
 
-    def check(self, component: str, key: str) -> None:
-        """Raise a ShardCkptError if an index lacks one of a tensor's boxes, or a file is not the saved one."""
-        spec = self.spec(component, key)
-        whole = Box.whole(spec.shape)
-        for overlap in plan_load(spec, self.checkpoint.replicas(component)[key], (Part(whole, whole.start),)):
-            file = self.checkpoint.entry(component, key, overlap).file
-            self.checkpoint.check_file(component, overlap.writer, file)
+    checkpoint: Checkpoint
+    plans: dict[tuple[Any, ...], _Plan]
+    component: str
+    key: str
+    spec: TensorSpec
 
-    def requests(
-        self, component: str, key: str, parts: tuple[Part, ...], shape: Shape, memory: memoryview
-    ) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``, from a tensor."""
-        checkpoint = self.checkpoint
-        spec, replica = self.spec(component, key), checkpoint.replicas(component)[key]
+    def check(self) -> None:
+        """Raise a ShardCkptError if an index lacks one of the tensor's boxes, or a file is not the saved one."""
+        whole = Box.whole(self.spec.shape)
+        replica = self.checkpoint.replicas(self.component)[self.key]
+        for overlap in plan_load(self.spec, replica, (Part(whole, whole.start),)):
+            file = self.checkpoint.entry(self.component, self.key, overlap).file
+            self.checkpoint.check_file(self.component, overlap.writer, file)
+
+    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
+        checkpoint, plans, component, key, spec = self
+        replica = checkpoint.replicas(component)[key]
         kind = id(spec), replica, parts, shape  # equal tensors share one spec object
-        if (plan := self._plans.get(kind)) is None:
+        if (plan := plans.get(kind)) is None:
             plan = []
             for overlap in plan_load(spec, replica, parts):
                 checkpoint.entry(component, key, overlap)  # at once, since most boxes of a hostile layout do not exist
                 plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
-            if len(self._plans) < _MAX_CACHED_PLANS:
-                self._plans[kind] = plan
+            if len(plans) < _MAX_CACHED_PLANS:
+                plans[kind] = plan
         requests = []
         for overlap, runs in plan:
             entry = checkpoint.entry(component, key, overlap)

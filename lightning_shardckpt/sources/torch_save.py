@@ -19,7 +19,6 @@ from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
 from lightning_shardckpt.sources.foreign_source import (
     ForeignBox,
     ForeignTensor,
-    ForeignTensors,
     close_on_error,
     foreign_source,
 )
@@ -103,7 +102,7 @@ def source_of_dicts(
         documents["frozen"] = rest.pop(FROZEN)
     tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
     aliases = {name: one.aliases for name, one in leaves.items()}
-    return foreign_source(ForeignTensors(path, reader, tensors, aliases), documents, rest, all_modules)
+    return foreign_source(path, reader, tensors, aliases, documents, rest, all_modules)
 
 
 class LoadedTensors:

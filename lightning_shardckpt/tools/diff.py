@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
-from lightning_shardckpt.sources.source import IndexedTensors
+from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text
 from lightning_shardckpt.tools.listing import is_selected, long_table
@@ -177,7 +177,7 @@ class _Comparison:
 
     def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
         both = (first, second)
-        self._sides = [WindowReader(IndexedTensors(checkpoint), _WINDOW_BYTES) for checkpoint in both]
+        self._sides = [WindowReader(sharded_source(checkpoint), _WINDOW_BYTES) for checkpoint in both]
         self._advance = advance
 
     def differences(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def digest(
     source, _ = open_source(where, backend_of(where, storage_options), for_export=True)
     with closing(source) as stored:
         tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
-        read = _Reading(stored.tensors, advance)
+        read = _Reading(stored, advance)
         rows_of: dict[str, list[NamedDigest]] = {}
         if names == "huggingface":
             parts = _hugging_face_parts(stored, tables.get("model", Component({})))

@@ -70,8 +70,13 @@ class Request(NamedTuple):
 class Files(Protocol):
     """An opened checkpoint, of any format."""
 
-    path: str
-    reader: Reader
+    @property
+    def path(self) -> str:
+        """The path, for messages."""
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of its files."""
 
 
 class StoredTensors(Files, Protocol):

@@ -12,7 +12,7 @@ import torch
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, ForeignTensors, foreign_source
+from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, foreign_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.transfer.file_filler import Region, fill
@@ -44,7 +44,7 @@ def described(**changes: Box) -> ForeignTensor:
 
 
 def test_boxes_of_several_files_fill_a_tensor(whole: torch.Tensor, reader: LocalReader) -> None:
-    source = foreign_source(ForeignTensors("here", reader, {"model": {"w": described()}}))
+    source = foreign_source("here", reader, {"model": {"w": described()}})
     target = torch.empty(700, 301)
     read_targets(source, [ReadTarget("model", "w", target)])
     assert torch.equal(target, whole)
@@ -61,7 +61,7 @@ def test_columns_and_blocks_are_read_without_what_lies_between_them(tmp_path: Pa
     (tmp_path / "w").write_bytes(tensor.numpy().tobytes())
     reader = Counting(LocalReader(str(tmp_path)))
     stored = ForeignTensor("F32", (300, 40, 64), (ForeignBox(Box.whole((300, 40, 64)), "w", 0),))
-    source = foreign_source(ForeignTensors("here", reader, {"model": {"w": stored}}))
+    source = foreign_source("here", reader, {"model": {"w": stored}})
     for region in [Box((0, 0, 0), (300, 20, 64)), Box((7, 13, 0), (9, 40, 64)), Box((0, 39, 0), (300, 40, 64))]:
         target, reader.nbytes = torch.zeros(300, 40, 64), 0
         read_targets(source, [ReadTarget("model", "w", target, region=region)])
@@ -90,7 +90,7 @@ class Counting:
 def test_boxes_of_several_files_become_a_region_of_one(
     whole: torch.Tensor, reader: LocalReader, tmp_path: Path
 ) -> None:
-    tensors = ForeignTensors("here", reader, {"model": {"w": described()}})
+    tensors = foreign_source("here", reader, {"model": {"w": described()}})
     file = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
     fill(file, [Region(8, whole.nbytes, ("model", "w"))], tensors, lambda n: None)
     os.close(file)
@@ -99,9 +99,9 @@ def test_boxes_of_several_files_become_a_region_of_one(
 
 def test_boxes_that_leave_a_gap_or_overlap_are_refused(whole: torch.Tensor, reader: LocalReader) -> None:
     with pytest.raises(FormatError, match=r"'w', F32 \(700, 301\): 210399 of 210700 elements"):
-        ForeignTensors("here", reader, {"model": {"w": described(c=Box((301, 0), (700, 301)))}})
+        foreign_source("here", reader, {"model": {"w": described(c=Box((301, 0), (700, 301)))}})
     with pytest.raises(FormatError, match="overlap"):
-        ForeignTensors("here", reader, {"model": {"w": described(b=Box((0, 199), (300, 301)))}})
+        foreign_source("here", reader, {"model": {"w": described(b=Box((0, 199), (300, 301)))}})
 
 
 def test_a_file_that_is_too_short_or_missing_is_named(
@@ -109,8 +109,8 @@ def test_a_file_that_is_too_short_or_missing_is_named(
 ) -> None:
     os.truncate(tmp_path / "b", 1000)
     with pytest.raises(CorruptionError, match=r"file b: 'w' should be at bytes 4 to 121204 of 1000"):
-        ForeignTensors("here", reader, {"model": {"w": described()}})
+        foreign_source("here", reader, {"model": {"w": described()}})
     (tmp_path / "b").unlink()
     reader.close()
     with pytest.raises(CorruptionError, match=r"file b: the file is missing"):
-        ForeignTensors("here", LocalReader(str(tmp_path)), {"model": {"w": described()}})
+        foreign_source("here", LocalReader(str(tmp_path)), {"model": {"w": described()}})

@@ -113,7 +113,7 @@ def test_weights_are_read_from(kind: str, tmp_path: Path) -> None:
     assert equal(read(source), TENSORS)
     file = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)  # as consolidate copies them
     region = Region(8, TENSORS["a.weight"].nbytes, ("model", "a.weight"))
-    fill(file, [region], source.tensors, lambda n: None)
+    fill(file, [region], source, lambda n: None)
     os.close(file)
     assert (tmp_path / "out").read_bytes() == bytes(8) + TENSORS["a.weight"].numpy().tobytes()
     source.close()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.foreign_source import ForeignTensors, foreign_source
+from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, foreign_source
 from lightning_shardckpt.sources.hf_conversion import (
     UnsupportedError,
     chunks,
@@ -156,14 +156,15 @@ def parts(tmp_path: Path) -> tuple[Source, dict[str, Tensor]]:
     return found, tensors
 
 
-def located(source: Source) -> ForeignTensors:
-    assert isinstance(source.tensors, ForeignTensors)
-    return source.tensors
+def located(source: Source, name: str) -> ForeignTensor:
+    stored = source.table["model"][name]
+    assert isinstance(stored, ListedTensor)
+    return stored.located
 
 
 def read(source: Source, tensor: Any) -> Tensor:
     target = ReadTarget("model", "x", torch.empty(tensor.shape))
-    converted = foreign_source(ForeignTensors("here", source.tensors.reader, {"model": {"x": tensor}}))
+    converted = foreign_source("here", source.reader, {"model": {"x": tensor}})
     read_targets(converted, [target])
     return target.tensor
 
@@ -171,7 +172,7 @@ def read(source: Source, tensor: Any) -> Tensor:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[Source, dict[str, Tensor]]) -> None:
     source, tensors = parts
-    some = [located(source).tensor("model", name) for name in tensors]
+    some = [located(source, name) for name in tensors]
     whole = torch.stack(list(tensors.values()), dim)
     assert torch.equal(read(source, stack(some, dim)), whole)
     twice = concatenate([stack(some[:4], 0), stack(some[4:8], 0)], dim)
@@ -198,7 +199,7 @@ def test_a_conversion_that_moves_elements_is_told_and_not_done(
     parts: tuple[Source, dict[str, Tensor]],
 ) -> None:
     source, tensors = parts
-    first = located(source).tensor("model", next(iter(tensors)))
+    first = located(source, next(iter(tensors)))
     with pytest.raises(UnsupportedError, match="Transpose of a"):
         convert(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
 

@@ -484,7 +484,8 @@ def load_late(directory: str, late: int, looks: int, before: str, visible_within
     storage = LateStorage(looks if rank == late else 0, f"{directory}/{before}", visible_within_s)
     try:
         with open_source.open_on_ranks(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
-            return source.tensors.checkpoint.root.save_id, storage.opened  # type: ignore[attr-defined]
+            assert source.root is not None
+            return source.root.save_id, storage.opened
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", storage.opened
 
