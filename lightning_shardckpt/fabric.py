@@ -246,20 +246,13 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             return step(batch)
         sharded = self._sharded.resolve(module)
         assert sharded.pipeline is not None
-        pipeline, train = sharded.pipeline, torch.is_grad_enabled()
-
-        def make_step(name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionStep:
-            return FunctionStep(step, pipeline, args[0], train=train)
-
-        factor = scaler_factor(self.precision)
-        steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale, make_step)
+        pipeline, train, factor = sharded.pipeline, torch.is_grad_enabled(), scaler_factor(self.precision)
+        steps = PipelinedSteps(sharded.root, pipeline, self.root_device, lambda: factor * scale)
+        user_step = FunctionStep(step, pipeline, batch, train=train)
         self._running, self._stepped = sharded, None
         try:
             with disable_backward_guard() if pipeline.backward_early else nullcontext():
-                if train:
-                    output = steps.training_step(nullcontext, (batch,), {})
-                else:
-                    output = steps.evaluate("evaluation", nullcontext, (batch,), {})
+                output = steps.training_step(user_step) if train else steps.run(user_step)
         except BaseException:
             steps.reset()
             raise

@@ -42,51 +42,28 @@ class PipelinedSteps:
         pipeline: its pipeline.
         device: of this rank.
         scale: returns the later gradient of the loss, for schedules that run backward passes early.
-        make_step: returns the `UserStep` for a step's name, context and arguments; by default for a LightningModule.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        pipeline: PipelineRunner,
-        device: torch.device,
-        scale: Callable[[], float],
-        make_step: Callable[..., LightningStep | FunctionStep] | None = None,
+        self, module: nn.Module, pipeline: PipelineRunner, device: torch.device, scale: Callable[[], float]
     ) -> None:
         self._module, self._pipeline, self._device, self._scale = module, pipeline, device, scale
-        if make_step is None:
-            assert isinstance(module, pl.LightningModule)
-            make_step = partial(LightningStep, module, pipeline)
-        self._make_step = make_step
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._assumed_scale = torch.ones(())
         self._received_scales: list[Tensor] = []
 
-    def training_step(
-        self, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def training_step(self, step: LightningStep | FunctionStep) -> Any:
         """Run the forward passes, or all passes if the schedule interleaves them, and return the step's output."""
         if self._pipeline.backward_early:
             with self._set_gradients_aside():
-                scale = torch.tensor(self._scale(), dtype=torch.float64)
-                output = self._run("training_step", context, args, kwargs, scale)
+                output = self.run(step, torch.tensor(self._scale(), dtype=torch.float64))
         else:
-            output = self._run("training_step", context, args, kwargs, None)
+            output = self.run(step)
         if output is None:
             return None
         if isinstance(output, Mapping):
             return {**output, "loss": self._attach(output["loss"])}
         return self._attach(output)
-
-    def evaluate(
-        self,
-        name: str,
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a validation, test or predict step."""
-        return self._run(name, context, args, kwargs, None)
 
     def backward(self) -> None:
         """Compute the gradients of the parameters, after the backward of the loss that `training_step` returned.
@@ -121,15 +98,8 @@ class PipelinedSteps:
         self._gradients.clear()
         self._received_scales.clear()
 
-    def _run(
-        self,
-        name: str,
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scale: Tensor | None,
-    ) -> Any:
-        step = self._make_step(name, context, args, kwargs)
+    def run(self, step: LightningStep | FunctionStep, scale: Tensor | None = None) -> Any:
+        """Run a step of an evaluation, or with a scale also its backward passes."""
         if scale is not None:
             self._assumed_scale = scale
             scale = on_device([float(scale)], scale.dtype, self._device)[0]
@@ -236,7 +206,7 @@ class TrainerSteps:
     def train(self, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` inside ``context``. Collective in a pipeline: every rank of the world must call it."""
         if self._pipelined is not None:
-            return self._pipelined.training_step(context, args, kwargs)
+            return self._pipelined.training_step(self._step("training_step", context, args, kwargs))
         if self._meshes.topology.tensor == 1:
             return self._run("training_step", context, args, kwargs)
         before = get_rng_state(every_device=False)
@@ -248,7 +218,7 @@ class TrainerSteps:
     def evaluate(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a validation, test or predict step, given by name, inside ``context``. Collective as `train`."""
         if self._pipelined is not None:
-            output = self._pipelined.evaluate(name, context, args, kwargs)
+            output = self._pipelined.run(self._step(name, context, args, kwargs))
         else:
             loader = args[2:]  # its number, if there are several
             if self._meshes.topology.tensor > 1 and loader not in self._compared:
@@ -263,6 +233,10 @@ class TrainerSteps:
         step = partial(getattr(self._module, name), *args, **kwargs)
         with context():
             return self.sharded.run(step)
+
+    def _step(self, name: str, context: StepContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LightningStep:
+        assert self.sharded.pipeline is not None
+        return LightningStep(self._module, self.sharded.pipeline, name, context, args, kwargs)
 
     def reshard(self) -> None:
         """Free parameters that FSDP2 has gathered, if the module applies FSDP2 itself. No communication."""
