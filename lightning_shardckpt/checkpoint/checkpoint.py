@@ -22,7 +22,7 @@ from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveO
 from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadState, RankComparison
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.plan_cache import PlanCache
-from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differing
+from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
@@ -142,9 +142,9 @@ def save_async(
 def _agree(job: SaveJob, describe: Callable[[], Snapshot], ranks: Ranks) -> Agreement:
     agreed = ranks.step(f"preparing to save {job.path!r}", lambda: job.prepare(describe), job.agree)
     if agreed is None:
-        refuse = partial(refuse_differing, job.path)
+        refuse = partial(refuse_differences, job.path)
         ranks.step(f"comparing replicas to save {job.path!r}", lambda: job.replicas, refuse)
-        raise AssertionError("unreachable: refuse_differing raises")
+        raise AssertionError("unreachable: refuse_differences raises")
     if len(agreed["groups"]) > 1:  # pipeline stages: the first rank of each reports its tables
         phase = f"planning to save {job.path!r}"
         agreed["tables"] = ranks.step(phase, lambda: job.group_table(agreed), job.join_tables)

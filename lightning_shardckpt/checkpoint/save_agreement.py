@@ -27,74 +27,32 @@ from lightning_shardckpt.system.text import count_text, list_some
 # replicas differed, the checkpoint would hold a state that no rank ever had. Digests reveal that before.
 
 
-Digests = dict[str, dict[str, int | str]]
+Digests = dict[str, dict[str, str]]
 """A rank's digests by label and name. Ranks have a label in common if they hold replicas of the same parts."""
 
 
-def replica_digests(snapshot: Snapshot, tables: Mapping[str, Component], rank: int, group: str) -> Digests:
-    """Return digests of the state that other ranks hold, too: tensors, and values of the model and of optimizers.
-
-    Leaves out pinned tensors, which may differ. Runs at the speed of memory.
-
-    ``rank`` is the rank in the default process group; ``group`` is a text common to the ranks with the same tensors.
-    """
-    replicas: list[tuple[str, str, torch.Tensor]] = []
-    for component, leaves in snapshot.leaves.items():
-        specs = tables[component].tensors
-        layouts = {id(spec): spec.layout for spec in specs.values()}  # equal specs are one object
-        parts = {spec_id: _part(layout, rank) for spec_id, layout in layouts.items()}
-        for key, tensor in leaves.tensors.items():
-            part, is_shared = parts[id(specs[key])]
-            if is_shared and key not in leaves.pinned:
-                replicas.append((f"{group} {part}", f"{component}/{key}", local_tensor(tensor)))
-    digests = _digests(replicas)
-    if tensors := snapshot.replicated:
-        values = zip(tensors.items(), digest_values(map(bit_digest, tensors.values())), strict=True)
-        digests[_label("replicated", tensors)] = {
-            name: f"{tuple(tensor.shape)} {digest}" for (name, tensor), digest in values
-        }
-    settings = dict(_settings(snapshot.documents))
-    digests[_label("settings", settings)] = {**settings}
-    digests[f"{group} values"] = dict(_values(snapshot.documents))
-    return digests
-
-
-def digests_over_groups(snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int) -> Digests:
-    """Return digests of tensors that other groups of ranks, such as pipeline stages, hold, too.
-
-    ``rank`` is the rank in the default process group; ``group_size`` ranks hold the same tensors as this one.
-    """
-    replicas = []
-    for component, leaves in snapshot.leaves.items():
-        table = joined.get(component, Component({}))
-        for key, tensor in leaves.tensors.items():
-            name = table.aliases.get(key, key)
-            spec = table.tensors.get(name)
-            if spec is None or spec.pinned or sum(stop - start for start, stop in spec.holders) == group_size:
-                continue
-            replicas.append((f"{name} {_part(spec.layout, rank)}", f"{component}/{name}", local_tensor(tensor)))
-    return _digests(replicas)
-
-
-def _digests(replicas: list[tuple[str, str, torch.Tensor]]) -> Digests:
-    """Return the digests of labelled, named tensors."""
+def digest_replicas(replicas: Iterable[tuple[str, str, Any]]) -> Digests:
+    """Return the digests of labelled, named tensors and JSON values. Runs at the speed of memory."""
     digests: Digests = {}
-    filled = [replica for replica in replicas if replica[2].numel()]
+    filled: list[tuple[str, str, torch.Tensor]] = []
+    for label, name, value in replicas:
+        named = digests.setdefault(label, {})
+        if isinstance(value, torch.Tensor):
+            named[name] = str(tuple(value.shape))
+            if value.numel():
+                filled.append((label, name, value))
+        else:
+            named[name] = checksum(json.dumps(value, sort_keys=True).encode())
     values = digest_values(bit_digest(tensor) for *_, tensor in filled)
     for (label, name, _), digest in zip(filled, values, strict=True):
-        digests.setdefault(label, {})[name] = digest
+        digests[label][name] += f" {digest}"
     return digests
 
 
-def _label(prefix: str, names: Iterable[str]) -> str:
-    """Return a label that is common to ranks with the same names of tensors."""
-    return f"{prefix} {checksum(repr(sorted(names)).encode())}"
-
-
-def combine_digests(digests: Digests) -> dict[str, str]:
-    """Return one digest for each label."""
+def combine_digests(digests: Digests) -> Digests:
+    """Return one digest for each label, to learn by ``find_differences`` whether there are any."""
     return {
-        label: checksum("\n".join(f"{name}={digest}" for name, digest in sorted(named.items())).encode())
+        label: {"": checksum("\n".join(f"{name}={digest}" for name, digest in sorted(named.items())).encode())}
         for label, named in digests.items()
     }
 
@@ -102,7 +60,7 @@ def combine_digests(digests: Digests) -> dict[str, str]:
 def find_differences(reports: Mapping[int, Digests]) -> dict[str, list[list[int]]]:
     """Return the names whose replicas differ, each with the sets of ranks that hold equal values.
 
-    >>> find_differences({0: {"": {"model/w": 1}}, 1: {"": {"model/w": 2}}, 2: {"": {"model/w": 1}}})
+    >>> find_differences({0: {"": {"model/w": "1"}}, 1: {"": {"model/w": "2"}}, 2: {"": {"model/w": "1"}}})
     {'model/w': [[0, 2], [1]]}
     """
     labelled = dict.fromkeys(
@@ -110,13 +68,61 @@ def find_differences(reports: Mapping[int, Digests]) -> dict[str, list[list[int]
     )
     differences: dict[str, list[list[int]]] = {}
     for label, name in labelled:
-        ranks_by_digest: dict[int | str | None, list[int]] = {}
+        ranks_by_digest: dict[str | None, list[int]] = {}
         for rank, digests in reports.items():
             if label in digests:
                 ranks_by_digest.setdefault(digests[label].get(name), []).append(rank)
         if len(ranks_by_digest) > 1:
             differences.setdefault(name, []).extend(ranks_by_digest.values())
     return differences
+
+
+def find_replicas(
+    snapshot: Snapshot, tables: Mapping[str, Component], rank: int, group: str
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the state that other ranks hold, too: tensors, and values of the model and of optimizers.
+
+    Leaves out pinned tensors, which may differ.
+
+    Args:
+        snapshot: of this rank.
+        tables: of its tensors.
+        rank: in the default process group.
+        group: a text common to the ranks with the same tensors.
+
+    Yields:
+        Label, name and value; see ``Digests``.
+    """
+    for component, leaves in snapshot.leaves.items():
+        specs = tables[component].tensors
+        layouts = {id(spec): spec.layout for spec in specs.values()}  # equal specs are one object
+        parts = {spec_id: _part(layout, rank) for spec_id, layout in layouts.items()}
+        for key, tensor in leaves.tensors.items():
+            part, is_shared = parts[id(specs[key])]
+            if is_shared and key not in leaves.pinned:
+                yield f"{group} {part}", f"{component}/{key}", local_tensor(tensor)
+    for kind, named in (("replicated", snapshot.replicated), ("settings", dict(_settings(snapshot.documents)))):
+        label = f"{kind} {checksum(repr(sorted(named)).encode())}"  # common to ranks with the same names
+        yield from ((label, name, value) for name, value in named.items())
+    yield f"{group} values", "", None  # so that a rank without values has the label, too
+    yield from ((f"{group} values", name, value) for name, value in _values(snapshot.documents))
+
+
+def find_replicas_of_groups(
+    snapshot: Snapshot, joined: Mapping[str, Component], rank: int, group_size: int
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield tensors that other groups of ranks, such as pipeline stages, hold, too; as ``find_replicas``.
+
+    ``group_size`` ranks hold the same tensors as this one.
+    """
+    for component, leaves in snapshot.leaves.items():
+        table = joined.get(component, Component({}))
+        for key, tensor in leaves.tensors.items():
+            name = table.aliases.get(key, key)
+            spec = table.tensors.get(name)
+            if spec is None or spec.pinned or sum(stop - start for start, stop in spec.holders) == group_size:
+                continue
+            yield f"{name} {_part(spec.layout, rank)}", f"{component}/{name}", local_tensor(tensor)
 
 
 @lru_cache(maxsize=4096)
@@ -129,28 +135,23 @@ def _part(layout: Layout, rank: int) -> tuple[str, bool]:
     return f"{checksum(repr((layout.axes, layout.cuts, layout.order)).encode())} {layout.shard(rank)}", is_shared
 
 
-def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of values in documents that one rank of each group stores."""
+def _values(documents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values in documents that one rank of each group stores."""
     for name, value in (documents.get("model") or {}).items():
-        yield f"model/{name}", _digest(value)
+        yield f"model/{name}", value
     for number, optimizer in (documents.get("optimizer") or {}).items():
         for name, entries in optimizer["values"].items():
             for entry in entries:
-                digest = _digest(entry["value"])
-                yield from ((f"optimizer/{number}/{param}/{name}", digest) for param in entry["params"])
+                yield from ((f"optimizer/{number}/{param}/{name}", entry["value"]) for param in entry["params"])
 
 
-def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the digests of optimizers' settings and of their state without parameters, stored by one rank of all."""
+def _settings(documents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield optimizers' settings and their state without parameters, stored by one rank of all."""
     for number, optimizer in (documents.get("optimizer") or {}).items():
-        yield f"optimizer/{number}/own", _digest(optimizer.get("own"))
+        yield f"optimizer/{number}/own", optimizer.get("own")
         for group, entries in optimizer["groups"].items():
             for name, value in entries["hyper"].items():
-                yield f"optimizer/{number}/param_groups/{group}/{name}", _digest(value)
-
-
-def _digest(value: Any) -> str:
-    return checksum(json.dumps(value, sort_keys=True).encode())
+                yield f"optimizer/{number}/param_groups/{group}/{name}", value
 
 
 # ── values that ranks exchange ────────────────────────────────────────────────────────────────────────────────────────
@@ -164,8 +165,8 @@ class SaveRequest(TypedDict):
     step: int | None
     digest: str
     """Of the tables and of the names in documents: equal on ranks that hold the same tensors."""
-    replicas: dict[str, str]
-    """Combined digests of replicated values, by label."""
+    replicas: Digests
+    """Combined digests of replicated values."""
 
 
 class Agreement(TypedDict):
@@ -193,8 +194,8 @@ class WriteReport(TypedDict):
     indexes: dict[str, list[Any]]
     """By component."""
     documents: list[list[Any]]
-    shared: dict[str, dict[str, Any]]
-    """Digests of tensors that other groups of ranks hold, too, by label and name."""
+    shared: Digests
+    """Of tensors that other groups of ranks hold, too."""
     elements: int
     shard_bytes: int
     """The size of all shard files."""
@@ -328,15 +329,11 @@ def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:
     return list(groups.values())
 
 
-def do_replicas_differ(combined: list[dict[str, str]]) -> bool:
-    """Return True if ranks have different results of ``combine_digests`` under the same label."""
-    known: dict[str, str] = {}
-    return any(known.setdefault(label, digest) != digest for digests in combined for label, digest in digests.items())
-
-
-def refuse_differing(path: str, reports: list[Digests]) -> None:
+def refuse_differences(path: str, reports: list[Digests]) -> None:
     """Raise a MismatchError that names the tensors whose replicas differ, and the ranks; one report for each rank."""
     differences = find_differences(dict(enumerate(reports)))
+    if not differences:
+        return
     lines = [f"{key}  ranks {' | '.join(map(str, sets))}" for key, sets in differences.items()]
     listed = list_some(lines, between="\n  ")
     raise MismatchError(

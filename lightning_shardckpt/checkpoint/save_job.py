@@ -25,14 +25,14 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     SaveRequest,
     WriteReport,
     combine_digests,
-    digests_over_groups,
-    do_replicas_differ,
+    digest_replicas,
     find_differences,
+    find_replicas,
+    find_replicas_of_groups,
     group_ranks,
     group_text,
     join_groups,
-    refuse_differing,
-    replica_digests,
+    refuse_differences,
     table_of,
 )
 from lightning_shardckpt.checkpoint.staging import HostMemory, HostWindows, copy_all
@@ -127,7 +127,7 @@ class SaveJob:
         documents = [snapshot.documents.get(role) for role in ("model", "frozen", "versions")]
         digest = checksum((text + "".join(json.dumps(sorted(document or ())) for document in documents)).encode())
         if self._ranks.world > 1 and self._options.replicas == "same":
-            self.replicas = replica_digests(snapshot, tables, this_rank(), digest)
+            self.replicas = digest_replicas(find_replicas(snapshot, tables, this_rank(), digest))
         request: SaveRequest = {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": {}}
         return {**request, "replicas": combine_digests(self.replicas)}
 
@@ -147,7 +147,7 @@ class SaveJob:
             FileExistsError: if another process is saving to the path, or something other than a checkpoint is there.
         """
         groups = group_ranks(requests)
-        if do_replicas_differ([request["replicas"] for request in requests]):
+        if find_differences({rank: request["replicas"] for rank, request in enumerate(requests)}):
             return None
         ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
@@ -198,7 +198,7 @@ class SaveJob:
                     group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group)
                 )
                 size = sum(stop - start for start, stop in own_group)
-                shared = digests_over_groups(snapshot, tables, this_rank(), size)
+                shared = digest_replicas(find_replicas_of_groups(snapshot, tables, this_rank(), size))
         elif rank == 0 and snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
@@ -273,9 +273,7 @@ class SaveJob:
         Raises:
             MismatchError: if groups of ranks hold different values of a tensor.
         """
-        shared = [report["shared"] for report in reports]
-        if find_differences(dict(enumerate(shared))):
-            refuse_differing(self.path, shared)
+        refuse_differences(self.path, [report["shared"] for report in reports])
         assert self._draft is not None and self._content is not None
         plan, components = self._content.plan, {}
         for name, table in plan.tables.items():

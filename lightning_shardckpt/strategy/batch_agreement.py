@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt.checkpoint.save_agreement import Digests, combine_digests, do_replicas_differ, find_differences
+from lightning_shardckpt.checkpoint.save_agreement import Digests, combine_digests, digest_replicas, find_differences
 from lightning_shardckpt.compat.lightning_loops import batches_begun, watch_epoch_ends
 from lightning_shardckpt.compat.torch_modules import (
     NormWithStatistics,
@@ -33,7 +33,6 @@ from lightning_shardckpt.distributed.world import current_world, unequal_batches
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.tensors import written_numbers
-from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import Tuning
 
@@ -94,10 +93,11 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
     digests: Digests = {}
     if meshes.topology.data_parallel > 1:
         tensor_rank = meshes.root.get_local_rank("tensor") if meshes.topology.tensor > 1 else 0
-        for number, module in enumerate(modules):
-            named = dict(_replicated(module, parameters=parameters))
-            values = digest_values(map(bit_digest, named.values()))
-            digests[f"{number} {meshes.pipeline_rank} {tensor_rank}"] = {**dict(zip(named, values, strict=True))}
+        digests = digest_replicas(
+            (f"{number} {meshes.pipeline_rank} {tensor_rank}", name, tensor)
+            for number, module in enumerate(modules)
+            for name, tensor in _replicated(module, parameters=parameters)
+        )
     numbers = written_numbers.reports(meshes.pipeline_rank, meshes.topology.pipeline)
     report = {"numbers": numbers, "replicas": combine_digests(digests)}
     written, differ = ranks.step("comparing the ranks", lambda: report, _join_reports)
@@ -117,7 +117,7 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
 def _join_reports(reports: list[dict[str, Any]]) -> list[Any]:
     """Return the maxima of the ranks' numbers, and whether replicated values differ. Runs on rank 0."""
     maxima = [max(column) for column in zip(*(report["numbers"] for report in reports), strict=True)]
-    return [maxima, do_replicas_differ([report["replicas"] for report in reports])]
+    return [maxima, bool(find_differences({rank: report["replicas"] for rank, report in enumerate(reports)}))]
 
 
 def _refuse_written(maxima: list[int]) -> None:

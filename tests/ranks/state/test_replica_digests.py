@@ -21,7 +21,7 @@ from torchmetrics.classification import BinaryConfusionMatrix
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
-from lightning_shardckpt.checkpoint.save_agreement import find_differences, replica_digests
+from lightning_shardckpt.checkpoint.save_agreement import digest_replicas, find_differences, find_replicas
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
@@ -310,7 +310,7 @@ def test_a_digest_is_of_the_bits_wherever_they_lie(kind: str) -> None:
     def digest(value: torch.Tensor) -> Any:
         leaves = Leaves({"x": value})
         tables = {"model": Component(specs_of("model", leaves, ((0, 1),)))}
-        return replica_digests(Snapshot({"model": leaves}, {}, {}), tables, 0, "all")
+        return digest_replicas(find_replicas(Snapshot({"model": leaves}, {}, {}), tables, 0, "all"))
 
     assert digest(tensor) == digest(tensor.clone())
     raw = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
