@@ -51,6 +51,7 @@ from lightning_shardckpt.distributed.host_numbers import reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
+from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, guard_state, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
@@ -66,7 +67,6 @@ from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher
 from lightning_shardckpt.strategy.lightning_module import (
-    ModuleBuild,
     attach_sharded,
     find_sharded,
     whole_names,
@@ -116,7 +116,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.num_nodes = 1  # the Trainer's connector overwrites it
         self._own_steps: TrainerSteps | None = None
         self._failed = False  # in any run
-        self._build = ModuleBuild()
+        self._build = Build()
         self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
         self._preemption, self._agreement = Preemption(), BatchAgreement()
         self._run: RunCheckpoints | None = None
@@ -191,8 +191,14 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Return the context of ``configure_model``, on every stage; only the first one may build."""
-        with self._build.configure(self._module, self.topology, self.root_device, self._ranks):
+        """Return the context of ``configure_model``. Lightning calls it in each fit, validate, …; the first builds."""
+        sharded = find_sharded(self._module, self.topology)
+        if sharded is not None:
+            with sharded.gradients.without_adoption():
+                yield
+            return
+        share_tensors(self._module, self.root_device)
+        with self._build.building(self._ranks, phase="building the module in configure_model"):
             yield
 
     @override
@@ -243,8 +249,9 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         if pretrained is not None:
             will_load = self._checkpoints.path_to_resume is not None
             pretrained = None if restores() else replace(pretrained, before_checkpoint=will_load)
+        build, self._build = self._build, Build()
         sharded = self._shard_module(
-            module, self._build.take(), pretrained, precision=self.precision_plugin, restores=restores
+            module, build, pretrained, precision=self.precision_plugin, restores=restores
         )
         attach_sharded(self._module, sharded)
         for size, group in (

@@ -1,4 +1,4 @@
-"""State of a LightningModule across Trainers: its build in ``configure_model`` and its shards.
+"""State of a LightningModule across Trainers: its shards, and what Lightning's callbacks changed.
 
 The sharded module is attached to the LightningModule, so that a second Trainer finds it. Changes by Lightning's own
 callbacks are restored when a run resumes: BaseFinetuning would create new param groups, and unfreezes layers only at
@@ -8,20 +8,16 @@ GradientAccumulationScheduler works.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import nn
 
 from lightning_shardckpt.compat.lightning_trainer import keep_loaded_groups
-from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.shard_model import ShardedModule
 from lightning_shardckpt.parallel.sharding.mesh import Topology
 from lightning_shardckpt.state.model import WholeNames
@@ -55,44 +51,6 @@ def whole_names(sharded: ShardedModule) -> WholeNames:
     """Return the names of the whole model, also on a pipeline stage that has only a part."""
     parameters = dict.fromkeys(sharded.canonical_names.values()) if sharded.pipeline is not None else ()
     return WholeNames(sharded.state_names, sharded.state_ties, tuple(parameters))
-
-
-class ModuleBuild:
-    """The builds of the modules of one strategy, one after the other."""
-
-    def __init__(self) -> None:
-        self._build = Build()
-
-    @contextmanager
-    def configure(
-        self, module: pl.LightningModule, topology: Topology, device: torch.device, ranks: Ranks
-    ) -> Iterator[None]:
-        """Run ``configure_model``; Lightning calls it for fit, validate, …, but only the first call may build.
-
-        Collective: every rank of the world must call it.
-
-        Args:
-            module: the module.
-            topology: of the strategy.
-            device: of the collectives.
-            ranks: of the world.
-
-        Raises:
-            TopologyError: if the module was sharded for another topology.
-        """
-        sharded = find_sharded(module, topology)
-        if sharded is not None:
-            with sharded.gradients.without_adoption():
-                yield
-            return
-        share_tensors(module, device)
-        with self._build.building(ranks, phase="building the module in configure_model"):
-            yield
-
-    def take(self) -> Build:
-        """Return the build of the latest module, and begin a new one."""
-        build, self._build = self._build, Build()
-        return build
 
 
 # ── Lightning's callbacks ─────────────────────────────────────────────────────────────────────────────────────────────

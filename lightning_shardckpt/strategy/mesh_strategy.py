@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 from weakref import ref
 
@@ -49,22 +49,6 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 TBroadcast = TypeVar("TBroadcast")
 
 
-@dataclass(frozen=True, slots=True)
-class AxisSizes:
-    """The number of processes for each kind of parallelism; ``"auto"`` uses the remaining processes."""
-
-    shard: int | Literal["auto"] = "auto"
-    replicate: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-
-    def topology(self, world_size: int) -> Topology:
-        """Return the topology of ``world_size`` processes; raises as in `resolve_topology`."""
-        return resolve_topology(
-            world_size, shard=self.shard, replicate=self.replicate, tensor=self.tensor, pipeline=self.pipeline
-        )
-
-
 class OneProcess(LightningEnvironment):
     """The environment of a process that is the only rank."""
 
@@ -97,7 +81,7 @@ class MeshStrategy(PickleByArguments):
     global_rank: int
     world_size: int
     _checkpoint_io: CheckpointIO | None
-    axis_sizes: AxisSizes
+    axis_sizes: dict[str, Any]
     """The requested sizes; ``topology`` has the resolved ones."""
     tuning: Tuning = TUNING
     """Timeouts of ranks; ``ShardCkptIO.load_options`` has the sizes of a load."""
@@ -152,9 +136,12 @@ class MeshStrategy(PickleByArguments):
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
         )
-        self.axis_sizes = AxisSizes(
-            data_parallel_shard_size, data_parallel_replicate_size, tensor_parallel_size, pipeline_parallel_size
-        )
+        self.axis_sizes = {
+            "shard": data_parallel_shard_size,
+            "replicate": data_parallel_replicate_size,
+            "tensor": tensor_parallel_size,
+            "pipeline": pipeline_parallel_size,
+        }
         self._recipe = Recipe(tensor_parallel_plan, fsdp or FSDP(), pipeline or Pipeline())
         self._recipe.pipeline.check(pipeline_parallel_size)
         if self._recipe.fsdp.reshard_after_forward and pipeline_parallel_size > 1:
@@ -271,7 +258,8 @@ class MeshStrategy(PickleByArguments):
         watch_world(self.tuning)
 
     def _new_meshes(self) -> Meshes:
-        return build_meshes(self.axis_sizes.topology(self.world_size), self.root_device.type, self._timeout_s)
+        topology = resolve_topology(self.world_size, **self.axis_sizes)
+        return build_meshes(topology, self.root_device.type, self._timeout_s)
 
     def _new_ranks(self) -> Ranks:
         """Return new ranks for saves and loads."""
