@@ -2,7 +2,7 @@
 
 ``fully_shard`` changes the class and the parameters of a module. The user's modules must stay as they are, so it is
 applied to proxies: a *proxy* registers the parameters of a unit, and runs the unit's forward within its own. Torch's
-hooks on the proxy gather, free and prefetch; the unit's modules get tensors over the gathered memory.
+hooks on the proxy gather, free and prefetch; functions of the unit's parameters get tensors over the gathered memory.
 
 1. Before the forward of a proxy, torch gathers; after it, torch frees.
 2. Before the backward, torch gathers again, and prefetches the previous unit. It registers a hook for that on the
@@ -64,10 +64,9 @@ from lightning_shardckpt.parallel.tensors.gather import (
     refuse_batched,
     refuse_sparse,
 )
-from lightning_shardckpt.parallel.tensors.gathered import GatheredTensor, is_autocast
+from lightning_shardckpt.parallel.tensors.gathered import GatheredTensor, is_autocast, uses_other_hooks
 from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.placement import version_key
-from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
 from lightning_shardckpt.parallel.tensors.views import views_of
 

@@ -51,9 +51,14 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine, FSDPProxy, Gathered, PlannedUnit
 from lightning_shardckpt.parallel.sharding.kept_gathers import KeptGathers
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
-from lightning_shardckpt.parallel.tensors.gathered import CAST_LAYERS, GatheredTensor, in_forward, is_in_forward
+from lightning_shardckpt.parallel.tensors.gathered import (
+    CAST_LAYERS,
+    GatheredTensor,
+    SavedParameters,
+    in_forward,
+    is_in_forward,
+)
 from lightning_shardckpt.parallel.tensors.placement import version_key
-from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import gather_whole, sharding_of
 

@@ -6,19 +6,20 @@ a function that needs values gets the gathered ones. Values written into these a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
-from lightning_shardckpt.compat.torch_tensors import version_of
+from lightning_shardckpt.compat.torch_autograd import packing_hook
+from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.placement import local_part, version_key
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
@@ -155,3 +156,89 @@ class _UseCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+# ── tensors that autograd saves ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class _SavedActivation(NamedTuple):
+    """A tensor other than a parameter. Autograd does not check the version of tensors that hooks have packed."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedParameters:
+    """Packs the tensors that operations on gathered parameters save for their backward, and unpacks them.
+
+    A reference to the sharded parameter takes the place of a gathered one. Autograd can't see changes of a parameter
+    whose memory it does not keep, and would compute wrong gradients. As for plain tensors, a change is an error.
+    """
+
+    def __init__(self, name: str, gathered: Sequence[GatheredTensor]) -> None:
+        self._name, self._leaves = name, [g.shards for g in gathered]
+        self._regather = [g.regather for g in gathered]  # not the gathered tensors, whose memory is to be freed
+        self._numbers = {_memory(g.whole): n for n, g in enumerate(gathered)}
+        self._outer: SavedParameters | None = None  # of the unit around this one
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return the hooks as a context; an empty one where checkpointing or offloading has its own hooks."""
+        if uses_other_hooks():
+            return nullcontext()
+        self._outer = _owner_of(packing_hook())
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _key(self, n: int) -> tuple[int, int]:
+        """Return a key that changes if the backward would get other values."""
+        if self._regather[n] is not None:  # sees what was assigned to ``data``, as a plain leaf does
+            return version_of(self._leaves[n]), 0
+        return version_key(self._leaves[n])
+
+    def _pack(self, tensor: Tensor) -> Any:
+        n = self._numbers.get(_memory(tensor))
+        if n is None and self._outer is not None:
+            return self._outer._pack(tensor)
+        if n is None:
+            return _SavedActivation(tensor.detach(), version_of(tensor))  # not itself: the graph would form a cycle
+        local, spec = local_tensor(tensor), spec_of(tensor) if isinstance(tensor, DTensor) else None
+        if self._regather[n] is None:
+            return self, n, self._key(n), spec, local.detach()
+        return self, n, self._key(n), spec, (local.size(), local.stride(), local.storage_offset())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _SavedActivation):
+            if version_of(packed.tensor) != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"one of shape {tuple(packed.tensor.shape)} that {self._name or 'the module'} computed with is at "
+                    f"version {version_of(packed.tensor)} instead of {packed.version}."
+                )
+            return packed.tensor
+        owner, n, key, spec, saved = packed
+        if owner._key(n) != key:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {owner._name or 'the module'}, of shape {tuple(owner._leaves[n].shape)}. Change it "
+                "before the forward or after the backward."
+            )
+        regather = owner._regather[n]
+        memory = None if regather is None else local_tensor(regather())  # not under no_grad: then it would not copy
+        with torch.no_grad():
+            local: Tensor = saved if memory is None else memory.as_strided(*saved)
+            return local if spec is None else new_dtensor(local, spec)
+
+
+def uses_other_hooks() -> bool:
+    """Return whether hooks for saved tensors of checkpointing, offloading or the user are in place."""
+    hook = packing_hook()
+    return hook is not None and _owner_of(hook) is None
+
+
+def _owner_of(hook: Any) -> SavedParameters | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, SavedParameters) else None
+
+
+def _memory(tensor: Tensor) -> int:
+    local = local_tensor(tensor)
+    return memory_id(local) if local.layout == torch.strided else 0

@@ -23,12 +23,12 @@ from lightning_shardckpt.parallel.tensors.gather import REMEDY
 from lightning_shardckpt.parallel.tensors.gathered import (
     CAST_FUNCTIONS,
     GatheredTensor,
+    SavedParameters,
     gathered_in_forward,
     is_in_forward,
 )
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import version_key
-from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import (
     TAKES_PRECEDENCE,
     Function,
