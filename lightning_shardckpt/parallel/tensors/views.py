@@ -157,30 +157,24 @@ def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) 
     Returns:
         The result; None if no argument is such a parameter.
     """
-    if name_of(func) == "detach" or (func in CAST_FUNCTIONS and any(type(v) is str for v in (*args, *kwargs.values()))):
-        return None  # with padding="same", other functions are called inside
-    targets = (*(args[:1] if writes_first(func) else ()), kwargs.get("out"))
-    replaced = dict[int, GatheredTensor]()
-
-    def replace(value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(map(replace, value))
-        if not is_in_forward(value) or (found := gathered_in_forward(value, func)) is None:
-            return value
-        plain = found.use()
-        replaced[id(plain)] = found
-        return plain
-
-    with without_torch_function():
-        args, kwargs = [replace(value) for value in args], {name: replace(value) for name, value in kwargs.items()}
-    if not replaced or any(map(is_in_forward, targets)):
+    if name_of(func) == "detach":
         return None
-    if torch.is_grad_enabled() and in_functional_transform() and any(g.history is not None for g in replaced.values()):
-        raise UnsupportedCodeError(
-            f"torch.func or torch.vmap calls {name_of(func)} in a forward under autocast, and fully_shard has gathered "
-            f"its weight in the dtype of autocast. {REMEDY}"
-        )
-    result = func(*args, **kwargs)
+    replaced, whole = dict[int, GatheredTensor](), kwargs
+    with without_torch_function():
+        plain = [_replace(value, func, replaced) for value in args]
+        if kwargs:
+            whole = {name: _replace(value, func, replaced) for name, value in kwargs.items()}
+    if not replaced or (writes_first(func) and is_in_forward(args[0])) or (kwargs and is_in_forward(kwargs.get("out"))):
+        return None
+    if func in CAST_FUNCTIONS and any(gathered.history is not None for gathered in replaced.values()):
+        if any(type(value) is str for value in (*args, *kwargs.values())):
+            return None  # with padding="same", other functions are called inside
+        if torch.is_grad_enabled() and in_functional_transform():
+            raise UnsupportedCodeError(
+                f"torch.func or torch.vmap calls {name_of(func)} in a forward under autocast, and fully_shard has "
+                f"gathered its weight in the dtype of autocast. {REMEDY}"
+            )
+    result = func(*plain, **whole)
     if id(result) in replaced:  # as of contiguous()
         return (replaced[id(result)].shards,)
     if torch.is_grad_enabled():
@@ -188,6 +182,20 @@ def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) 
     origins = {_memory(gathered.whole): gathered for gathered in replaced.values()}
     with without_torch_function():
         return (map_tensors(lambda t: _connect(t, origins), result),)
+
+
+def _replace(value: Any, func: Function, replaced: dict[int, GatheredTensor]) -> Any:
+    """Return an argument with gathered values for parameters of running forwards, and add these to ``replaced``."""
+    if is_in_forward(value):
+        found = gathered_in_forward(value, func)
+        if found is None:
+            return value
+        plain = found.use()
+        replaced[id(plain)] = found
+        return plain
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, func, replaced) for item in value)
+    return value
 
 
 def _save_parameters(origins: Iterable[GatheredTensor]) -> SavedParameters | None:
