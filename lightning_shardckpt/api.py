@@ -142,6 +142,7 @@ def save_async(
     options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
     background = _background(group, process_group)
+    background.settle(group.ranks, before=path)  # it may be saving to this path
     storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
     describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
     kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": background}

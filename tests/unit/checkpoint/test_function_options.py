@@ -52,9 +52,10 @@ def test_a_save_waits_for_the_pending_one() -> None:
             first = save_async("memory://pending/1.ckpt", state, storage_options=THROTTLED)
             assert not first.done()
             watcher.start()
-            second = save_async("memory://pending/2.ckpt", state, storage_options=THROTTLED)
+            with pytest.raises(FileExistsError):  # the first, which was not there when this call began
+                save_async("memory://pending/1.ckpt", state, storage_options=THROTTLED)
             assert first.done()
-            second.result()
+            save_async("memory://pending/2.ckpt", state, storage_options=THROTTLED).result()
             watcher.join()
     finally:
         wait()
