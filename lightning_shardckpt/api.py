@@ -246,8 +246,8 @@ def load(
         strict: raise one error for all differences instead of loading the rest.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular
-            expressions to new names (None leaves a tensor out), a function, or a file. All names are mapped at once,
-            also those of optimizer state. An entry that matches nothing in the checkpoint is a difference. See "Rename
+            expressions to new names (None leaves a tensor out), or a function. All names are mapped at once, also those
+            of optimizer state. An entry that matches nothing in the checkpoint is a difference. See "Rename
             tensors" in the documentation.
         verify: compare checksums.
         process_group: see ``save``.

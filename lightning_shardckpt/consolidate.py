@@ -26,7 +26,7 @@ from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_sa
 from lightning_shardckpt.export.whole_files import Export, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import describe_path, did_you_mean, open_checkpoint
-from lightning_shardckpt.sources.key_mapping import KeyMappingLike
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
@@ -75,9 +75,8 @@ def consolidate(
             tensors is written to ``optimizer.json``.
         dtype: "float64", "float32", "float16" or "bfloat16", for all floating-point tensors of the model.
         key_mapping: selects and renames tensors: a dict of whole names or regular expressions to new names (None
-            leaves a tensor out), or a function; or texts, each ``OLD=NEW`` or the path of a JSON or YAML file with a
-            dict. A model of transformers keeps its names: there it only leaves tensors out, and selects one of several
-            models. See "Rename tensors" in the documentation.
+            leaves a tensor out), or a function. A model of transformers keeps its names: there it only leaves tensors
+            out, and selects one of several models. See "Rename tensors" in the documentation.
         overwrite: replace the output of an earlier call, atomically.
         storage_options: for URLs, by fsspec's names, such as ``endpoint_url``, ``key`` and ``secret``.
 
@@ -302,6 +301,8 @@ def run_command(arguments: Namespace) -> int:
     """Run the tool with parsed arguments, and return the exit status. Invalid options raise SystemExit."""
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
+        if "key_mapping" in given:
+            given["key_mapping"] = KeyMapping.of_texts(given["key_mapping"], "key_mapping")
         format = format_of(given.get("output_file"), given.get("format"))
         Options(**{name: value for name, value in given.items() if name not in _LOCATION_OPTIONS})
     except ValueError as error:
@@ -345,8 +346,8 @@ def command_parser() -> ArgumentParser:
     add("--size_per_shard", type=float | None, metavar="MB", help="limit of a chunk; 5000 by default")
     add("--optimizer", type=bool | None, help="include the optimizers; by default only with torch")
     add("--dtype", type=str, help="float64, float32, float16 or bfloat16, for all floating tensors of the model")
-    mapping = "OLD=NEW, a stored name or regular expression and its new name, null to leave out; or a JSON or YAML file"
-    add("--key_mapping", action="append", type=str, metavar="OLD=NEW|FILE", help=f"{mapping}; repeatable")
+    mapping = "a stored name or regular expression and its new name, null to leave out; repeatable"
+    add("--key_mapping", action="append", type=str, metavar="OLD=NEW", help=mapping)
     add_storage_options(parser)
     return parser
 

@@ -14,20 +14,16 @@ expression matches there.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.system.text import count_text, list_some
 
-KeyMappingLike: TypeAlias = (
-    "KeyMapping | Mapping[str, str | None] | Callable[[str], str | None] | str | os.PathLike[str] | "
-    "Sequence[str | os.PathLike[str]]"
-)
-"""A dict or a function from stored names to new names, or strings that ``KeyMapping.of`` parses."""
+KeyMappingLike: TypeAlias = "KeyMapping | Mapping[str, str | None] | Callable[[str], str | None]"
+"""A dict or a function from stored names to new names."""
 
 _OF_EXPRESSIONS = frozenset("^$*+?()[]{}|\\")
 
@@ -58,12 +54,11 @@ class KeyMapping:
         """Return the mapping of a user's argument.
 
         Args:
-            given: a dict or a function; or one or several strings: paths of JSON or YAML files with a dict, or
-                ``OLD=NEW`` (``OLD=null`` leaves out).
+            given: a dict or a function.
             option: the name of the option in errors.
 
         Raises:
-            ValueError: if it is none of these, or an expression or a replacement is malformed.
+            ValueError: if it is neither, or an expression or a replacement is malformed.
         """
         if given is None:
             return cls(option=option)
@@ -73,22 +68,10 @@ class KeyMapping:
             return cls._of_entries(given, option)
         if callable(given):
             return cls(function=given, option=option)
-        texts = [given] if isinstance(given, str | os.PathLike) else list(given)
-        if pairs := [one for one in texts if not isinstance(one, str | os.PathLike)]:
-            raise ValueError(
-                f"{option} takes no pairs such as {pairs[0]!r}: give a dict, from stored names (or regular expressions "
-                "that are found in them) to new names"
-            )
-        entries: dict[str, str | None] = {}
-        for text in [os.fspath(one) for one in texts]:
-            if os.path.isfile(text):
-                entries |= _entries_in(text, option)
-            elif "=" in text:
-                old, _, new = text.rpartition("=")
-                entries.setdefault(old, None if new == "null" else new)
-            else:
-                raise ValueError(f"{option} {text!r} is neither a file nor OLD=NEW")
-        return cls._of_entries(entries, option)
+        raise ValueError(
+            f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, or a "
+            f"function, got {given!r}"
+        )
 
     @classmethod
     def _of_entries(cls, entries: Mapping[str, str | None], option: str) -> KeyMapping:
@@ -106,6 +89,21 @@ class KeyMapping:
                 raise ValueError(f"{option}: {old!r} is not a regular expression for {new!r}: {error}") from None
             rules.append((pattern, new))
         return cls(names, tuple(rules), option=option)
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str], option: str) -> KeyMapping:
+        """Return the mapping of arguments of a command, each ``OLD=NEW``; ``OLD=null`` leaves out.
+
+        Raises:
+            ValueError: if one has no ``=``, or an expression or a replacement is malformed.
+        """
+        entries: dict[str, str | None] = {}
+        for text in texts:
+            old, equals, new = text.rpartition("=")
+            if not equals:
+                raise ValueError(f"{option} {text!r} is not OLD=NEW")
+            entries.setdefault(old, None if new == "null" else new)
+        return cls._of_entries(entries, option)
 
     def __call__(self, name: str) -> str | None:
         """Return the new name of a stored name; None leaves it out.
@@ -185,16 +183,3 @@ class KeyMapping:
                     "part of names"
                 )
         return lines
-
-
-def _entries_in(path: str, option: str) -> Mapping[str, str | None]:
-    import yaml  # type: ignore[import-untyped]  # comes with jsonargparse; no stubs
-
-    with open(path, encoding="utf-8") as file:
-        try:
-            entries: Any = yaml.safe_load(file)  # which reads JSON, too
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{option} {path!r} is neither JSON nor YAML: {error}") from None
-    if not isinstance(entries, dict):
-        raise ValueError(f"{option} {path!r} has to be an object of names: stored name → new name")
-    return entries

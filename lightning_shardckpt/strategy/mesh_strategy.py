@@ -97,7 +97,7 @@ class MeshStrategy(PickleByArguments):
         fsdp: FSDP | None = None,
         pipeline: Pipeline | None = None,
         pretrained: str | None = None,
-        pretrained_key_mapping: dict[str, str | None] | Callable[[str], Any] | str | None = None,
+        pretrained_key_mapping: dict[str, str | None] | Callable[[str], Any] | None = None,
         pretrained_strict: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -121,8 +121,8 @@ class MeshStrategy(PickleByArguments):
                 ckpt_path; in Fabric, for the module that is set up first. See "Pretrained weights" in the
                 documentation.
             pretrained_key_mapping: From stored names to names in the model, if they differ: a dict of whole names or
-                regular expressions to new names (None leaves a tensor out), all applied at once; or a function, or a
-                file. See "Rename tensors" in the documentation.
+                regular expressions to new names (None leaves a tensor out), all applied at once; or a function. See
+                "Rename tensors" in the documentation.
             pretrained_strict: Make missing and unexpected tensors an error instead of a warning.
             timeout_s: Of the collectives of training, and of a rank that waits for the others while saving or loading.
 

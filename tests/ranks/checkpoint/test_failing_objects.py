@@ -73,7 +73,7 @@ def load_each(folder: str, door: str) -> dict[str, str]:
         path, saved = f"{folder}/{what}", state_with("" if what == "tuple" else what)
         saved["model"].saves = True
         ckpt.save(path, saved)
-        mapping = {"key_mapping": f"{folder}/none.json" if dist.get_rank() else {}} if what == "mapping" else {}
+        mapping = {"key_mapping": "none" if dist.get_rank() else {}} if what == "mapping" else {}
         try:
             if door == "fabric":
                 fabric.load(path, state_with(what))

@@ -111,8 +111,8 @@ def test_chunks_keep_their_limit_and_have_an_index(saved: Path, tmp_path: Path) 
 
 def test_one_file_per_tensor_and_names_that_differ_in_punctuation_only(saved: Path, tmp_path: Path) -> None:
     options = {"format": "safetensors", "split": "one_file_per_tensor"}
-    rules = [r"\.complex128$=null", r"^rows\.(b.*)=x.\1-c", r"^columns\.(b.*)=x.\1.c", r"^both\.(b.*)=X.\1-c"]
-    folder = consolidate(saved, tmp_path / "out", **options, key_mapping=rules)
+    rules = {r"^rows\.(b.*)": r"x.\1-c", r"^columns\.(b.*)": r"x.\1.c", r"^both\.(b.*)": r"X.\1-c"}
+    folder = consolidate(saved, tmp_path / "out", **options, key_mapping={r"\.complex128$": None, **rules})
     found = in_directory(folder)
     assert {"x.bfloat16-c", "x.bfloat16.c", "X.bfloat16-c"} <= found.keys()
     assert len(list(folder.glob("*.safetensors"))) == len(found) == len(expected_tensors())
@@ -293,8 +293,9 @@ def test_names_can_be_swapped_by_a_mapping(saved: Path, tmp_path: Path) -> None:
     pairs = {"rows.few": "columns.large", "columns.large": "rows.few"}
     tensors = zoo.whole_tensors()
     expected = {"rows.few": tensors["columns.large"], "columns.large": tensors["rows.few"]}
-    texts = [r"^rows\.few$=columns.large", r"^columns\.large$=rows.few", r"^(?!rows\.few$|columns\.large$)=null"]
-    for name, mapping in (("a.safetensors", {**pairs, "^": None}), ("b.safetensors", texts)):
+    others = {r"^(?!rows\.few$|columns\.large$)": None}
+    expressions = {r"^rows\.few$": "columns.large", r"^columns\.large$": "rows.few", **others}
+    for name, mapping in (("a.safetensors", {**pairs, "^": None}), ("b.safetensors", expressions)):
         assert wrong(load_file(consolidate(saved, tmp_path / name, key_mapping=mapping)), expected) == []
 
 
@@ -318,11 +319,11 @@ def test_prefixes_come_and_go(saved: Path, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"key_mapping": {"rows.few": "columns.large"}}, "several times\n  columns.large  of columns.large, rows.few"),
-        ({"key_mapping": [r"^\w+\.few$=a", r"^\w+\.scalar$=a"]}, "\n  a  of .*plain.scalar, rows.few"),
+        ({"key_mapping": {r"^\w+\.few$": "a", r"^\w+\.scalar$": "a"}}, "\n  a  of .*plain.scalar, rows.few"),
         ({"key_mapping": {"rows.fewer": None}}, "key_mapping: 'rows.fewer'  matches no name in the checkpoint"),
         ({"key_mapping": {"x": "y"}}, "'x' is the whole name of no tensor"),
-        ({"key_mapping": "^nothing=y"}, "'\\^nothing'  matches no name"),
-        ({"key_mapping": "rows=y"}, r"'rows' is the whole name of no tensor: write '\^rows' or another"),
+        ({"key_mapping": {"^nothing": "y"}}, "'\\^nothing'  matches no name"),
+        ({"key_mapping": {"rows": "y"}}, r"'rows' is the whole name of no tensor: write '\^rows' or another"),
         ({"key_mapping": {"^": None}, "format": "safetensors"}, "no tensor of the model is left"),
     ],
 )
@@ -350,7 +351,7 @@ def test_names_that_make_no_sense_are_errors(options: Any, words: str, copy: Pat
         ("--format", "peft", "--key_mapping", "a=b"),
         ("--format", "peft", "--overwrite", "true"),
         ("--dtype", "int8"),
-        ("--key_mapping", "no_such_file"),
+        ("--key_mapping", "nothing"),
         ("--key_mapping", "(=x"),
     ],
     ids=" ".join,

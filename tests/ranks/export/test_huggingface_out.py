@@ -220,7 +220,7 @@ def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
     path = saved(Wrapped(adapted), tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"has an adapter of PEFT, .*lora_A.*--key_mapping '\\.lora_=null'"):
         consolidate(path, format="huggingface")
-    folder = consolidate(path, format="huggingface", key_mapping=r"\.lora_=null")
+    folder = consolidate(path, format="huggingface", key_mapping={r"\.lora_": None})
     assert tiny.differences(from_pretrained(folder).state_dict(), expected) == []
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,14 +36,13 @@ def shout(name: str) -> str | None:
         pytest.param({"x": None, "^b": None}, {"a.w": "a.w"}, id="left out"),
         pytest.param({r"^.\.": "c.", r"\.w$": None, "b.w": "b"}, {"b": "b.w", "x": "x"}, id="left out first"),
         pytest.param(shout, {"m.a.w": "a.w", "m.b.w": "b.w"}, id="function"),
-        pytest.param("x=y", {"a.w": "a.w", "b.w": "b.w", "y": "x"}, id="text"),
         pytest.param(["^a=b", "^b=a", "x=y"], {"b.w": "a.w", "a.w": "b.w", "y": "x"}, id="texts"),
         pytest.param(["^b=null", "x=null"], {"a.w": "a.w"}, id="texts that leave out"),
         pytest.param([r"^a\.=", "x=nulls"], {"w": "a.w", "b.w": "b.w", "nulls": "x"}, id="texts that strip a prefix"),
     ],
 )
 def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) -> None:
-    mapping = KeyMapping.of(given)
+    mapping = KeyMapping.of_texts(given, "") if isinstance(given, list) else KeyMapping.of(given)
     if found is not None:
         assert mapping.apply(NAMES) == found
         return
@@ -53,39 +50,23 @@ def test_all_names_are_mapped_at_once(given: Any, found: dict[str, str] | None) 
         mapping.apply(NAMES)
 
 
-@pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_a_file_has_what_a_dict_has_and_goes_with_texts(ending: str, tmp_path: Path) -> None:
-    entries = {"x": None, "^a": "b", "b.w": "c"}
-    plain = "x: null\n^a: b\nb.w: c\n"
-    (tmp_path / f"names.{ending}").write_text(json.dumps(entries) if ending == "json" else plain)
-    assert KeyMapping.of(tmp_path / f"names.{ending}") == KeyMapping.of(entries)
-    assert KeyMapping.of([str(tmp_path / f"names.{ending}"), "w$=v"]) == KeyMapping.of({**entries, "w$": "v"})
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"(": ""}, "'(' is not a regular expression"),
         ({"^a": r"\1"}, "'^a' is not a regular expression for '\\\\1': invalid group reference"),
-        ("(=x", "'(' is not a regular expression"),
+        (["(=x"], "'(' is not a regular expression"),
         ({"a": 3}, "'a': 3, but a name must map to a name"),
         ({"a": ["b", "c"]}, "'a': ['b', 'c'], but a name must map to a name"),
         ({3: "a"}, "3: 'a', but a name must map to a name"),
-        ([("^a", "b")], "takes no pairs such as ('^a', 'b'): give a dict, from stored names"),
-        (["x=y", "nothing"], "'nothing' is neither a file nor OLD=NEW"),
-        ("nothing", "'nothing' is neither a file nor OLD=NEW"),
+        (("^a", "b"), "is a dict from stored names (or regular"),
+        ("a=b", "is a dict from stored names (or regular"),
+        (["x=y", "nothing"], "'nothing' is not OLD=NEW"),
     ],
 )
 def test_what_is_no_mapping_is_wrong_usage(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"^renames.*{re.escape(words)}"):
-        KeyMapping.of(given, "renames")
-
-
-def test_a_file_that_is_no_mapping_is_wrong_usage(tmp_path: Path) -> None:
-    for content, words in (("[1]", "has to be an object"), ("{", "neither JSON nor YAML"), ("a: 3", "'a': 3")):
-        (tmp_path / "names").write_text(content)
-        with pytest.raises(ValueError, match=words):
-            KeyMapping.of(tmp_path / "names")
+        KeyMapping.of_texts(given, "renames") if isinstance(given, list) else KeyMapping.of(given, "renames")
 
 
 def test_a_function_that_makes_no_name_is_an_error() -> None:
