@@ -488,7 +488,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
         Collective: every rank must call it.
         """
-        self._checkpoints.finish_load(self._module, checkpoint["state_dict"], whole_names(self.sharded))
+        self._checkpoints.finish_load(self._module, checkpoint["state_dict"])
 
     @override
     def save_checkpoint(

@@ -96,8 +96,6 @@ class LoadJob:
                 "validate, test and predict can use it, and training can begin with it: "
                 "ShardedStrategy(pretrained=path). To resume training, save with save_weights_only=False."
             )
-        if live.optimizers is not None and live.regroup is not None:
-            live.regroup(self._source.trainer(lambda key: torch.empty(0)))
         self._read: Callable[[], None]
         self._optimizers: list[OptimizerLoad] = []
         self.trainer: dict[str, Any] = {}
@@ -203,8 +201,8 @@ class LoadJob:
                 differences.append(f"optimizer {number}  {problem}")
                 continue
             names = self._live.names
-            load = OptimizerLoad(number, optimizer, stored, names, same, dtypes=dtypes.get, reshaped=reshaped)
-            load.compare(differences, self._elsewhere, alike)
+            load = OptimizerLoad(number, optimizer, stored, names, same, dtypes=dtypes, reshaped=reshaped)
+            differences += load.compare(self._elsewhere, alike)
             self._optimizers.append(load)
         return differences
 

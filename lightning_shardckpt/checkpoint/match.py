@@ -43,12 +43,11 @@ class LoadTargets:
         names: FQN by ``id`` of the parameter.
         whole: names of the model over all pipeline stages.
         adapters: keys of ``model`` that belong to adapters of PEFT.
-        fit_source: converts a source to the names of the model; returns it with a line for each problem.
+        fit_source: converts a source to the names of the model; returns it with a line for each problem. May change the
+            param groups of the optimizers.
         trainer_tensors: the user's tensors to fill, by key of trainer state.
         like: tensors with the layout for trainer state that is allocated, by its key.
         remedy: the way to load in spite of differences, for messages.
-        regroup: called with the trainer's state, without tensors, before the optimizers are compared; may change their
-            param groups.
         in_stages: True if ranks may be pipeline stages, whose optimizers have other parameters; the same on all ranks.
         has_model: False loads the optimizers alone.
         has_trainer: False leaves out the trainer's state.
@@ -65,7 +64,6 @@ class LoadTargets:
     trainer_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     remedy: str = "Set strict_loading=False on the LightningModule"
-    regroup: Callable[[Mapping[str, Any]], None] | None = None
     in_stages: bool = False
     has_model: bool = True
     has_trainer: bool = True
@@ -80,6 +78,7 @@ class LoadTargets:
         whole: WholeNames,
         optimizers: Sequence[Optimizer] | None = None,
         *,
+        modules: Mapping[str, nn.Module] | None = None,
         is_changed: bool = False,
     ) -> LoadTargets:
         """Return the targets for a module's state dict, and the state of optimizers.
@@ -89,6 +88,7 @@ class LoadTargets:
             state_dict: with the tensors that are filled in place.
             whole: the names of all pipeline stages.
             optimizers: of the module's parameters; None to load only weights.
+            modules: of which ``module`` is made, by the prefix of their names; by default itself.
             is_changed: True if other code will change the entries before the module takes them.
         """
         values = {name for name, value in state_dict.items() if is_value(name, value)}
@@ -96,7 +96,7 @@ class LoadTargets:
         leaves, _ = model_leaves(tensors, module, whole)
         adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
         names = parameter_names(module, whole) if optimizers is not None else {}
-        hooks = LoadHooks.of({"": module}, state_dict, of_all=is_changed)
+        hooks = LoadHooks.of({"": module} if modules is None else modules, state_dict, of_all=is_changed)
         extra, in_stages = frozenset(map(clean_fqn, values)), bool(whole.parameters)
         return cls(leaves, extra, optimizers, names, whole, adapters, in_stages=in_stages, hooks=hooks)
 
@@ -361,10 +361,14 @@ def allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tu
         entries[name] = read[key]
         for tied in other.names if other is not None else ():
             entries.setdefault(tied, read[key])
-    left = [row for row in match.rows if row.stored is None and not row.left_to_hooks]
-    reported = {*match.missing_values, *(name for row in left if row.problems for name in row.names)}
-    kept = {*match.kept, *(name for row in left if not row.problems for name in row.names)}
+    live, reported = targets.model.tensors, {*match.missing_values}
+    entries |= {name: live[name] for name in match.kept}
+    for row in match.rows:
+        if row.problems and row.stored is None:
+            reported.update(row.names)
+        elif row.stored is None and not row.left_to_hooks:
+            entries |= dict.fromkeys((n for n in row.names if n in live or n in targets.model.aliases), row.tensor)
     versions = source.document("versions")
     decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
-    hooked = HookedState(entries, frozenset(kept), frozenset(reported), decoded)
+    hooked = HookedState(entries, frozenset(reported), decoded)
     return hooked, [ReadTarget("model", key, tensor) for key, tensor in filled]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,15 +20,14 @@ from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.renaming import map_names, parameters_of
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
 from lightning_shardckpt.state.dtensor_layout import copy_slice
-from lightning_shardckpt.state.load_hooks import LoadHooks, load_remaining, loaded_state_dict
-from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, tied_names
+from lightning_shardckpt.state.load_hooks import LoadedModules
+from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.nested_dict import NestedObjects, unwrap
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import (
@@ -55,7 +55,7 @@ class NestedLoad:
         key_mapping: from stored names without ``prefix`` to names in the state.
         name: returns the names of the model over all pipeline stages, and the module of the optimizers in a state
             without modules; by default, ranks exchange names if they have different ones.
-        keep_parameters: see ``load_remaining``.
+        keep_parameters: see ``LoadedModules.load``.
     """
 
     def __init__(
@@ -119,24 +119,21 @@ class NestedLoad:
                 self._tensors[path] = value
             else:
                 self._values.append(path)
-        tensors = {n: v for n, v in self._state_dict.items() if not is_value(n, v)}
-        leaves, _ = model_leaves(tensors, objects.root if objects.modules else None, self._whole)
         optimizers = list(objects.optimizers.values())
         params = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
         named = all(id(param) in names for one in params for param in one)
-        return LoadTargets(
-            leaves,
-            frozenset(clean_fqn(n) for n, v in self._state_dict.items() if is_value(n, v)),
-            optimizers if optimizers else None,
-            {id(param): names.get(id(param), f"#{i}") for one in params for i, param in enumerate(one)},
-            self._whole,
-            fit_source=partial(self._fit, leaves, optimizers, named),
+        targets = LoadTargets.of_module(
+            objects.root, self._state_dict, self._whole, optimizers if optimizers else None, modules=objects.named
+        )
+        return replace(
+            targets,
+            names={id(param): names.get(id(param), f"#{i}") for one in params for i, param in enumerate(one)},
+            fit_source=partial(self._fit, targets.model, optimizers, named),
             trainer_tensors={key_of(path): tensor.detach() for path, tensor in self._tensors.items()},
             like=objects.sharded_tensors(),
             remedy="Pass strict=False",
             in_stages=self._name is not None,
             has_model=bool(objects.modules),
-            hooks=LoadHooks.of(objects.named, self._state_dict),
         )
 
     # --- matching ---
@@ -235,10 +232,9 @@ class NestedLoad:
         remainder = dict[str, Any]()
 
         def finish() -> list[str]:
-            modules, live, hooked = self._objects.named, self._state_dict, result.hooked
-            entries = loaded_state_dict(modules, live, result.extra_state, hooked)
-            strict, keep = options.strict, self._keep_parameters
-            notes = load_remaining(modules, live, entries, hooked, self._whole, strict=strict, keep_parameters=keep)
+            loaded = LoadedModules(self._objects.named, self._state_dict, result.hooked, self._whole)
+            entries, keep = loaded.state_dict(result.extra_state), self._keep_parameters
+            notes = loaded.load(entries, strict=options.strict, keep_parameters=keep)
             remainder.update(self._finish_others(result.trainer))
             return notes
 

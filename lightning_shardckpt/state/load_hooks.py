@@ -90,15 +90,13 @@ class HookedState:
     """State that the modules' own code loads; names are canonical.
 
     Attributes:
-        entries: stored entries that are not in the modules yet; entries of other stages, and of no module, are on the
-            meta device.
-        kept: names of the modules' entries that keep their values, since the save has left them out.
+        entries: entries that are not in the modules yet, and those that keep their values, since the save has left them
+            out; entries of other stages, and of no module, are on the meta device.
         reported: names of the modules' entries that are left out, as was reported.
         versions: of modules, see ``module_versions``.
     """
 
     entries: dict[str, Any]
-    kept: frozenset[str] = frozenset()
     reported: frozenset[str] = frozenset()
     versions: Mapping[str, Any] | None = None
 
@@ -115,109 +113,109 @@ def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any])
     return any(part is None or (part.numel() and part.untyped_storage().data_ptr() not in live) for part in parts)
 
 
-def loaded_state_dict(
-    modules: Mapping[str, nn.Module], live: Mapping[str, Any], values: Mapping[str, Any], hooked: HookedState | None
-) -> dict[str, Any]:
-    """Return the loaded state dict under the modules' own names: filled tensors, and entries not in the modules yet.
+@dataclass(frozen=True, slots=True)
+class LoadedModules:
+    """Modules whose tensors a load has filled, or whose own code is yet to load them.
 
-    Args:
+    Attributes:
         modules: by the prefix of their names.
         live: the state dict of the modules.
-        values: loaded entries that are not tensors, by canonical name.
-        hooked: the entries that were read beside the modules; None if all tensors were filled in place.
-    """
-    registered = {clean_fqn(name): name for name in live}
-    if hooked is None:
-        return {**live, **{registered[name]: value for name, value in values.items() if name in registered}}
-    known = {**hooked.entries, **{name: live[registered[name]] for name in hooked.kept if name in registered}}
-    state_dict = {own: known[name] for name, own in registered.items() if name in known}
-    starts = {
-        clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
-        for start, root in modules.items()
-        for name, _ in root.named_modules(remove_duplicate=False)
-    }
-    for name in (name for name in hooked.entries if name not in registered):
-        start, last = name, ""
-        while start and start not in starts:
-            start, _, part = start.removesuffix(".").rpartition(".")
-            start, last = f"{start}." if start else "", f"{part}.{last}"
-        state_dict[starts.get(start, "") + last.removesuffix(".")] = hooked.entries[name]
-    return state_dict
-
-
-def load_remaining(
-    modules: Mapping[str, nn.Module],
-    live: Mapping[str, Any],
-    state_dict: Mapping[str, Any],
-    hooked: HookedState | None,
-    whole: WholeNames | None = None,
-    *,
-    strict: bool,
-    keep_parameters: bool = False,
-) -> list[str]:
-    """Load the entries that were not filled in place, through ``load_state_dict`` of each module.
-
-    Load hooks may use whole parameters. Collective: every rank that has a part of them must call it.
-
-    Args:
-        modules: by the prefix of their names.
-        live: the state dict of the modules.
-        state_dict: the result of ``loaded_state_dict``, as on_load_checkpoint hooks left it; a full tensor may replace
-            a sharded one.
         hooked: the entries that were read beside the modules; None if all tensors were filled in place.
         whole: names of the model over all pipeline stages, since a hook may add entries of other stages.
-        strict: whether differences are errors.
-        keep_parameters: whether to refuse load hooks that replace parameters.
-
-    Returns:
-        Differences that the modules' ``load_state_dict`` reported.
-
-    Raises:
-        MismatchError: for entries that do not fit, and if ``strict``, for missing and unexpected entries.
-        StateError: if a hook replaced a parameter.
     """
-    whole = whole or WholeNames()
-    edited = _edited_entries(live, state_dict, whole)
-    if not edited and hooked is None:
-        return []
-    own = {start + n: tensor for start, module in modules.items() for n, tensor in chain(*named_tensors(module))}
-    entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
-    missing, unexpected = _load_each(modules, entries, None if hooked is None else hooked.versions)
-    if keep_parameters:
-        _check_same(modules, own)
-    filled, reported = (live, frozenset[str]()) if hooked is None else ((), hooked.reported)
-    lines = [f"{name}  in model only" for name in missing if name in live and clean_fqn(name) not in reported]
-    unmatched = (name for name in unexpected if name not in filled and clean_fqn(name) not in whole.state)
-    lines += [f"{name}  in checkpoint only" for name in unmatched]
-    if strict and lines:
-        count = count_text(len(lines), "difference")
-        raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
-    loaded = loaded_state_dict(modules, live, {}, hooked)  # of which on_load_checkpoint may have taken entries out
-    return [line for line in lines if line.partition("  ")[0] not in loaded.keys() - state_dict]
 
+    modules: Mapping[str, nn.Module]
+    live: Mapping[str, Any]
+    hooked: HookedState | None
+    whole: WholeNames
 
-def _check_same(modules: Mapping[str, nn.Module], before: Mapping[str, torch.Tensor]) -> None:
-    """Refuse replaced parameters: sharding and optimizers refer to the old ones."""
-    now = {start + name: p for start, module in modules.items() for name, p in module.named_parameters()}
-    if replaced := [name for name, parameter in now.items() if parameter is not before.get(name)]:
-        raise StateError(
-            f"a load hook put new parameters in place of {replaced[:_LISTED]}, which are sharded and in optimizers "
-            "already. Copy values into the existing parameters, and build them in the shape that is stored."
-        )
+    def state_dict(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the loaded state dict under the modules' own names: filled tensors, and entries not in the modules.
 
+        Args:
+            values: loaded entries that are not tensors, by canonical name.
+        """
+        registered = {clean_fqn(name): name for name in self.live}
+        if self.hooked is None:
+            own = {registered[name]: value for name, value in values.items() if name in registered}
+            return {**self.live, **own}
+        entries = self.hooked.entries
+        state_dict = {own: entries[name] for name, own in registered.items() if name in entries}
+        starts = {
+            clean_fqn(f"{start}{name}." if name else start): state_name(f"{start}{name}." if name else start)
+            for start, root in self.modules.items()
+            for name, _ in root.named_modules(remove_duplicate=False)
+        }
+        for name in (name for name in entries if name not in registered):
+            start, last = name, ""
+            while start and start not in starts:
+                start, _, part = start.removesuffix(".").rpartition(".")
+                start, last = f"{start}." if start else "", f"{part}.{last}"
+            state_dict[starts.get(start, "") + last.removesuffix(".")] = entries[name]
+        return state_dict
 
-def _load_each(
-    modules: Mapping[str, nn.Module], entries: Mapping[str, Any], versions: Mapping[str, Any] | None
-) -> tuple[list[str], list[str]]:
-    """Load the entries of each module; return the missing and the unexpected names."""
-    missing, unexpected = list[str](), list[str]()
-    for start, module in modules.items():
-        own = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
-        own_versions = None if versions is None else versions_in(versions, start)
-        keys = _load_module(module, add_versions(own, own_versions, (name for name, _ in module.named_modules())))
-        missing += [start + name for name in keys[0]]
-        unexpected += [start + name for name in keys[1]]
-    return missing, unexpected
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool, keep_parameters: bool = False) -> list[str]:
+        """Load the entries that were not filled in place, through ``load_state_dict`` of each module.
+
+        Load hooks may use whole parameters. Collective: every rank that has a part of them must call it.
+
+        Args:
+            state_dict: the result of ``state_dict``, as on_load_checkpoint hooks left it; a full tensor may replace a
+                sharded one.
+            strict: whether differences are errors.
+            keep_parameters: whether to refuse load hooks that replace parameters.
+
+        Returns:
+            Differences that the modules' ``load_state_dict`` reported.
+
+        Raises:
+            MismatchError: for entries that do not fit, and if ``strict``, for missing and unexpected entries.
+            StateError: if a hook replaced a parameter.
+        """
+        edited, hooked = self._edited_entries(state_dict), self.hooked
+        if not edited and hooked is None:
+            return []
+        own = {start + n: tensor for start, root in self.modules.items() for n, tensor in chain(*named_tensors(root))}
+        entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
+        versions = None if hooked is None else hooked.versions
+        missing, unexpected = list[str](), list[str]()
+        for start, module in self.modules.items():
+            inside = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
+            names = (name for name, _ in module.named_modules())
+            inside = add_versions(inside, None if versions is None else versions_in(versions, start), names)
+            for found, keys in zip((missing, unexpected), _load_module(module, inside), strict=True):
+                found += [start + name for name in keys]
+        if keep_parameters:
+            self._check_same(own)
+        reported = frozenset[str]() if hooked is None else hooked.reported
+        lines = [f"{n}  in model only" for n in missing if n in self.live and clean_fqn(n) not in reported]
+        filled = self.live if hooked is None else {}
+        unmatched = (n for n in unexpected if n not in filled and clean_fqn(n) not in self.whole.state)
+        lines += [f"{name}  in checkpoint only" for name in unmatched]
+        if strict and lines:
+            count = count_text(len(lines), "difference")
+            raise MismatchError(f"{count} after hooks have run:\n  " + "\n  ".join(lines[:_LISTED]))
+        taken = self.state_dict({}).keys() - state_dict  # by on_load_checkpoint
+        return [line for line in lines if line.partition("  ")[0] not in taken]
+
+    def _edited_entries(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that are not in the modules; full tensors are cut to this rank's part of a sharded one."""
+        edited = {name: value for name, value in state_dict.items() if value is not self.live.get(name)}
+        for tie in self.whole.ties:  # the hook may have used the tensor's name in another stage
+            names = [name for name in edited if clean_fqn(name) in tie]
+            if names:
+                value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
+                edited |= {name: value for name in self.live if clean_fqn(name) in tie}
+        return {name: cut(value, self.live.get(name)) for name, value in edited.items()}
+
+    def _check_same(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Refuse replaced parameters: sharding and optimizers refer to the old ones."""
+        now = {start + name: p for start, module in self.modules.items() for name, p in module.named_parameters()}
+        if replaced := [name for name, parameter in now.items() if parameter is not before.get(name)]:
+            raise StateError(
+                f"a load hook put new parameters in place of {replaced[:_LISTED]}, which are sharded and in optimizers "
+                "already. Copy values into the existing parameters, and build them in the shape that is stored."
+            )
 
 
 def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
@@ -247,17 +245,6 @@ def _cut_full_tensors(module: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _edited_entries(live: Mapping[str, Any], state_dict: Mapping[str, Any], whole: WholeNames) -> dict[str, Any]:
-    """Return the entries that are not in the modules; full tensors are cut to this rank's part of a sharded tensor."""
-    edited = {name: value for name, value in state_dict.items() if value is not live.get(name)}
-    for tie in whole.ties:  # the hook may have used the tensor's name in another stage
-        names = [name for name in edited if clean_fqn(name) in tie]
-        if names:
-            value = edited[max(names, key=lambda name: tie.index(clean_fqn(name)))]
-            edited |= {name: value for name in live if clean_fqn(name) in tie}
-    return {name: cut(value, live.get(name)) for name, value in edited.items()}
 
 
 def cut(value: Any, like: Any) -> Any:

@@ -41,15 +41,17 @@ class _Row:
 
     Attributes:
         param: the parameter.
+        group: the number of its param group.
         name: its FQN.
-        stored: its name in the checkpoint.
+        stored: its name in the checkpoint; None if it is not stored.
         tied: further stored names of parameters that are tied to it in the model.
         filled: the tensors of state to fill, by name.
     """
 
     param: torch.Tensor
+    group: int
     name: str
-    stored: str
+    stored: str | None
     tied: Sequence[str] = ()
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class OptimizerLoad:
         stored: the optimizer in the checkpoint.
         names: FQN by ``id`` of the live parameters.
         same: returns all names, live and stored, of the tensor with a live FQN.
-        dtypes: returns the stored dtype of a parameter by live FQN.
+        dtypes: the stored dtypes of parameters by live FQN.
         reshaped: live FQNs of parameters that were stored with another shape; they get no state.
 
     Attributes:
@@ -100,96 +102,90 @@ class OptimizerLoad:
         names: Mapping[int, str],
         same: Callable[[str], Sequence[str]],
         *,
-        dtypes: Callable[[str], str | None] = lambda name: None,
+        dtypes: Mapping[str, str] | None = None,
         reshaped: Container[str] = (),
     ) -> None:
-        self._dtype_of_parameter, self._reshaped = dtypes, reshaped
         self.number, self._optimizer, self._stored = number, optimizer, stored
-        self._is_other = bool(stored.hyper) and all(self._settings())
+        self._dtypes, self._reshaped = dtypes or {}, reshaped
         self._group_of = {p: number for number, group in enumerate(stored.groups) for p in group}
-        groups = [group["params"] for group in optimizer.param_groups]
-        self._rows = [[self._row(param, names[id(param)], same) for param in params] for params in groups]
+        self._rows = [
+            self._row(param, group, names[id(param)], same)
+            for group, params in enumerate(group["params"] for group in optimizer.param_groups)
+            for param in params
+        ]
+        in_stored = {key for hyper in stored.hyper for key in hyper} - _OF_ANY_CLASS
+        own = set(getattr(optimizer, "defaults", ())) - _OF_ANY_CLASS
+        only_stored, only_live = in_stored - own.union(*optimizer.param_groups), own - in_stored
+        self._other_class: str | None = None
+        if stored.hyper and only_stored and only_live:
+            self._other_class = (
+                f"is of another class in the checkpoint, with {', '.join(sorted(only_stored))} in param groups; "
+                f"{type(optimizer).__name__} has {', '.join(sorted(only_live))}. To begin with a new optimizer, load "
+                "the model without it"
+            )
         self.settings: set[tuple[int, int, str]] = set()
 
-    def _row(self, param: torch.Tensor, name: str, same: Callable[[str], Sequence[str]]) -> _Row:
+    def _row(self, param: torch.Tensor, group: int, name: str, same: Callable[[str], Sequence[str]]) -> _Row:
         stored = [one for one in same(name) if one in self._group_of]
         pruned = (f"{one}_orig" for one in same(name)) if not stored else ()
-        stored = stored or [one for one in pruned if one in self._group_of] or [name]
-        return _Row(param, name, stored[0], stored[1:])
+        stored = stored or [one for one in pruned if one in self._group_of]
+        return _Row(param, group, name, stored[0] if stored else None, stored[1:])
 
     def compare(
-        self, differences: list[str], elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
-    ) -> None:
-        """Add parameters that only one side has, and state whose shape does not fit its parameter, to ``differences``.
+        self, elsewhere: frozenset[str], alike: Callable[[Sequence[str], torch.Tensor], bool]
+    ) -> Iterator[str]:
+        """Yield a line for each parameter that only one side has, and for state whose shape does not fit its parameter.
 
         Args:
-            differences: collects them.
             elsewhere: parameters of other pipeline stages, which compare these.
             alike: returns whether stored tensors are equal in the boxes of a live tensor.
         """
         where = f"optimizer {self.number}"
-        if self._is_other:
-            differences.append(f"{where}  {self._other_class()}")
+        if self._other_class is not None:
+            yield f"{where}  {self._other_class}"
             return
-        rows = {row.stored: row for row in chain.from_iterable(self._rows)}
-        tied = {name: row for row in rows.values() for name in row.tied}
-        for name in sorted(self._group_of.keys() - rows.keys() - elsewhere):
+        found = {row.stored: row for row in self._rows if row.stored is not None}
+        tied = {name: row for row in self._rows for name in row.tied}
+        for name in sorted(self._group_of.keys() - found.keys() - elsewhere):
             row = tied.get(name)
-            if row is not None and self._is_same_state(name, row, alike):
+            if row is None:
+                yield f"{where}: {name}  in checkpoint only"
+            elif not self._is_same_state(name, row, alike):
+                yield f"{where}: {name}  tied to {row.name} in the model, with other state in the checkpoint"
+        for row in self._rows:
+            if row.stored is None:
+                yield f"{where}: {row.name}  in model only"
                 continue
-            tie = f"tied to {row.name} in the model, with other state in the checkpoint" if row is not None else None
-            differences.append(f"{where}: {name}  {tie or 'in checkpoint only'}")
-        for row in rows.values():
-            if row.stored not in self._group_of:
-                differences.append(f"{where}: {row.name}  in model only")
-                continue
-            self._compare_state(row, differences)
-
-    def _settings(self) -> tuple[set[str], set[str]]:
-        """Return the settings that only the stored optimizer has, and those that only the live one's class has."""
-        stored = {key for hyper in self._stored.hyper for key in hyper} - _OF_ANY_CLASS
-        own = set(getattr(self._optimizer, "defaults", ())) - _OF_ANY_CLASS
-        return stored - own.union(*self._optimizer.param_groups), own - stored
-
-    def _other_class(self) -> str:
-        stored, live = (", ".join(sorted(keys)) for keys in self._settings())
-        return (
-            f"is of another class in the checkpoint, with {stored} in param groups; {type(self._optimizer).__name__} "
-            f"has {live}. To begin with a new optimizer, load the model without it"
-        )
+            shape = shape_of(row.param)
+            for key in self._stored.tensors.get(row.stored, {}).values():
+                spec = self._stored.specs[key]
+                if spec.shape != shape and not acts_as_whole(row.param):
+                    yield f"{where}: {key}  shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
 
     def _is_same_state(self, name: str, row: _Row, alike: Callable[[Sequence[str], torch.Tensor], bool]) -> bool:
         """Return whether a stored parameter has the same state as another that it is tied to in the model."""
-        values, tensors = self._stored.values, self._stored.tensors
-        own, other = values.get(name, {}), values.get(row.stored, {})
-        own_tensors, other_tensors = tensors.get(name, {}), tensors.get(row.stored, {})
-        if own.keys() != other.keys() or own_tensors.keys() != other_tensors.keys():
+        assert row.stored is not None  # it is the first of the stored names
+        (own, other), (tensors, others) = (
+            [kind.get(one, {}) for one in (name, row.stored)] for kind in (self._stored.values, self._stored.tensors)
+        )
+        if own.keys() != other.keys() or tensors.keys() != others.keys():
             return False
         if not all(_is_equal(value, other[key]) for key, value in own.items()):
             return False
-        return all(alike([key, other_tensors[entry]], row.param) for entry, key in own_tensors.items())
-
-    def _compare_state(self, row: _Row, differences: list[str]) -> None:
-        shape = shape_of(row.param)
-        for key in self._stored.tensors.get(row.stored, {}).values():
-            spec = self._stored.specs[key]
-            if spec.shape != shape and not acts_as_whole(row.param):
-                problem = f"shape {spec.shape} of state for a sharded parameter of {tuple(shape)}"
-                differences.append(f"optimizer {self.number}: {key}  {problem}")
+        return all(alike([key, others[entry]], row.param) for entry, key in tensors.items())
 
     def sources(self) -> dict[str, list[int] | None]:
         """Return the stored groups of the parameters of each live group, by ``<optimizer>/<group>``; None if empty."""
-        return {
-            f"{self.number}/{number}": self._groups_of(rows) if rows else None
-            for number, rows in enumerate(self._rows)
-        }
-
-    def _groups_of(self, rows: list[_Row]) -> list[int]:
-        return list(dict.fromkeys(self._group_of[row.stored] for row in rows if row.stored in self._group_of))
+        found = dict[str, list[int] | None]()
+        for number, group in enumerate(self._optimizer.param_groups):
+            stored = [row.stored for row in self._rows if row.group == number]
+            numbers = list(dict.fromkeys(self._group_of[name] for name in stored if name is not None))
+            found[f"{self.number}/{number}"] = numbers if group["params"] else None
+        return found
 
     def live_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the parameters and the tensors of their state."""
-        for row in chain.from_iterable(self._rows):
+        for row in self._rows:
             yield row.param
             state = self._optimizer.state.get(row.param, {})
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -202,10 +198,10 @@ class OptimizerLoad:
         """
         live, new = list[Keyed](), list[Keyed]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
-            for row in self._loaded_rows():
+            for stored, row in self._loaded_rows():
                 param, shape = row.param, shape_of(row.param)
                 state = self._optimizer.state.get(param, {})
-                for name, key in self._stored.tensors.get(row.stored, {}).items():
+                for name, key in self._stored.tensors.get(stored, {}).items():
                     spec, current = self._stored.specs[key], state.get(name)
                     if spec.shape != shape and not acts_as_whole(param):
                         continue
@@ -223,10 +219,8 @@ class OptimizerLoad:
     def _dtype(self, stored: str, row: _Row) -> torch.dtype:
         """Return the parameter's dtype for state that was stored in the parameter's stored dtype, else the state's."""
         dtype, param = TORCH_DTYPES[stored], row.param
-        if not dtype.is_floating_point or dtype == param.dtype:
-            return dtype
-        before = self._dtype_of_parameter(row.name)
-        return param.dtype if before == stored and param.is_floating_point() else dtype
+        follows = dtype.is_floating_point and param.is_floating_point() and self._dtypes.get(row.name) == stored
+        return param.dtype if follows else dtype
 
     def apply(self, sources: Mapping[str, list[int] | None]) -> list[str]:
         """Put the filled tensors, the values and the hyper-parameters in place; return notes for the user.
@@ -236,55 +230,52 @@ class OptimizerLoad:
         Args:
             sources: the results of ``sources``, merged over ranks so that all pipeline stages decide alike.
         """
-        on_device = {
-            id(param)
-            for group in self._optimizer.param_groups
-            if group.get("capturable") or group.get("fused")
-            for param in group["params"]
-        }
-        used = set[str]()
-        for row in self._loaded_rows():
-            values = self._stored.values.get(row.stored, {})
-            values = copy.deepcopy(values) if row.stored in used else values  # tied in the checkpoint only
-            used.add(row.stored)
-            state = {k: _move(k, v, row.param, id(row.param) in on_device) for k, v in values.items()} | row.filled
+        groups, used = self._optimizer.param_groups, set[str]()
+        for stored, row in self._loaded_rows():
+            values = self._stored.values.get(stored, {})
+            values = copy.deepcopy(values) if stored in used else values  # tied in the checkpoint only
+            used.add(stored)
+            on_device = bool(groups[row.group].get("capturable") or groups[row.group].get("fused"))
+            state = {name: _move(name, value, row.param, on_device) for name, value in values.items()} | row.filled
             self._optimizer.state.pop(row.param, None)
             if state:
                 self._optimizer.state[row.param] = state
-        groups = enumerate(self._optimizer.param_groups if not self._is_other else ())
-        notes = [note for i, group in groups for note in self._apply_hyper(i, group, sources[f"{self.number}/{i}"])]
-        load_extra_entries(self._optimizer, self._stored.own if not self._is_other else {})
+        if self._other_class is not None:
+            return []
+        notes = [note for i, group in enumerate(groups) for note in self._apply_hyper(i, group, sources)]
+        load_extra_entries(self._optimizer, self._stored.own)  # may replace the groups
         return notes
 
-    def _loaded_rows(self) -> Iterator[_Row]:
-        """Yield the parameters whose state is loaded."""
-        for row in chain.from_iterable(self._rows if not self._is_other else ()):
-            if row.name not in self._reshaped and row.stored in self._group_of:
-                yield row
+    def _loaded_rows(self) -> Iterator[tuple[str, _Row]]:
+        """Yield the parameters whose state is loaded, with their stored names."""
+        for row in self._rows if self._other_class is None else ():
+            if row.name not in self._reshaped and row.stored is not None:
+                yield row.stored, row
 
-    def _apply_hyper(self, number: int, group: dict[str, Any], sources: list[int] | None) -> list[str]:
-        """Load a group's hyper-parameters from the stored groups of its parameters; return notes for the user.
+    def _apply_hyper(
+        self, number: int, group: dict[str, Any], sources: Mapping[str, list[int] | None]
+    ) -> Iterator[str]:
+        """Load a group's hyper-parameters from the stored groups of its parameters; yield notes for the user.
 
         A group without parameters on any rank uses the stored group of the same number, if that can be the same group.
         """
-        if sources is None:
+        numbers = sources[f"{self.number}/{number}"]
+        if numbers is None:
             stored, same_count = self._stored.groups, len(self._stored.groups) == len(self._optimizer.param_groups)
-            sources = [number] if number < len(stored) and (same_count or not stored[number]) else []
-        where = f"optimizer {self.number}, param group {number}"
-        notes = []
-        for key in dict.fromkeys(k for i in sources for k in self._stored.hyper[i]):
-            values = [self._stored.hyper[i][key] for i in sources if key in self._stored.hyper[i]]
-            if any(not _is_equal(v, values[0]) for v in values[1:]):
-                kept = group.get(key)
-                notes.append(f"{where}: its parameters were in groups {sources} with {key} = {values}; kept {kept!r}")
-            else:
+            numbers = [number] if number < len(stored) and (same_count or not stored[number]) else []
+        where, hyper = f"optimizer {self.number}, param group {number}", [self._stored.hyper[i] for i in numbers]
+        keys = dict.fromkeys(chain(*hyper))
+        for key in keys:
+            values = [one[key] for one in hyper if key in one]
+            if all(_is_equal(value, values[0]) for value in values):
                 group[key] = copy.deepcopy(values[0])  # another group may use it, too
                 self.settings.add((self.number, number, key))
-        stored_keys = {k for i in sources for k in self._stored.hyper[i]}
-        missing = [k for k in group if sources and k not in stored_keys and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
+            else:
+                kept = group.get(key)
+                yield f"{where}: its parameters were in groups {numbers} with {key} = {values}; kept {kept!r}"
+        missing = [k for k in group if numbers and k not in keys and k not in (*NOT_HYPER, _OF_SCHEDULERS)]
         if missing:
-            notes.append(f"{where}: not in the checkpoint, kept as configured: {missing}")
-        return notes
+            yield f"{where}: not in the checkpoint, kept as configured: {missing}"
 
 
 def _is_equal(a: Any, b: Any) -> bool:

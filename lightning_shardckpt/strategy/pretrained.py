@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.load_hooks import load_remaining, loaded_state_dict
+from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.peft_modules import made_from_base
 from lightning_shardckpt.state.peft_names import added_names
@@ -66,7 +66,7 @@ class PretrainedWeights:
         """
         if self.source is None:
             return
-        source, live, modules = self.source, module.state_dict(), {"": module}
+        source, live = self.source, module.state_dict()
         jobs = list[LoadJob]()
 
         def read() -> None:
@@ -75,9 +75,8 @@ class PretrainedWeights:
             jobs[0].fill({})
 
         def load() -> list[str]:
-            hooked, strict = jobs[0].hooked, self.strict
-            loaded = loaded_state_dict(modules, live, jobs[0].extra_state, hooked)
-            return load_remaining(modules, live, loaded, hooked, whole, strict=strict, keep_parameters=True)
+            loaded = LoadedModules({"": module}, live, jobs[0].hooked, whole)
+            return loaded.load(loaded.state_dict(jobs[0].extra_state), strict=self.strict, keep_parameters=True)
 
         ranks.step(f"reading pretrained weights from {source.path!r}", read, lambda _: None)
         phase = f"loading pretrained weights from {source.path!r} into {type(module).__name__}"

@@ -51,8 +51,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.data_position import ResumableLoader, batches_done, make_resumable
-from lightning_shardckpt.state.load_hooks import load_remaining
-from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.stateful_loader import watch_state
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
@@ -215,19 +213,18 @@ class RunCheckpoints:
             self._resumes, self._loaders = partial(ResumePoint.of, checkpoint, rank_state, self._share), 0
         return checkpoint
 
-    def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any], names: WholeNames) -> None:
+    def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any]) -> None:
         """Load entries that were not filled in place, that hooks have changed, or that the module's own code loads.
 
         Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
-        if self._loaded is None or (live := self._loaded.live) is None:
+        if self._loaded is None or (loaded := self._loaded.module) is None:
             return
-        path, hooked = self._loaded.path, self._loaded.hooked
-        self._loaded = self._loaded._replace(live=None, hooked=None)
+        path, live = self._loaded.path, loaded.live
+        self._loaded = self._loaded._replace(module=None)
 
         def load() -> list[str]:
-            strict, fit = module.strict_loading, self._is_fit
-            return load_remaining({"": module}, live, state_dict, hooked, names, strict=strict, keep_parameters=fit)
+            return loaded.load(state_dict, strict=module.strict_loading, keep_parameters=self._is_fit)
 
         is_first = self._share.data_rank == 0
         with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):

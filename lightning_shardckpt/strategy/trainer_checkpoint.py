@@ -5,28 +5,33 @@ Lightning's checkpoint dict has the shared state. Each rank adds its random stat
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.describe import RANK_STATE
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
-from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.load_hooks import HookedState, loaded_state_dict
-from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
+from lightning_shardckpt.state.json_tree import encode_small
+from lightning_shardckpt.state.load_hooks import LoadedModules
+from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.lightning_module import restore_param_groups
 from lightning_shardckpt.strategy.resume import DataShare, Position
 from lightning_shardckpt.system.memory import gc_paused
@@ -53,12 +58,73 @@ def check_io(io: object) -> ShardCkptIO:
     )
 
 
+class LoadedOptimizers:
+    """The state of loaded optimizers for ``on_load_checkpoint`` hooks, which must leave it as it is.
+
+    The optimizers are loaded before the hooks run. Lightning's own strategies load them after ``on_fit_start``, from
+    the dict that the hooks changed, which overwrites settings of ``on_fit_start``.
+
+    Args:
+        optimizers: all of the run.
+        names: FQN by ``id`` of their parameters.
+        settings: the hyper-parameters that were loaded: optimizer, param group and key.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], settings: set[tuple[int, int, str]]
+    ) -> None:
+        self._optimizers, self._names, self._settings = optimizers, names, settings
+        self._loaded = self.states()
+        self._with_state: list[list[Any]] = [[p for p in one.state if id(p) in names] for one in optimizers]
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state for hooks, in the form of ``on_save_checkpoint``; only tensors of parameters are live."""
+        states = [optimizer_state(optimizer, self._names) for optimizer in self._optimizers]
+        live = [{name: v for name, v in one["state"].items() if isinstance(v, Mapping)} for one in states]
+        own = [{name: v for name, v in one["state"].items() if not isinstance(v, Mapping)} for one in states]
+        copies = [copy.deepcopy({**one, "state": values}) for one, values in zip(states, own, strict=True)]
+        return [{**one, "state": values | one["state"]} for one, values in zip(copies, live, strict=True)]
+
+    def take(self, left: Sequence[Mapping[str, Any]]) -> None:
+        """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
+
+        Raises:
+            StateError: if hooks have changed the result of ``states``, except tensors in place, or replaced parameters.
+        """
+        for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
+            present = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if lost := [self._names[id(p)] for p in parameters if id(p) not in present]:
+                raise StateError(
+                    f"{', '.join(lost[:5])} of {type(optimizer).__name__} had state in the checkpoint, but was taken "
+                    "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
+                    "before: in __init__, setup or configure_model"
+                )
+        changed = [i for i, one in enumerate(self._loaded) if i >= len(left) or not _is_same(left[i], one)]
+        if changed or len(left) > len(self._loaded):
+            names = ", ".join(f"{i} ({type(self._optimizers[i]).__name__})" for i in changed)
+            raise StateError(
+                f"on_load_checkpoint changed optimizer_states of optimizer {names or len(self._loaded)}, which "
+                "ShardedStrategy has loaded already. Change the optimizer itself in on_train_start"
+            )
+        for number, i, key in self._settings:
+            self._optimizers[number].param_groups[i][key] = self._loaded[number]["param_groups"][i][key]
+
+
+def _is_same(left: Any, loaded: Any) -> bool:
+    if isinstance(left, Mapping) and isinstance(loaded, Mapping):
+        return left.keys() == loaded.keys() and all(_is_same(left[key], loaded[key]) for key in left)
+    if isinstance(left, DTensor) or isinstance(loaded, DTensor):
+        return left is loaded
+    if isinstance(left, list) and isinstance(loaded, list):
+        return len(left) == len(loaded) and all(map(_is_same, left, loaded))
+    return left is loaded or bool(encode_small(left, "optimizer_states") == encode_small(loaded, "optimizer_states"))
+
+
 class Loaded(NamedTuple):
-    """The live state dict (None once it is finished), entries that the module's own code loads, and the optimizers."""
+    """The path, the module until it is finished, and the optimizers."""
 
     path: str
-    live: dict[str, Any] | None
-    hooked: HookedState | None
+    module: LoadedModules | None
     optimizers: LoadedOptimizers | None
 
 
@@ -108,7 +174,6 @@ def load_checkpoint(
     optimizers = trainer.strategy.optimizers if fitting else None
     is_changed = is_overridden("on_load_checkpoint", module, pl.LightningModule)  # it may read the module's old values
     targets = LoadTargets.of_module(module, state_dict, io.names, optimizers, is_changed=is_changed)
-    of_optimizers = None if optimizers is None else LoadedOptimizers(optimizers, targets.names)
 
     def match_names(source: Source) -> tuple[Source, list[str]]:
         source, problems = map_names(source, io.key_mapping)
@@ -116,9 +181,11 @@ def load_checkpoint(
             names = io.names.state or {*targets.model.tensors, *targets.model.aliases}
             source, _, more, _ = fit_names(source, module, names)
             problems += more
+        if optimizers is not None and source.document("optimizer") is not None:
+            restore_param_groups(trainer, source.trainer(lambda key: torch.empty(0)))
         return source, problems
 
-    targets = replace(targets, fit_source=match_names, regroup=partial(restore_param_groups, trainer))
+    targets = replace(targets, fit_source=match_names)
     loaded = io.load_into(
         path,
         targets,
@@ -127,13 +194,16 @@ def load_checkpoint(
         pick_rank=share.source_rank,
         filling=partial(mark_partly_loaded, [module], str(path)),
     )
-    checkpoint = loaded.trainer
-    checkpoint["state_dict"] = loaded_state_dict({"": module}, state_dict, loaded.extra_state, loaded.hooked)
-    checkpoint["optimizer_states"] = [] if of_optimizers is None else of_optimizers.show(loaded.settings)
+    checkpoint, of_optimizers = loaded.trainer, None
+    modules = LoadedModules({"": module}, state_dict, loaded.hooked, io.names)
+    checkpoint["state_dict"], checkpoint["optimizer_states"] = modules.state_dict(loaded.extra_state), []
+    if optimizers is not None:
+        of_optimizers = LoadedOptimizers(optimizers, targets.names, loaded.settings)
+        checkpoint["optimizer_states"] = of_optimizers.states()
     rank_state = checkpoint.pop(RANK_STATE)
     checkpoint = as_trainer_checkpoint(checkpoint, str(path), fitting=fitting)
     _compare_hyper_parameters(module, checkpoint, str(path), fitting=fitting)
-    return checkpoint, rank_state, Loaded(str(path), state_dict, loaded.hooked, of_optimizers)
+    return checkpoint, rank_state, Loaded(str(path), modules, of_optimizers)
 
 
 def _compare_hyper_parameters(

@@ -9,8 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
-from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
@@ -123,6 +125,19 @@ def test_a_base_model_is_loaded_under_the_names_that_lora_gives_it(
     assert [key for key in first if not torch.equal(first[key], last[key])]  # it trains from there
     (note,) = ranks[0][2]
     assert "has no adapters: 20 tensors of adapters left as they are" in note
+
+
+def test_functions_load_a_base_model_under_the_names_that_lora_gives_it(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+    base, adapted = network(), get_peft_model(network(), LoraConfig(target_modules=["0"]))  # type: ignore[arg-type]
+    before = {name: value.clone() for name, value in adapted.state_dict().items() if "lora_" in name}
+    save(tmp_path / "base", {"model": base})
+    with pytest.warns(UserWarning, match="has no adapters: 2 tensors of adapters left as they are"):
+        load(tmp_path / "base", {"model": adapted})
+    for name, value in adapted.state_dict().items():
+        assert torch.equal(value, before[name] if name in before else base.get_parameter(base_fqn(name)))
 
 
 def resume_refused(strategy: Any, path: str, **options: Any) -> str:

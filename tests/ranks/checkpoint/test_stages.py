@@ -27,7 +27,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.state.documents import StoredOptimizer, merge_optimizers
 from lightning_shardckpt.state.json_tree import decode_equal
-from lightning_shardckpt.state.load_hooks import load_remaining
+from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, parameter_names, tied_names
 from lightning_shardckpt.state.optimizer import optimizer_leaves, optimizer_state
 from lightning_shardckpt.strategy.resume import DataShare
@@ -434,11 +434,11 @@ def edit_on_load(path: str) -> dict[str, Any]:
     stage.load(path)
     now = loaded | {"layers.0.linear.bias": torch.ones(7), "layers.2.linear.bias": torch.ones(7)}
     now["embed.weight"] = torch.full((11, 7), 3.0)
-    modules = {"": stage.module}
-    load_remaining(modules, loaded, now, None, stage.names, strict=True)
+    modules = LoadedModules({"": stage.module}, loaded, None, stage.names)
+    modules.load(now, strict=True)
     with pytest.raises(MismatchError, match=r"nobody\.has"):
         stranger = {**loaded, "nobody.has": torch.ones(1)}
-        load_remaining(modules, loaded, stranger, None, stage.names, strict=True)
+        modules.load(stranger, strict=True)
     return stage.state()
 
 

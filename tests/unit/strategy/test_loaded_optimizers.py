@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.loaded_optimizers import LoadedOptimizers
 from lightning_shardckpt.state.model import parameter_names
+from lightning_shardckpt.strategy.trainer_checkpoint import LoadedOptimizers
 
 
 class Counts(torch.optim.AdamW):
@@ -24,15 +24,15 @@ class Counts(torch.optim.AdamW):
 
 
 def loaded(*settings: tuple[int, int, str]) -> tuple[Any, LoadedOptimizers, list[dict[str, Any]]]:
-    """An optimizer that was loaded with lr 0.2; the result of ``show``."""
+    """An optimizer that was loaded with lr 0.2; the result of ``states``."""
     module = nn.Linear(2, 2)
     optimizer = Counts([{"params": [module.weight]}, {"params": [module.bias]}], lr=torch.tensor(0.1))
     module(torch.ones(2)).sum().backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"], optimizer.scale = 0.2, 2.0
     optimizer.state["seen"] = [1]  # type: ignore[index]  # state without a parameter
-    of_hooks = LoadedOptimizers([optimizer], parameter_names(module))
-    return optimizer, of_hooks, of_hooks.show({*settings})
+    of_hooks = LoadedOptimizers([optimizer], parameter_names(module), {*settings})
+    return optimizer, of_hooks, of_hooks.states()
 
 
 def test_settings_that_were_loaded_are_set_again() -> None:
