@@ -226,7 +226,7 @@ class NestedLoad:
 
         def filling(is_full: bool = False) -> AbstractContextManager[None]:
             filled: list[nn.Module | Optimizer] = [*self._objects.modules.values(), *self._objects.optimizers.values()]
-            return mark_partly_loaded(filled, path, is_full, hooks=True)
+            return mark_partly_loaded(filled, path, is_full)
 
         result = load(path, self, ranks=ranks, options=options, filling=filling, storage=storage)
         remainder = dict[str, Any]()

@@ -1,7 +1,7 @@
 """Modules and optimizers whose load failed after it had changed some of their tensors: refused until a full load.
 
 A load fills live tensors while it verifies them, so a corrupted file leaves a mix of two states. Such objects carry a
-mark. Saves refuse it, and so do training runs; where nothing else stands before their use, hooks refuse it.
+mark, which saves and training runs refuse, and hooks that refuse their use.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ class _Mark:
 
 @contextmanager
 def mark_partly_loaded(
-    objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False, *, hooks: bool = False
+    objects: Collection[nn.Module | Optimizer], path: str, is_full: bool = False
 ) -> Iterator[None]:
-    """Mark objects as partly loaded while the block changes them; the marks stay if it raises.
+    """Mark objects as partly loaded while the block changes them; if it raises, the marks stay.
+
+    Then hooks refuse the forward of marked modules and the step of marked optimizers.
 
     Args:
         objects: the modules and optimizers that the block fills.
         path: of the checkpoint.
         is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
-        hooks: whether hooks refuse the forward of marked modules and the step of marked optimizers.
     """
     before = {id(item): mark for item in objects if (mark := _mark_of(item)) is not None}
-    for item in objects:
-        object.__setattr__(item, _MARK, before.get(id(item), _Mark(path)))
+    marked = [item for item in objects if id(item) not in before]
+    for item in marked:
+        object.__setattr__(item, _MARK, _Mark(path))
     try:
         yield
     except BaseException:
-        for item in objects:
-            if hooks and not before.get(id(item), _Mark(path)).hooks:
-                object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
+        for item in marked:
+            object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
         raise
     for item in objects:
         if is_full or id(item) not in before:
