@@ -24,7 +24,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.renaming import map_names, parameters_of
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, places_of
+from lightning_shardckpt.sources.state_dict_views import as_values, blank_trainer, requested_dicts
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
@@ -156,12 +156,13 @@ class NestedLoad:
         numbers = _stored_numbers([*objects.optimizers], stored["optimizers"], source.document("optimizer"), dicts)
         optimizers[:] = [one for path, one in objects.optimizers.items() if path in numbers]
         self._missing = [key_of(path) for path in requested if path not in prefixes and path not in numbers]
-        plain = (*self._tensors, *objects.stateful, *self._values)
-        places = places_of(source, keys, self._state, plain, alone=not objects.modules)
-        if places.modules or places.optimizers:
-            source = as_values(source, places)
+        module_dicts, optimizer_dicts = requested_dicts(
+            source, keys, self._state, requested, alone=not objects.modules
+        )
+        if module_dicts or optimizer_dicts:
+            source = as_values(source, module_dicts, optimizer_dicts)
             trainer = blank_trainer(source)
-        problems = self._compare_plain(plain, trainer)
+        problems = self._compare_plain((*self._tensors, *objects.stateful, *self._values), trainer)
         if self._missing:
             missing, has, states = (list_some([*map(repr, kind)]) for kind in (self._missing, present, dicts))
             there = f"it has {has}" if has else "it has a model alone"

@@ -7,8 +7,8 @@ value, such as the best weights so far.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_equal, decode_small
-from lightning_shardckpt.state.state_dicts import Path, insert, is_optimizer_state, key_of, value_at
+from lightning_shardckpt.state.state_dicts import Path, insert, is_optimizer_state, items_of, key_of
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 _EMPTY = Component({})
@@ -33,23 +33,10 @@ def blank_trainer(source: Source) -> dict[str, Any]:
     return source.trainer(blank)
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Keys of a state that request state dicts of stored modules and optimizers; "" is the whole state.
-
-    Attributes:
-        modules: the prefix of the module's stored names, by key of ``key_of``.
-        optimizers: the number of the stored optimizer, and whether the state numbers parameters, by key.
-    """
-
-    modules: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
-
-
-def places_of(
-    source: Source, keys: Mapping[str, Any] | None, state: Mapping[str, Any], asked: Sequence[Path], *, alone: bool
-) -> Places:
-    """Return the places of requested state dicts that are stored as modules and optimizers.
+def requested_dicts(
+    source: Source, keys: Mapping[str, Any] | None, state: Mapping[str, Any], objects: Container[Path], *, alone: bool
+) -> tuple[dict[str, str], dict[str, tuple[int, bool]]]:
+    """Return the keys of a flat state that request state dicts of stored modules and optimizers; "" is the whole state.
 
     A single state dict gets the single stored module, under any key; optimizers are found by key, or in order.
 
@@ -57,58 +44,55 @@ def places_of(
         source: the stored state.
         keys: the places of its modules and optimizers, if known.
         state: the requested state.
-        asked: the paths of its tensors and values.
+        objects: the paths of its modules and optimizers.
         alone: True if it has no modules, so that a state dict is most likely the model's.
+
+    Returns:
+        The prefix of the module's stored names by key; and by key the number of the stored optimizer, and whether the
+        requested state dict numbers its parameters.
     """
-    within = dict.fromkeys(path[:end] for path in asked for end in range(1, len(path) + 1))
+    requested = {key_of(path): value for path, value in items_of(state, bool) if path not in objects}
     stored: Mapping[str, str] = {"": ""} if keys is None else keys["modules"]
-    modules = {key: stored[key] for path in within if (key := key_of(path)) in stored}
+    modules = {key: stored[key] for key in requested if key in stored}
     component, document = source.components().get("model", _EMPTY), source.document("optimizer") or {}
     if alone and not modules and len(stored) == 1:
         (prefix,) = stored.values()
         names = {*component.tensors, *component.aliases}
-        around = dict.fromkeys(key_of(path[:-1]) for path in asked if f"{prefix}{path[-1]}" in names)
-        modules = dict.fromkeys(around, prefix) if len(around) == 1 else {}
-    dicts = {key_of(path): value for path in within if is_optimizer_state(value := value_at(state, path))}
-    numbers = dict(zip([*dicts] if keys is None else keys["optimizers"], range(len(document)), strict=False))
-    optimizers = {
-        key: (numbers[key], _has_numbers(dicts.get(key), document[str(numbers[key])]))
-        for path in within
-        if (key := key_of(path)) in numbers
+        dicts = {key: value for key, value in {"": state, **requested}.items() if isinstance(value, Mapping)}
+        fitting = [key for key, value in dicts.items() if any(f"{prefix}{name}" in names for name in value)]
+        modules = dict.fromkeys(fitting, prefix) if len(fitting) == 1 else {}
+    states = [key for key, value in requested.items() if is_optimizer_state(value)]
+    numbers = dict(zip(states if keys is None else keys["optimizers"], range(len(document)), strict=False))
+    return modules, {
+        key: (number, key in states and _has_numbers(requested[key], document[str(number)]))
+        for key, number in numbers.items()
+        if key in requested
     }
-    return Places(modules, optimizers)
 
 
-def _has_numbers(asked: Any, stored: Mapping[str, Any]) -> bool:
+def _has_numbers(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     """Return whether a requested state dict numbers the parameters, in param groups of the stored sizes."""
-    if asked is None:
-        return False
     sizes = [len(stored["groups"][str(number)]["params"]) for number in range(len(stored["groups"]))]
     groups = [group["params"] for group in asked["param_groups"]]
     return [*map(len, groups)] == sizes and all(type(param) is int for group in groups for param in group)
 
 
-def as_values(source: Source, places: Places) -> Source:
+def as_values(source: Source, modules: Mapping[str, str], optimizers: Mapping[str, tuple[int, bool]]) -> Source:
     """Return a source whose trainer's state has state dicts of stored modules and optimizers, which remain stored.
 
     Args:
         source: the stored state, which the caller closes.
-        places: of the state dicts.
+        modules: of ``requested_dicts``.
+        optimizers: of ``requested_dicts``.
     """
-    components = source.components()
-    model, optimizer = (components.get(name, _EMPTY) for name in ("model", "optimizer"))
-    trainers = components.get("trainer", _EMPTY).tensors
-    table = {key: source.table["trainer"][key] for key in trainers}
-    names = {name: name for name in model.tensors} | dict(model.aliases)
-    entries = {
-        place: {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
-        for place, prefix in places.modules.items()
-    }
-    for place, keys in entries.items():
-        table |= {_inside(place, name): source.table["model"][key] for name, key in keys.items()}
-    document = source.document("optimizer") or {}
-    optimizers: list[tuple[str, bool, StoredOptimizer, dict[str, str]]] = []
-    for place, (number, by_number) in places.optimizers.items():
+    model, optimizer = (source.components().get(name, _EMPTY) for name in ("model", "optimizer"))
+    names, values = {name: name for name in model.tensors} | dict(model.aliases), source.document("model") or {}
+    table, document = dict(source.table.get("trainer", {})), source.document("optimizer") or {}
+    for place, prefix in modules.items():
+        inside = {_inside(place, n.removeprefix(prefix)): key for n, key in names.items() if n.startswith(prefix)}
+        table |= {name: source.table["model"][key] for name, key in inside.items()}
+    states = list[tuple[str, bool, StoredOptimizer, dict[str, str]]]()
+    for place, (number, by_number) in optimizers.items():
         one = StoredOptimizer(number, document[str(number)], optimizer, decode_equal)
         numbers = one.numbers if by_number else {}
         new_keys = {  # by stored key
@@ -117,18 +101,17 @@ def as_values(source: Source, places: Places) -> Source:
             for name, key in of_param.items()
         }
         table |= {name: source.table["optimizer"][key] for key, name in new_keys.items()}
-        optimizers.append((place, by_number, one, new_keys))
-    values = source.document("model") or {}
+        states.append((place, by_number, one, new_keys))
 
     def trainer(stored: Callable[[str], torch.Tensor]) -> dict[str, Any]:
         trainer_state = source.trainer(stored)
-        for place, prefix in places.modules.items():
-            state: dict[str, Any] = OrderedDict((name, stored(_inside(place, name))) for name in entries[place])
+        for place, prefix in modules.items():
+            own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
             others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
-            _put(trainer_state, place, state | others)
-        for place, by_number, one, new_keys in optimizers:
+            insert(trainer_state, place, OrderedDict((name, stored(_inside(place, name))) for name in own) | others)
+        for place, by_number, one, new_keys in states:
             tensors = {key: stored(name) for key, name in new_keys.items()}
-            _put(trainer_state, place, one.state_dict(tensors, by_number=by_number))
+            insert(trainer_state, place, one.state_dict(tensors, by_number=by_number))
         return trainer_state
 
     return replace(source.with_names({"trainer": table}, {}, {}), trainer=trainer)
@@ -136,10 +119,3 @@ def as_values(source: Source, places: Places) -> Source:
 
 def _inside(place: str, name: str) -> str:
     return f"{place}/{name}" if place else name
-
-
-def _put(trainer_state: dict[str, Any], place: str, state: Mapping[str, Any]) -> None:
-    if place:
-        insert(trainer_state, place, state)
-    else:
-        trainer_state.update(state)
