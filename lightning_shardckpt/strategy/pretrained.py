@@ -136,7 +136,7 @@ def compare_weights(source: Source, module: nn.Module, pretrained: Pretrained) -
     problems = [*fitted.problems, *(f"{name}  {fix}" for name in computed)]
     problems += [f"{row.key}  {problem}" for row in differing for problem in row.problems]
     added = added_names(state)
-    missing = [row.key for row in match.rows if row.is_missing and row.key not in added]
+    missing = [row.key for row in match.rows if (row.is_missing or row.is_left_out) and row.key not in added]
     apart = "tied in the model and stored with several values, of which the first is used"
     kinds = [
         ("not in it, so with first values", [n for n in missing if not fitted.may_be_missing(n)], "tensor", "tensors"),

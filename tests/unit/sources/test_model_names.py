@@ -5,14 +5,18 @@ Oracles: torch's stack, cat and chunk, and names written out by hand.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lightning_shardckpt import ShardCkptIO
+from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, foreign_source
 from lightning_shardckpt.sources.hf_conversion import (
@@ -25,8 +29,10 @@ from lightning_shardckpt.sources.hf_conversion import (
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.model_names import fit_names
+from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.strategy.pretrained import Pretrained, PretrainedWeights, compare_weights
 
 
@@ -138,6 +144,20 @@ def test_two_models_that_fit_alike_are_told_apart_by_a_mapping(tmp_path: Path) -
     found = compared(tmp_path, module, ["w", "v"], {"^": "teacher."})
     assert filled(found) == {"teacher.w": "w", "teacher.v": "v"}
     assert found.report.endswith("with first values: 2 tensors\n  student.v\n  student.w")
+
+
+def test_parameters_that_a_save_of_adapters_left_out_are_told(tmp_path: Path) -> None:
+    module = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))  # type: ignore[arg-type]
+    io = ShardCkptIO(adapters_only=True)
+    io.attach(Ranks.alone(), module, {})
+    io.save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a")
+    with closing(open_source(str(tmp_path / "a"), StorageRouter())[0]) as source:
+        found = compare_weights(source, module, Pretrained(""))
+    layer = "base_model.model.0"
+    assert found.names == {f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"}
+    assert found.report.endswith(
+        f"with first values: 2 tensors\n  {layer}.base_layer.bias\n  {layer}.base_layer.weight"
+    )
 
 
 def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path) -> None:
