@@ -68,6 +68,8 @@ def resumes(strategy: dict[str, Any], folder: str) -> dict[str, Any]:
     found["kept"] = tiny.differences(first[0], tiny.full_state(module, [])) == []
     found["train"] = error_of(lambda: run(5).fit(module, tiny.loader()))
     found["predict"] = error_of(lambda: run().predict(module, tiny.loader(count=4, shuffle=False)))
+    part = next(part for part in module.modules() if not [*part.children()])
+    found["call"] = error_of(lambda: part(torch.ones(1)))
     module.train()  # which Lightning does not do after an error
     module.losses.clear()
     resumed = run()
@@ -87,7 +89,7 @@ def test_a_module_that_is_partly_loaded_is_neither_trained_nor_saved_until_it_ha
     for found in ranks:
         assert found["resume"] and not found["kept"]
         assert ["was not saved" in one for one in found["told"]] == [True] * (found is ranks[0])
-        for use in ("train", "predict"):
+        for use in ("train", "predict", *(() if strategy else ("call",))):  # stages refuse calls at any time
             assert found[use].startswith("StateError: loading") and "bad.ckpt" in found[use], found[use]
         assert found["losses"] and found["state"]
         assert found["saved"] == ["bad.ckpt", "good.ckpt"]
