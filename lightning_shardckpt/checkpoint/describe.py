@@ -19,10 +19,9 @@ from lightning_shardckpt.format.layout import parts_of_rank
 from lightning_shardckpt.state.dtensor_layout import layout_of, this_rank
 from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
-from lightning_shardckpt.state.module_versions import METADATA
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.state_dicts import lift_state_dicts
+from lightning_shardckpt.state.state_dicts import METADATA, lift_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
 
 RANK_STATE = "rank_state"

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.renaming import map_names
+from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names
 from lightning_shardckpt.sources.source import Source
 
 Format = Literal["torch", "safetensors", "huggingface", "peft"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer
-from lightning_shardckpt.state.module_versions import add_versions
+from lightning_shardckpt.state.state_dicts import add_versions
 
 
 def assemble(

@@ -1,4 +1,4 @@
-"""Sources under a model's names, before it is sharded; the user's key mapping comes before (``sources.renaming``).
+"""Sources under a model's names, before it is sharded; the user's key mapping comes before (``sources.key_mapping``).
 
 Files of other programs may hold a part of the LightningModule, the base of a model
 with a head, or a model that PEFT has not wrapped yet: all ways of matching names are tried, and the one that matches
@@ -28,7 +28,7 @@ from lightning_shardckpt.sources.hf_conversion import (
     convert,
     hugging_face_models,
 )
-from lightning_shardckpt.sources.renaming import rename
+from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import is_extra_state

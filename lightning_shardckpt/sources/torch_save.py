@@ -26,10 +26,9 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import FROZEN, check_frozen
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
-from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
-from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts
+from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts, versions_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader

@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
 from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice, local_tensor
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, named_tensors
-from lightning_shardckpt.state.module_versions import add_versions, versions_in
+from lightning_shardckpt.state.state_dicts import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
 
 _LISTED = 20
@@ -93,7 +93,7 @@ class HookedState:
         entries: entries that are not in the modules yet, and those that keep their values, since the save has left them
             out; entries of other stages, and of no module, are on the meta device.
         reported: names of the modules' entries that are left out, as was reported.
-        versions: of modules, see ``module_versions``.
+        versions: of modules, see ``state_dicts.versions_of``.
     """
 
     entries: dict[str, Any]

@@ -19,11 +19,11 @@ from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.json_tree import TAG, Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
-from lightning_shardckpt.state.module_versions import versions_of
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft_modules import adapters_of, frozen_base_parameters, leave_out
 from lightning_shardckpt.state.peft_names import adapters_to_json
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.state_dicts import versions_of
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""

@@ -18,10 +18,9 @@ from lightning_shardckpt.checkpoint.match import LoadTargets, match_targets
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.sources.key_mapping import KeyMapping
+from lightning_shardckpt.sources.key_mapping import KeyMapping, map_names
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.open_source import open_on_ranks
-from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names

@@ -26,8 +26,8 @@ from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.sources.key_mapping import map_names
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
-from lightning_shardckpt.sources.renaming import map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
