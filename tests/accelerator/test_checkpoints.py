@@ -16,7 +16,7 @@ from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.staging import HostWindows
 from tests.accelerator import device
 from tests.accelerator.ranks import require_device, run_on_gpus
-from tests.accelerator.test_training import REPLICAS, TENSOR_PARALLEL
+from tests.accelerator.topologies import REPLICAS, TENSOR_PARALLEL
 from tests.support.pool import run_ranks
 from tests.support.tiny import SaveAt, differences, fit
 

@@ -28,7 +28,7 @@ from lightning_shardckpt import FSDP
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.test_pipelines import by
-from tests.accelerator.test_training import HSDP, REPLICAS, TENSOR_PARALLEL
+from tests.accelerator.topologies import HSDP, REPLICAS, TENSOR_PARALLEL
 from tests.support.tiny import Block, TinyLM, loader, trainer
 
 STEPS = 4  # the first of them looks whether ranks agree

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
 from tests.accelerator.ranks import run_on_gpus
-from tests.accelerator.test_training import REPLICAS
+from tests.accelerator.topologies import REPLICAS
 from tests.support.tiny import TinyLM, loader, trainer, whole
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shardckpt import load, save_async, wait
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.accelerator.ranks import run_on_gpus
-from tests.accelerator.test_training import REPLICAS, ROUNDING
+from tests.accelerator.topologies import REPLICAS, ROUNDING
 from tests.support.pool import run_ranks
 from tests.support.tiny import differences, whole
 

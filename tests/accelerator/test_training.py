@@ -16,16 +16,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_shardckpt import FSDP
 from lightning_shardckpt.parallel.tensors.peers import peers_of
 from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.topologies import HSDP, REPLICAS, ROUNDING, TENSOR_PARALLEL
 from tests.support.pool import run_each, selected
-from tests.support.tiny import TP_PLAN, TinyLM, fit, loader, trainer
+from tests.support.tiny import TinyLM, fit, loader, trainer
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
-TENSOR_PARALLEL = {"tensor_parallel_size": 2, "tensor_parallel_plan": TP_PLAN}
-REPLICAS = {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 1}
-HSDP = {"data_parallel_replicate_size": 2, "data_parallel_shard_size": 2}
-ROUNDING = 1e-5  # other kernels for the same layers
 LOW_PRECISION = 2e-2  # autocast has another list of operations for each device
 CASES: dict[str, tuple[int, Mapping[str, Any], Mapping[str, Any], float]] = {
     "one process": (1, {}, {}, ROUNDING),

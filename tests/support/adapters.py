@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_shardckpt import ShardCkptIO
 from tests.support import tiny
 from tests.support.nets import lora
+from tests.support.pool import run_ranks
 
 SIZES = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -109,3 +111,25 @@ def from_pretrained(base: str, folder: Path | str) -> tuple[nn.Module, Any]:
 
     model = PeftModel.from_pretrained(llama(base), folder)
     return model, model.load_adapter(folder, "default")
+
+
+FSDP: dict[str, Any] = {}
+TP = {"tensor_parallel_size": 2}
+PP = {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a base model, in Hugging Face's format."""
+    folder = str(tmp_path_factory.mktemp("base") / "llama")
+    run_ranks(1, save_base, folder)
+    return folder
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all stages as one."""
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [fit(strategy, 1, **options) for strategy, options in runs]

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -61,3 +61,17 @@ class Causal(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module, **more: Any) -> None:
+        super().__init__()
+        self.model = model
+        for name, value in more.items():
+            setattr(self, name, value)
+
+
+def llama(**more: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, **more))

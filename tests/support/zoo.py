@@ -43,7 +43,10 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         return torch.randint(0, 2, shape, generator=generator).bool()
     size = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
-    return raw.flatten().view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    found = raw.flatten().view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    if dtype in (torch.bfloat16, torch.float32, torch.float64):  # none that a conversion makes zero on some CPUs
+        found[(found.double().abs() < torch.finfo(torch.float32).tiny) & (found != 0)] = 1.5
+    return found
 
 
 def whole_tensors() -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
-from tests.ranks.checkpoint.test_async import Gated, disk_error, gated_io
 from tests.support import tiny
+from tests.support.gated import Gated, disk_error, gated_io
 from tests.support.pool import run_each, run_ranks
 
 Row = dict[str, float]

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt import load, load_keys, metadata, save, save_async
 from lightning_shardckpt.consolidate import consolidate
-from tests.ranks.checkpoint.test_functional import differing, trained, whole
 from tests.support.pages import DOCS, table
 from tests.support.pool import run_ranks
 from tests.support.stores import Bucket
+from tests.support.whole_state import differing, trained, whole
 
 State = dict[str, Any]
 PAGE = DOCS / "guide" / "migrate.md"

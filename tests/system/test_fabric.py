@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +18,12 @@ from torch.utils.data import DataLoader
 from lightning_shardckpt import FSDP
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import nets
-from tests.support.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of, twin
+from tests.support.fabrics import assert_close, fabric_of, trained, twins
+from tests.support.nets import GLOBAL_BATCH, PLAN, Case, dataset, full_state, loss_of, optimizer_of
 from tests.support.pool import run_each, run_ranks
 
-TOLERANCE = 1e-12  # sums of float64 in another order
 TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
-
-
-def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **options: Any) -> Fabric:
-    strategy = ShardedStrategy(**options)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    plugins = [io] if io is not None else None
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
-    fabric.launch()
-    return fabric
 
 
 def built(fabric: Fabric, case: Case, order: str = "before") -> tuple[Any, Any]:
@@ -61,34 +50,6 @@ def train(case: Case, order: str = "before", **options: Any) -> dict[str, Any]:
     return trained(fabric, module, optimizer, case, lambda batch, scale=1.0: module(batch))
 
 
-def trained(fabric: Fabric, module: Any, optimizer: Any, case: Case, step: Callable[..., Tensor]) -> dict[str, Any]:
-    """The loop of a script. ``step``: the loss of a batch; is told by which factor it goes into the backward."""
-    first = full_state(module)
-    size = GLOBAL_BATCH // fabric.strategy.topology.data_parallel
-    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=size))
-    losses = []
-    for number, batch in enumerate(loader, 1):
-        holding = number % case.accumulate != 0
-        with fabric.no_backward_sync(module, enabled=holding):
-            loss = step(batch, scale=1 / case.accumulate)
-            fabric.backward(loss / case.accumulate)
-        losses.append(float(fabric.all_reduce(loss.detach().clone())))
-        if not holding:
-            if case.clip is not None:
-                fabric.clip_gradients(module, optimizer, max_norm=case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        val = [float(fabric.all_reduce(step(batch))) for batch in loader]
-    return {"losses": losses, "first": first, "last": full_state(module), "val": sum(val) / len(val)}
-
-
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=tolerance, msg=name)
-
-
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2)
 TWO: list[tuple[Case, str, dict[str, Any]]] = [
     (Case(), "before", {}),
@@ -101,10 +62,6 @@ TWO: list[tuple[Case, str, dict[str, Any]]] = [
 
 def train_all(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [train(case, order, **options) for case, order, options in ways]
-
-
-def twins(ways: list[tuple[Case, str, dict[str, Any]]]) -> list[nets.Trained]:
-    return [twin(case) for case, *_ in ways]
 
 
 @pytest.mark.slow

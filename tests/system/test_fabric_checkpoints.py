@@ -19,10 +19,10 @@ from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardCkptIO
-from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import tiny
+from tests.support.fabrics import fabric_of
 from tests.support.pool import run_ranks
-from tests.system.test_fabric import fabric_of
+from tests.support.whole_state import differing, whole
 
 
 class Mlp(nn.Module):

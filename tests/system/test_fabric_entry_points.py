@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import lightning_shardckpt
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
-from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support.pool import run_ranks
+from tests.support.whole_state import differing, whole
 
 DOORS = ("plain", "own", "sharded")
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import Pipeline, load, metadata
 from lightning_shardckpt.errors import MismatchError, UnsupportedCodeError
-from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import nets
+from tests.support.fabrics import assert_close, fabric_of, trained, twins
 from tests.support.nets import GLOBAL_BATCH, Case, dataset, loss_of, optimizer_of
 from tests.support.pool import run_ranks
-from tests.system.test_fabric import assert_close, fabric_of, trained, twins
+from tests.support.whole_state import differing, whole
 
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 EARLY = {**PIPELINE, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}

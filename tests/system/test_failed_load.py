@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_shardckpt as ckpt
 from tests.support import tiny
+from tests.support.fabrics import fabric_of
 from tests.support.pool import run_ranks
-from tests.system.test_fabric import fabric_of
 
 STRATEGIES: list[dict[str, Any]] = [{}, {"pipeline_parallel_size": 2}]
 

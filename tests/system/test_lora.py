@@ -15,7 +15,7 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.tensor_parallel import apply_plan, resolve_plan
 from tests.support.nets import BUILDERS, Case, lora
 from tests.support.pool import run_ranks, selected
-from tests.system.test_strategy import TOLERANCE, train_all, twins
+from tests.support.sharded_nets import TOLERANCE, train_all, twins
 
 LORA, DORA = Case("lora", late=True), Case("dora", late=True)
 TP = {"tensor_parallel_size": 2}

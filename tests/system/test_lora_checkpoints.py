@@ -21,33 +21,13 @@ from lightning_shardckpt.state.peft_modules import frozen_base_parameters
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import adapters, small, tiny
+from tests.support.adapters import FSDP, PP, TP, fit_each, whole
 from tests.support.pool import run_ranks
-
-FSDP: dict[str, Any] = {}
-TP = {"tensor_parallel_size": 2}
-PP = {"pipeline_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a base model, in Hugging Face's format."""
-    folder = str(tmp_path_factory.mktemp("base") / "llama")
-    run_ranks(1, adapters.save_base, folder)
-    return folder
-
-
-def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all stages as one."""
-    return {key: value for rank in ranks for key, value in rank.items()}
 
 
 def stored(path: str) -> set[str]:
     with Checkpoint(LocalStorage(), path) as checkpoint:
         return set(checkpoint.root.components["model"].tensors)
-
-
-def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [fit(strategy, options) for strategy, options in runs]
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint, metadat
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
+from tests.support.fabrics import fabric_of
 from tests.support.opaque import Encoder, Encodes, Keeps, Trap
 from tests.support.pool import run_each, run_ranks
-from tests.system.test_fabric import fabric_of
 
 FSDP2 = {"data_parallel_shard_size": 2}
 CALLBACK, ADDED = Encoder("c"), Encoder("added")

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_shardckpt.pytorch import ShardedStrategy
-from tests.support.nets import PLAN, Case, Module, Trained, full_state, trainer_for, twin
+from tests.support.nets import Case, Trained
 from tests.support.pool import run_each, run_ranks, selected
+from tests.support.sharded_nets import TOLERANCE, train_all, twins
 
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
-TOLERANCE = 1e-12
 
 TIED = Case("tied net", late=True)
 CLIPPED = Case(clip=0.05)
@@ -22,36 +20,6 @@ LLAMA = Case("llama", late=True)
 QWEN3 = Case("qwen3", accumulate=2)
 EVERY_CASE = [TIED, CLIPPED, ACCUMULATED, LLAMA, QWEN3]
 TP = {"tensor_parallel_size": 2}
-
-
-def train(case: Case, sizes: dict[str, Any]) -> Trained:
-    """Collective: every rank must call it."""
-    import lightning.pytorch as pl
-
-    # Only rank 0 has the right seed for weights that are built early: they must come from it.
-    pl.seed_everything(3 if case.late or dist.get_rank() == 0 else 99, verbose=False)
-    plan: Any = PLAN if "net" in case.net else "auto"
-    strategy = ShardedStrategy(**{"tensor_parallel_plan": plan, **sizes, **dict(case.strategy)})
-    options = {"gradient_clip_val": case.clip, "accumulate_grad_batches": case.accumulate}
-    trainer = trainer_for(strategy, dist.get_world_size(), **options)
-    module, first = Module(case), []
-
-    def on_train_start() -> None:
-        first.append(full_state(module))
-
-    module.on_train_start = on_train_start
-    trainer.fit(module)
-    losses = [strategy.reduce(loss).item() for loss in module.losses]
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Trained(losses, first[0], full_state(module), metrics)
-
-
-def train_all(cases: list[Case], sizes: dict[str, Any]) -> list[Trained]:
-    return [train(case, sizes) for case in cases]
-
-
-def twins(cases: list[Case]) -> list[Trained]:
-    return [twin(case) for case in cases]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shardckpt import load, save
 from lightning_shardckpt.distributed.ranks import Ranks
+from tests.support.fabrics import fabric_of
 from tests.support.pool import run_ranks
-from tests.system.test_fabric import fabric_of
 
 
 def exchanges(call: Callable[[], Any]) -> list[str]:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_shardckpt import load, load_from_checkpoint, metadata, save
 from lightning_shardckpt.errors import MismatchError
-from tests.ranks.checkpoint.test_functional import differing, whole
 from tests.support import tiny
+from tests.support.fabrics import fabric_of
 from tests.support.pool import run_each, run_ranks
-from tests.system.test_fabric import fabric_of
+from tests.support.whole_state import differing, whole
 
 State = dict[str, Any]
 

@@ -13,7 +13,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,12 @@ from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_export import PlainValues
 from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.system.text import size_text
-from lightning_shardckpt.system.tuning import TUNING, Tuning
 from tests.support import tiny, zoo
+from tests.support.exports import flip, in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
 
 TP2 = {"tensor_parallel_size": 2, "tensor_parallel_plan": tiny.TP_PLAN}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -315,21 +309,7 @@ def test_damage_is_an_error_that_names_the_file_and_leaves_nothing_behind(kind: 
     assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
 
 
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 4]))
-
-
 # ── several threads ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def in_small_windows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Tuning:
-    """Have every thread there may be take part, in steps of a size that a test can afford."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    return replace(TUNING, fill_window_bytes=nbytes)
 
 
 def test_windows_of_any_size_make_the_same_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

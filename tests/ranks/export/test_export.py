@@ -23,8 +23,8 @@ from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_export import sort_by_layer
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.safetensors_files import name_tensor_file
-from tests.ranks.export.test_consolidate import flip, in_small_windows, same_bits
 from tests.support import tiny, zoo
+from tests.support.exports import flip, in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
 from tests.system import test_pipeline_checkpoints as pipelines
 

@@ -20,12 +20,11 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.system.tuning import TUNING
-from tests.ranks.export.test_consolidate import in_small_windows
 from tests.support import tiny
-from tests.support.hub import Causal, model_of
+from tests.support.exports import in_small_windows
+from tests.support.hub import Causal, Wrapped, llama, model_of
 from tests.support.pool import run_each, selected
 from tests.support.small import edit
-from tests.unit.state.test_hf_document import Wrapped, llama
 
 TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
 PP = {"pipeline_parallel_size": 2}

@@ -23,8 +23,9 @@ from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft_modules import adapters_of
 from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json
 from tests.support import adapters, small
+from tests.support.adapters import FSDP, PP, TP, base, fit_each, whole
 from tests.support.pool import run_ranks, selected
-from tests.system.test_lora_checkpoints import FSDP, PP, TP, base, fit, fit_each, whole
+from tests.system.test_lora_checkpoints import fit
 
 __all__ = ["base"]  # a fixture
 EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}

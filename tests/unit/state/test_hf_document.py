@@ -20,21 +20,7 @@ from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
 from lightning_shardckpt.transfer.reader import Checkpoint
-from tests.support.hub import LLAMA
-
-
-class Wrapped(nn.Module):
-    def __init__(self, model: nn.Module, **more: Any) -> None:
-        super().__init__()
-        self.model = model
-        for name, value in more.items():
-            setattr(self, name, value)
-
-
-def llama(**more: Any) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, **more))
+from tests.support.hub import LLAMA, Wrapped, llama
 
 
 def saved(module: nn.Module, path: Path) -> dict[str, Any]:

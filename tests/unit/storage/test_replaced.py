@@ -71,7 +71,7 @@ def load(s3: Bucket, port: int, state: dict[str, Any], **options: Any) -> set[fl
 PARTS = ["model-meta", "optimizer-state", "trainer-state", "model-dist", "optimizer-dist-00000-shard-00002"]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param(p, marks=pytest.mark.sweep if "-state" in p else []) for p in PARTS])
 def test_a_load_starts_again_on_the_new_checkpoint(part: str, s3: Bucket, proxy: Proxy) -> None:
     save(s3, 1.0)
     proxy.harm = Replacing(s3, part, 2.0)
