@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
@@ -48,7 +49,7 @@ from lightning_shardckpt.format.value_checks import (
 )
 
 _Extent = tuple[Box, Shape, str, str, int, int]
-_EXTENT = ("offsets", "lengths", "global_shape", "dtype", "file", "block")
+_extent_of = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
 
 
 def rank_index_to_json(index: RankIndex) -> bytes:
@@ -120,7 +121,7 @@ def _rank_index(value: dict[str, Any]) -> RankIndex:
 
 def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
     """Return an entry; ``extents`` caches checked values by their repr, in which 1, 1.0 and true differ."""
-    values = [item[name] for name in _EXTENT]
+    values = _extent_of(item)
     text = repr(values)
     if text not in extents:
         extents[text] = _extent(*values)

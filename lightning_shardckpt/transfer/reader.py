@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
@@ -126,10 +128,8 @@ class Checkpoint:
             return
         info = self.index(component, rank).files[name]
         self._check_size(info)
-        try:
-            start = read_header(partial(self._read_into, name), info.nbytes)
-        except HeaderLengthError as error:
-            raise CorruptionError(f"{self._where(name)}: {error}") from None
+        with self._errors_named(name):
+            start = read_header(partial(self.reader.read_into, name), info.nbytes)
         if checksum(start) != info.checksum:
             raise CorruptionError(
                 f"{self._where(name)}: the header of the shard file is damaged, or it is of another save"
@@ -188,22 +188,14 @@ class Checkpoint:
         return content
 
     def _check_size(self, info: FileInfo) -> None:
-        try:
+        with self._errors_named(info.name):
             size = self.reader.size(info.name)
-        except FileNotFoundError:
-            hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
-            hint = "" if self.reader.high_latency else hint
-            raise CorruptionError(f"{self._where(info.name)}: the file is missing{hint}") from None
-        except FormatError as error:
-            raise FormatError(f"{self._where(info.name)}: {error}") from None
         if size != info.nbytes:
-            self._refuse_pointer(info.name, size)
+            start = bytearray(min(size, 64))
+            with self._errors_named(info.name):
+                self.reader.read_into(info.name, 0, memoryview(start))
+            refuse_lfs_pointer(start, self._where(info.name))
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
-
-    def _refuse_pointer(self, name: str, size: int) -> None:
-        start = bytearray(min(size, 64))
-        self._read_into(name, 0, memoryview(start))
-        refuse_lfs_pointer(start, self._where(name))
 
     def _check_save_id(self, save_id: str, name: str) -> None:
         if save_id != self.root.save_id:
@@ -212,20 +204,24 @@ class Checkpoint:
             )
 
     def _read(self, name: str) -> bytes:
-        try:
+        with self._errors_named(name):
             return read_all(self.reader, name)
+
+    @contextmanager
+    def _errors_named(self, name: str) -> Iterator[None]:
+        """Raise the errors of a reader as errors of this package that name the checkpoint and the file."""
+        try:
+            yield
         except FileNotFoundError:
-            raise CheckpointNotFoundError(f"{self.path!r} is not a complete checkpoint: it has no {name}") from None
-        except EOFError as error:
+            if name == ROOT_NAME:
+                raise CheckpointNotFoundError(f"{self.path!r} is not a complete checkpoint: it has no {name}") from None
+            hint = f"; if another machine has just written it, {os.uname().nodename!r} may not see it yet"
+            hint = "" if self.reader.high_latency else hint
+            raise CorruptionError(f"{self._where(name)}: the file is missing{hint}") from None
+        except (EOFError, HeaderLengthError) as error:
             raise CorruptionError(f"{self._where(name)}: {error}") from None
         except ValueError as error:  # too large, or not a regular file
             raise FormatError(f"{self._where(name)}: {error}") from None
-
-    def _read_into(self, name: str, offset: int, target: memoryview) -> None:
-        try:
-            self.reader.read_into(name, offset, target)
-        except (EOFError, FileNotFoundError) as error:
-            raise CorruptionError(f"{self._where(name)}: {error}") from None
 
     def _where(self, name: str) -> str:
         return f"checkpoint {self.path!r}, file {name}"

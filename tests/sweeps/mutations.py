@@ -82,6 +82,14 @@ MUTATIONS = (
         (_FLIPPED,),
     ),
     Mutation(
+        "the ends of rows that a window cuts are not copied",
+        EXACT,
+        "transfer/shard_reader.py",
+        "*range(max(first, stop), last)",
+        "*range(0)",
+        ("unit/transfer/test_write_read.py::test_regions_windows_blocks_and_gaps_of_any_size_meet",),
+    ),
+    Mutation(
         "the checksum of a header is not compared",
         CORRUPT,
         "transfer/reader.py",
