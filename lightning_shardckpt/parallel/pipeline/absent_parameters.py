@@ -8,12 +8,12 @@ stage. Using its value is an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
 from lightning_shardckpt.compat.torch_tensors import (
@@ -51,20 +51,22 @@ class AbsentParameters:
 
         Collective: every rank of the pipeline must call it.
         """
-        flags = torch.tensor(self.gradient_flags(has_gradient), dtype=torch.int64)
-        self.set_gradient_flags(gather_numbers(flags, self._group).tolist())
+        self.set_gradient_flags(gather_numbers(torch.tensor(self.gradient_flags(has_gradient)), self._group))
 
     def gradient_flags(self, has_gradient: Callable[[nn.Parameter], bool]) -> list[int]:
-        """Return flags for this rank's parameters with a gradient, packed into `flag_count` numbers."""
-        return list(_pack([own is not None and has_gradient(own) for _, own, _ in self._parameters]))
+        """Return flags for this rank's parameters with a gradient, packed into `flag_count` numbers of 62 bits."""
+        flags = [own is not None and has_gradient(own) for _, own, _ in self._parameters]
+        parts = [flags[start : start + _BITS] for start in range(0, len(flags), _BITS)]
+        return [sum(flag << bit for bit, flag in enumerate(part)) for part in parts]
 
     @property
     def flag_count(self) -> int:
         """The number of numbers that `gradient_flags` returns, equal on all ranks."""
         return -(-len(self._parameters) // _BITS)
 
-    def set_gradient_flags(self, rows: Sequence[Sequence[int]]) -> None:
+    def set_gradient_flags(self, table: Tensor) -> None:
         """Set ``has_gradient`` of the placeholders, from the `gradient_flags` of all ranks of the pipeline."""
+        rows = table.tolist()
         for position, (_, own, absent) in enumerate(self._parameters):
             if own is None and absent is not None:
                 number, bit = divmod(position, _BITS)
@@ -97,16 +99,6 @@ def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if a parameter has a gradient. No communication."""
     with without_torch_function():
         return parameter.grad is not None
-
-
-def _pack(flags: Sequence[bool]) -> Iterator[int]:
-    """Yield flags as numbers of 62 bits, the first flag in the lowest bit.
-
-    >>> list(_pack([True, False, True])), len(list(_pack([True] * 63)))
-    ([5], 2)
-    """
-    for start in range(0, len(flags), _BITS):
-        yield sum(flag << bit for bit, flag in enumerate(flags[start : start + _BITS]))
 
 
 # ── modules of other stages ───────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,6 @@ from lightning_shardckpt.distributed.host_numbers import HostCopy, gather_number
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.p2p import PeerFailed
 
-T = TypeVar("T")
 _FAILED, _PEER_FAILED = 1, 2
 _INLINE = 512  # int64 numbers: a smaller report is sent together with the status of the ranks
 _interrupted = WeakSet[dist.ProcessGroup]()
@@ -54,53 +53,19 @@ def refuse_after_interrupt(name: str, group: dist.ProcessGroup) -> Iterator[None
 
 
 def agree_on_numbers(
-    name: str,
-    work: Callable[[], Sequence[int]],
-    count: int,
-    group: dist.ProcessGroup,
-) -> list[list[int]]:
-    """Call ``work`` on every rank, and return its ``count`` numbers of all ranks, by rank in ``group``.
+    name: str, work: Callable[[], Sequence[int] | Tensor], count: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Call ``work`` on every rank, and return its numbers, by rank in ``group``; filled up with zeros to ``count``.
 
     Collective: every rank of ``group`` must call it, and ``work`` must end on each, even if it fails on others.
 
     Raises:
         Exception: this rank's own error; else the first rank's, as RankError or UnsupportedCodeError.
     """
-    rows: list[list[int]] = _agree(name, work, lambda numbers: numbers, count, group)[1].tolist()
-    return rows
-
-
-def agree_on_report(
-    name: str, work: Callable[[], tuple[PickledReport | None, int]], source: int, group: dist.ProcessGroup
-) -> tuple[Any, list[int]]:
-    """Call ``work`` on every rank, and return the report of rank ``source`` of ``group`` and the number of each rank.
-
-    Collective, with the errors of `agree_on_numbers`.
-    """
-    (own, _), table = _agree(name, work, _encode_report, 2 + _INLINE, group)
-    numbers, row = table[:, 0].tolist(), table[source, 1:]
-    count = int(row[0])
-    content = row[1:].view(torch.uint8)
-    if count > content.numel():
-        content = torch.empty(count, dtype=torch.uint8) if own is None else own[0]
-        dist.broadcast(content, group=group, group_src=source)
-    return unpickle_tensors(content, torch.tensor([count]), group), numbers
-
-
-def _agree(
-    name: str,
-    work: Callable[[], T],
-    encode: Callable[[T], Sequence[int] | Tensor],
-    count: int,
-    group: dist.ProcessGroup,
-) -> tuple[T, Tensor]:
-    """Return the result of ``work``, and ``count`` numbers of each rank: its encoded result, filled up with zeros."""
     failure: Exception | None = None
-    result: list[T] = []
     own = torch.zeros(1 + count, dtype=torch.int64)  # a status, then the numbers
     try:
-        result.append(work())
-        numbers = torch.as_tensor(encode(result[0]), dtype=torch.int64)
+        numbers = torch.as_tensor(work(), dtype=torch.int64)
         own[1 : 1 + len(numbers)] = numbers
     except Exception as error:
         failure = error
@@ -108,7 +73,7 @@ def _agree(
     table = gather_numbers(own, group)
     statuses = table[:, 0].tolist()
     if not any(statuses):
-        return result[0], table[:, 1:]
+        return table[:, 1:]
     first = statuses.index(_FAILED) if _FAILED in statuses else 0
     notes = getattr(failure, "__notes__", ())
     report = ["\n".join([f"{type(failure).__name__}: {failure}", *notes]), isinstance(failure, UnsupportedCodeError)]
@@ -119,6 +84,35 @@ def _agree(
         raise failure
     kind = UnsupportedCodeError if report[1] else RankError
     raise kind(f"rank {source} failed while {name}: {report[0]}") from failure
+
+
+def agree_on_report(
+    name: str, work: Callable[[], tuple[PickledReport | None, int]], source: int, group: dist.ProcessGroup
+) -> tuple[Any, list[int]]:
+    """Call ``work`` on every rank, and return the report of rank ``source`` of ``group`` and the number of each rank.
+
+    Collective, with the errors of `agree_on_numbers`.
+    """
+    own = list[Tensor]()
+
+    def encode() -> Tensor:
+        """Return the number; on the rank with the report, also its size, and its bytes if it is small."""
+        report, number = work()
+        row = torch.zeros(2 + _INLINE, dtype=torch.int64)
+        row[0] = number
+        if report is not None:
+            own.append(report[0])
+            row[1] = size = report[0].numel()
+            if size <= _INLINE * row.itemsize:
+                row[2:].view(torch.uint8)[:size] = report[0]
+        return row
+
+    table = agree_on_numbers(name, encode, 2 + _INLINE, group)
+    size, content = int(table[source, 1]), table[source, 2:].view(torch.uint8)
+    if size > content.numel():
+        content = own[0] if own else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(content, group=group, group_src=source)
+    return unpickle_tensors(content, torch.tensor([size]), group), table[:, 0].tolist()
 
 
 PickledReport = tuple[Tensor, Tensor]
@@ -138,20 +132,6 @@ def pickle_report(value: Any, group: dist.ProcessGroup) -> PickledReport:
             "a pipelined step sends its output, its logged values and changed attributes to the other pipeline stages, "
             f"and one of them cannot be pickled: {error}"
         ) from error
-
-
-def _encode_report(result: tuple[PickledReport | None, int]) -> Tensor:
-    """Return a rank's number; on the rank with the report, also its size, and its bytes if it is small."""
-    report, number = result
-    first = torch.tensor([number])
-    if report is None:
-        return first
-    content, count = report[0], report[1].view(1)
-    if content.numel() > _INLINE * count.itemsize:
-        return torch.cat([first, count])
-    inline = torch.zeros(_INLINE, dtype=torch.int64)
-    inline.view(torch.uint8)[: content.numel()] = content
-    return torch.cat([first, count, inline])
 
 
 # ── values in reports ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -223,7 +223,7 @@ class PipelineRunner:
             checksum, digest = fingerprint_without_wait(step.batch)
             return count, checksum, draw_seed()
 
-        rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group)
+        rows = agree_on_numbers(f"preparing {step.name}", measure, 3, self._group).tolist()
         count, _, seed = rows[0]
         if any(row[:2] != rows[0][:2] for row in rows):
             count = 0  # makes other pipelines fail, too
@@ -250,7 +250,7 @@ class PipelineRunner:
                 return self._microbatch_check.measure(state, failure)
 
         try:
-            rows = agree_on_numbers("comparing parts of a batch", work, 3, self._group)
+            rows = agree_on_numbers("comparing parts of a batch", work, 3, self._group).tolist()
             differs = torch.tensor(int(self._microbatch_check.differs(rows)))
         except Exception:  # steps need not run on a part of a batch; the step itself raises any other error again
             differs = torch.tensor(0)

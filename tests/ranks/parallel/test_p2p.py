@@ -282,11 +282,11 @@ def agree_on_all() -> list[Any]:
     for name, errors in OF_THREE.items():
         error = errors[dist.get_rank()]
         try:
-            found.append(agree_on_numbers(f"testing {name}", partial(fail, error), 1, group))
+            found.append(agree_on_numbers(f"testing {name}", partial(fail, error), 1, group).tolist())
         except Exception as raised:
             found.append((type(raised), str(raised), raised is error, type(raised.__cause__)))
     # the group still works
-    found.append(agree_on_numbers("testing", lambda: [dist.get_rank(), 7], 2, group))
+    found.append(agree_on_numbers("testing", lambda: [dist.get_rank(), 7], 2, group).tolist())
     return [found, guard(group), part_of_the_world()]
 
 
