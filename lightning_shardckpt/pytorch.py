@@ -152,7 +152,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._choose_environment()
         assert self.cluster_environment is not None
         self._launcher = ResolvingLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, join=self._meet
+            self.cluster_environment, self.num_processes, self.num_nodes, join=self._connect
         )
 
     @override
@@ -164,11 +164,11 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert isinstance(self._launcher, ResolvingLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
-        share, meeting_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
+        share, within_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
         stop = StopPosition() if self._run is None else self._run.stop_position
-        self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, meeting_s=meeting_s)
+        self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, agree_within_s=within_s)
 
-    def _meet(self) -> Ranks:
+    def _connect(self) -> Ranks:
         """Connect the ranks that run together, and return them. The launcher calls it before any user code runs."""
         assert self.accelerator is not None
         if not self._has_group:

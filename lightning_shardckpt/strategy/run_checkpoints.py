@@ -101,7 +101,7 @@ class Ending(Enum):
 
 
 def save_after_exception(
-    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, meeting_s: float
+    ranks: Ranks, save: Callable[[], None], wait: Callable[[], None], *, agreed: bool, agree_within_s: float
 ) -> Ending:
     """Save if all ranks have an exception; else, or if the save fails, only warn.
 
@@ -111,12 +111,12 @@ def save_after_exception(
         ranks: the ranks that save together.
         save: writes the checkpoint.
         wait: waits for asynchronous saves; called before and after the save, since the process may end.
-        agreed: True if all ranks are known to have the exception, as for a signal; else they must meet.
-        meeting_s: the timeout of this meeting.
+        agreed: True if all ranks are known to have the exception, as for a signal; else they must agree.
+        agree_within_s: the timeout of this agreement.
     """
     try:
         if not agreed:
-            ranks.step("meeting for a last checkpoint", lambda: None, lambda _: None, timeout_s=meeting_s)
+            ranks.step("agreeing on a last checkpoint", lambda: None, lambda _: None, timeout_s=agree_within_s)
         try:
             wait()
         except Exception as error:  # on all ranks; the last checkpoint must be saved anyway
@@ -138,7 +138,7 @@ class RunCheckpoints:
         ranks: the ranks that save and load together.
         share: this rank's part of the data.
         stop_position: the position at the end of the last fit.
-        meeting_s: as in `save_after_exception`.
+        agree_within_s: as in `save_after_exception`.
 
     Attributes:
         restored: True if the checkpoint of this fit is loaded already, before Lightning loads it.
@@ -153,11 +153,11 @@ class RunCheckpoints:
         share: DataShare,
         stop_position: StopPosition,
         *,
-        meeting_s: float,
+        agree_within_s: float,
     ) -> None:
         self.restored, self.stop_position = False, stop_position
         self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
-        self._share, self._meeting_s, self._ending = share, meeting_s, Ending.NONE
+        self._share, self._agree_within_s, self._ending = share, agree_within_s, Ending.NONE
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
         self._loaded: Loaded | None = None
         self._resumes: Callable[[], ResumePoint] | None = None
@@ -336,7 +336,7 @@ class RunCheckpoints:
         elif self._ending is not Ending.ALONE:
             agreed = trainer.received_sigterm or self._ending is Ending.TOGETHER
             self._ending = save_after_exception(
-                self._ranks, save, io.wait, agreed=agreed, meeting_s=self._meeting_s
+                self._ranks, save, io.wait, agreed=agreed, agree_within_s=self._agree_within_s
             )
 
     @property
