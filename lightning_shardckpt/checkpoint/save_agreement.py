@@ -15,8 +15,9 @@ from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, find_unheld_shards, join_holders
+from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.state.dtensor_layout import local_tensor
-from lightning_shardckpt.state.json_tree import merge_encoded, stored_keys
+from lightning_shardckpt.state.json_tree import merge_encoded
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.trainer import entry_of
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values

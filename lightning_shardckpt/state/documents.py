@@ -128,6 +128,15 @@ def _info(value: Any) -> ValueInfo:
     return ValueInfo(str(tag))
 
 
+def stored_keys(value: Any) -> Iterator[Any]:
+    """Yield the keys of the stored tensors that an encoded value refers to."""
+    if isinstance(value, dict) and value.get(_TAG) == "stored":
+        yield value.get("v")
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
+
+
 FROZEN = "shardckpt_frozen_parameters"
 """Key of the document "frozen" in a single-file checkpoint, a dict of Lightning."""
 PEFT = "peft.json"
@@ -402,10 +411,6 @@ class StoredOptimizer:
         self.values = {names.get(param, param): values for param, values in self.values.items()}
         self.tensors = {names.get(param, param): keys for param, keys in self.tensors.items()}
         return None
-
-    def entries(self, param: str) -> list[str]:
-        """Return the names of all state of a parameter."""
-        return [*self.values.get(param, {}), *self.tensors.get(param, {})]
 
     @property
     def numbers(self) -> dict[str, int]:

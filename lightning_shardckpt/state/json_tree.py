@@ -18,7 +18,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -413,15 +413,6 @@ def merge_encoded(first: Any, second: Any) -> Any:
         pairs = [[k, merge_encoded(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
         return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
     return {**first, "v": merge_encoded(first["v"], second["v"])} if tag in ("tuple", "deque") else first
-
-
-def stored_keys(value: Any) -> Iterator[str]:
-    """Yield the keys of the tensors that are stored beside an encoded value."""
-    if isinstance(value, dict) and value.get(TAG) == "stored":
-        yield value["v"]
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from stored_keys(item)
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:

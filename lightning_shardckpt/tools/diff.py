@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, prod
+from math import inf, isfinite
 from typing import Any
 
 import numpy
@@ -65,12 +65,12 @@ def diff(
         open_checkpoint(a, storage_options=storage_options) as first,
         open_checkpoint(b, storage_options=storage_options) as second,
     ):
-        compare = _Comparison(first, second, advance)
+        readers = [WindowReader(sharded_source(checkpoint), _WINDOW_BYTES) for checkpoint in (first, second)]
         lists: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": []}
         pairs = list(_pairs(first, second, tensors))
-        expect(sum(_compared_bytes(pair, first, second) for pair in pairs))
+        expect(sum(pair.nbytes for pair in pairs))
         for pair in pairs:
-            kind, entry = _judge(pair, first, second, compare)
+            kind, entry = _compare(pair, readers, advance)
             if kind == "same":
                 lists["same"] += 1
             else:
@@ -120,81 +120,59 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A tensor by a common name, and its key in each checkpoint; None if a checkpoint lacks it."""
+    """A tensor by a common name: its key and spec in each checkpoint, None if a checkpoint lacks it."""
 
     component: str
     name: str
-    a: str | None
-    b: str | None
+    keys: tuple[str | None, str | None]
+    specs: tuple[TensorSpec | None, TensorSpec | None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes to compare; 0 if dtypes or shapes differ, or a checkpoint lacks the tensor."""
+        a, b = self.specs
+        is_comparable = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+        return bytes_in(a.shape, a.dtype) if is_comparable and a is not None else 0
 
 
 def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
     """Yield every tensor of either checkpoint, by any of its names; each pair of keys once."""
     for component in {**first.root.components, **second.root.components}:
-        empty = Component({})
-        a, b = (c.root.components.get(component, empty) for c in (first, second))
-        keys = [{**{key: key for key in c.tensors}, **c.aliases} for c in (a, b)]
+        a, b = (checkpoint.root.components.get(component, Component({})) for checkpoint in (first, second))
+        of_a, of_b = ({**{key: key for key in side.tensors}, **side.aliases} for side in (a, b))
         seen: set[tuple[str | None, str | None]] = set()
-        for name in {**keys[0], **keys[1]}:
-            pair = keys[0].get(name), keys[1].get(name)
-            if pair not in seen and is_selected([name], pattern):
-                seen.add(pair)
-                yield _Pair(component, name, *pair)
+        for name in {**of_a, **of_b}:
+            keys = of_a.get(name), of_b.get(name)
+            if keys not in seen and is_selected([name], pattern):
+                seen.add(keys)
+                yield _Pair(component, name, keys, (a.tensors.get(keys[0] or ""), b.tensors.get(keys[1] or "")))
 
 
-def _describe(spec: TensorSpec) -> dict[str, Any]:
-    return {"dtype": spec.dtype, "shape": list(spec.shape)}
+def _describe(spec: TensorSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-def _compared_bytes(pair: _Pair, first: Checkpoint, second: Checkpoint) -> int:
-    """Return the bytes of a tensor to compare; 0 if dtypes or shapes differ, or a checkpoint lacks it."""
-    if pair.a is None or pair.b is None:
-        return 0
-    a, b = (c.root.components[pair.component].tensors[key] for c, key in ((first, pair.a), (second, pair.b)))
-    return bytes_in(a.shape, a.dtype) if (a.dtype, a.shape) == (b.dtype, b.shape) else 0
-
-
-def _judge(pair: _Pair, first: Checkpoint, second: Checkpoint, compare: _Comparison) -> tuple[str, dict[str, Any]]:
-    """Return the list of the report that a tensor belongs to, and its entry there."""
-    if pair.b is None:
-        assert pair.a is not None
-        return "removed", _describe(first.root.components[pair.component].tensors[pair.a])
-    b = second.root.components[pair.component].tensors[pair.b]
-    if pair.a is None:
-        return "added", _describe(b)
-    a = first.root.components[pair.component].tensors[pair.a]
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return "changed", {"a": _describe(a), "b": _describe(b)}
-    found = compare.differences(pair.component, (pair.a, pair.b), a)
-    return ("different", _describe(a) | found) if found else ("same", {})
-
-
-# ── equality ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Comparison:
-    """A comparison that reads and verifies both tensors a window at a time, with the memory of two windows."""
-
-    def __init__(self, first: Checkpoint, second: Checkpoint, advance: Callable[[int], Any]) -> None:
-        both = (first, second)
-        self._sides = [WindowReader(sharded_source(checkpoint), _WINDOW_BYTES) for checkpoint in both]
-        self._advance = advance
-
-    def differences(self, component: str, keys: tuple[str, str], spec: TensorSpec) -> dict[str, Any]:
-        """Return digests and the largest difference of two tensors; nothing if they are the same."""
-        hashers, distance = (xxhash.xxh3_64(), xxhash.xxh3_64()), TensorDistance()
-        if prod(spec.shape):
-            streams = [side.read(component, key) for side, key in zip(self._sides, keys, strict=True)]
-            for first, second in zip(*streams, strict=True):
-                hashers[0].update(first)
-                hashers[1].update(second)
-                distance.add(first, second, spec.dtype)
-                self._advance(len(first))
-        a, b = (hasher.hexdigest() for hasher in hashers)
-        if a == b:
-            return {}
-        largest = distance.largest if isfinite(distance.largest) else None  # JSON has no infinity
-        return {"digests": [a, b], "largest": largest, "relative": distance.relative}
+def _compare(
+    pair: _Pair, readers: Sequence[WindowReader], advance: Callable[[int], Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return the list of the report that a tensor belongs to, and its entry there. Reads a window of each at a time."""
+    a, b = map(_describe, pair.specs)
+    if a is None or b is None:
+        return ("removed", a) if a is not None else ("added", b or {})
+    if a != b:
+        return "changed", {"a": a, "b": b}
+    hashers, distance = (xxhash.xxh3_64(), xxhash.xxh3_64()), TensorDistance()
+    streams = [reader.read(pair.component, key or "") for reader, key in zip(readers, pair.keys, strict=True)]
+    for first, second in zip(*streams, strict=True):
+        hashers[0].update(first)
+        hashers[1].update(second)
+        distance.add(first, second, a["dtype"])
+        advance(len(first))
+    digests = [hasher.hexdigest() for hasher in hashers]
+    if digests[0] == digests[1]:
+        return "same", {}
+    largest = distance.largest if isfinite(distance.largest) else None  # JSON has no infinity
+    return "different", {**a, "digests": digests, "largest": largest, "relative": distance.relative}
 
 
 # ── distance ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,23 +11,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any, Literal, get_args
 
 import xxhash
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_files import OutputTensor
-from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import backend_of, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.listing import is_selected, long_table
-from lightning_shardckpt.transfer.shard_reader import StoredTensors, WindowReader
+from lightning_shardckpt.transfer.shard_reader import WindowReader
 
 Names = Literal["stored", "huggingface"]
 """Names of tensors: as stored, or as in a Hugging Face export."""
@@ -101,18 +98,15 @@ def digest(
     where = file_path(path)
     source, _ = open_source(where, backend_of(where, storage_options), for_export=True)
     with closing(source) as stored:
-        tables = {name: stored.components()[name] for name in _DIGESTED if name in stored.components()}
-        read = _Reading(stored, advance)
-        rows_of: dict[str, list[NamedDigest]] = {}
-        if names == "huggingface":
-            parts = _hugging_face_parts(stored, tables.get("model", Component({})))
-            expect(sum(part.nbytes for part in parts))
-            digests = ((part, read.digest(*part.source, part.box)) for part in parts)
-            rows_of = {"model": [NamedDigest(part.name, part.dtype, part.shape, one) for part, one in digests]}
-        else:
-            expect(sum(read.nbytes(name, key) for name, of in tables.items() for key in of.tensors))
-            computed = {name: {key: read.digest(name, key) for key in of.tensors} for name, of in tables.items()}
-            rows_of = {name: _name_digests(of, computed[name]) for name, of in tables.items()}
+        outputs = _tensors(stored, names)
+        places = {(one.source, one.box): one.nbytes for every in outputs.values() for one in every}
+        expect(sum(places.values()))
+        reader = WindowReader(stored, _WINDOW_BYTES)
+        digests = {place: _digest_tensor(reader, *place, advance) for place in places}
+        rows_of = {
+            name: [NamedDigest(one.name, one.dtype, one.shape, digests[one.source, one.box]) for one in every]
+            for name, every in outputs.items()
+        }
         components = {name: component_digest(rows) for name, rows in rows_of.items()}
         every = dict(components)
         if names == "stored" and stored.document("optimizer"):
@@ -130,48 +124,34 @@ def digest(
         }
 
 
-# ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _name_digests(component: Component, digests: Mapping[str, str]) -> list[NamedDigest]:
-    """Return the digests under each name of each tensor."""
-    names = [*((key, key) for key in component.tensors), *component.aliases.items()]
-    specs = ((name, key, component.tensors[key]) for name, key in names)
-    return [NamedDigest(name, spec.dtype, spec.shape, digests[key]) for name, key, spec in specs]
-
-
 # ── computing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Reading:
-    """Reads tensors a window at a time; every byte is verified if the format has checksums."""
-
-    def __init__(self, stored: StoredTensors, advance: Callable[[int], Any]) -> None:
-        self._stored, self._advance = stored, advance
-        self._reader = WindowReader(stored, _WINDOW_BYTES)
-
-    def nbytes(self, component: str, key: str) -> int:
-        """Return the size of a stored tensor."""
-        spec = self._stored.spec(component, key)
-        return bytes_in(spec.shape, spec.dtype)
-
-    def digest(self, component: str, key: str, part: Box | None = None) -> str:
-        """Return the digest of a stored tensor, or of a part of it."""
-        spec, hasher = self._stored.spec(component, key), xxhash.xxh3_64()
-        if prod(spec.shape):
-            for data in self._reader.read(component, key, part):
-                hasher.update(data)
-                self._advance(len(data))
-        return hasher.hexdigest()
+def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
+    """Return the tensors of each component, under each of their names."""
+    components, outputs = stored.components(), dict[str, list[OutputTensor]]()
+    keys = {name: {**{key: key for key in of.tensors}, **of.aliases} for name, of in components.items()}
+    if names == "huggingface":
+        model = hf_directory.pick_model(stored.document("huggingface"), keys.get("model", ()))
+        if model is None:
+            raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
+        return {"model": list(model.tensors(keys["model"], components["model"]))}
+    for name in _DIGESTED:
+        specs = ((new, key, components[name].tensors[key]) for new, key in keys.get(name, {}).items())
+        if name in components:
+            outputs[name] = [OutputTensor(new, spec.dtype, spec.shape, (name, key)) for new, key, spec in specs]
+    return outputs
 
 
-def _hugging_face_parts(stored: Source, component: Component) -> list[OutputTensor]:
-    """Return the tensors that an export makes of the model's tensors."""
-    keys = {key: key for key in component.tensors} | component.aliases
-    model = hf_directory.pick_model(stored.document("huggingface"), keys)
-    if model is None:
-        raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-    return list(model.tensors(keys, component))
+def _digest_tensor(
+    reader: WindowReader, source: tuple[str, str], box: Box | None, advance: Callable[[int], Any]
+) -> str:
+    """Return the digest of a stored tensor, or of a part of it; every byte is verified if it has a checksum."""
+    hasher = xxhash.xxh3_64()
+    for data in reader.read(*source, box):
+        hasher.update(data)
+        advance(len(data))
+    return hasher.hexdigest()
 
 
 def _digest_values(document: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_l
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text
 from lightning_shardckpt.system.threads import run_tasks
@@ -202,7 +203,7 @@ class _Verification:
                     self._find(name, f"{size} bytes, expected {info.nbytes}")
                 elif not self._quick:
                     content = parse_json(self._checkpoint.document(name), name)
-                    for key in sorted(set(_references(content)) - stored):
+                    for key in sorted({k if isinstance(k, str) else shown(k) for k in stored_keys(content)} - stored):
                         self._find(name, "is referred to, but not stored", key)
             except FileNotFoundError:
                 self._find(name, "the file is missing")
@@ -221,18 +222,6 @@ def _short(error: Exception, name: str) -> str:
     """Return the message without the file, which the finding has."""
     text = str(error)
     return text.partition(f", file {name}: ")[2] or text
-
-
-def _references(value: Any) -> Iterator[str]:
-    """Yield the keys of the stored tensors that a document refers to."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _references(item)
-    elif isinstance(value, dict):
-        if value.get("$") == "stored":
-            yield shown(value.get("v")) if not isinstance(value.get("v"), str) else value["v"]
-        for item in value.values():
-            yield from _references(item)
 
 
 def _entries(index: RankIndex, info: FileInfo) -> list[tuple[str, ShardEntry]]:
