@@ -18,7 +18,7 @@ from lightning_shardckpt.sources.reading import ReadTarget, are_equal, plan_read
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
-from lightning_shardckpt.state.json_tree import decode_equal, decode_small
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.optimizer_load import Groups, OptimizerLoad, join_groups
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
@@ -194,7 +194,7 @@ class LoadJob:
             differences.append(f"optimizers  {len(document)} in checkpoint, {len(live)} in model")
         for number, optimizer in enumerate(live[: len(document)]):
             stored = StoredOptimizer(
-                number, document[str(number)], self._components.get("optimizer"), decode_equal
+                number, document[str(number)], self._components.get("optimizer"), decode_small
             )
             problem = self._name_parameters(stored, groups[number]) if stored.numbered else None
             if problem is not None:

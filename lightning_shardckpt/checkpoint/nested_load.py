@@ -27,7 +27,7 @@ from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import copy_slice
-from lightning_shardckpt.state.json_tree import decode_equal, decode_small
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
 from lightning_shardckpt.state.nested_dict import NestedObjects, unwrap
@@ -391,7 +391,7 @@ def _as_values(source: Source, modules: Mapping[str, str], optimizers: Mapping[s
         table |= {name: source.table["model"][key] for name, key in inside.items()}
     states = list[tuple[str, bool, StoredOptimizer, dict[str, str]]]()
     for place, (number, by_number) in optimizers.items():
-        one = StoredOptimizer(number, document[str(number)], optimizer, decode_equal)
+        one = StoredOptimizer(number, document[str(number)], optimizer, decode_small)
         numbers = one.numbers if by_number else {}
         new_keys = {  # by stored key
             key: f"{_inside(place, 'state')}/{numbers.get(param, param)}/{name}"

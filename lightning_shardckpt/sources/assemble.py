@@ -26,10 +26,6 @@ def assemble(
         decode: decodes the result of ``encode_small``.
         optimizers: whether to include the optimizers.
     """
-
-    def decode_equal(value: Any, count: int) -> list[Any]:
-        return [decode(value) for _ in range(count)]
-
     components = source.components()
     tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
     checkpoint = source.trainer(lambda key: tensor("trainer", key))
@@ -46,6 +42,6 @@ def assemble(
     if document is not None:
         component = components.get("optimizer")
         whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
-        stored = [StoredOptimizer(i, document[str(i)], component, decode_equal) for i in range(len(document))]
+        stored = [StoredOptimizer(i, document[str(i)], component, decode) for i in range(len(document))]
         checkpoint["optimizer_states"] = [one.state_dict(whole) for one in stored]
     return checkpoint

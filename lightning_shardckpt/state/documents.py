@@ -359,7 +359,7 @@ class StoredOptimizer:
         number: of the optimizer.
         document: its part of the document "optimizer".
         component: the tensors of all optimizers; None if there are none.
-        decode: decodes the result of ``encode_small`` into that many equal values, which share no mutable memory.
+        decode: decodes the result of ``encode_small``.
 
     Attributes:
         own: state without a parameter (``optimizer.state["k"]``) and extra entries, like a state dict.
@@ -370,19 +370,18 @@ class StoredOptimizer:
         number: int,
         document: dict[str, Any],
         component: Component | None,
-        decode: Callable[[Any, int], Sequence[Any]],
+        decode: Callable[[Any], Any],
     ) -> None:
         groups = [document["groups"][str(i)] for i in range(len(document["groups"]))]
         self.groups: list[list[str]] = [group["params"] for group in groups]
-        self.hyper: list[dict[str, Any]] = [decode(group["hyper"], 1)[0] for group in groups]
+        self.hyper: list[dict[str, Any]] = [decode(group["hyper"]) for group in groups]
         self.numbered: bool = document["numbered"]
-        self.own: dict[str, Any] = decode(document.get("own", {}), 1)[0]
+        self.own: dict[str, Any] = decode(document.get("own", {}))
         self.values: dict[str, dict[str, Any]] = {}
         for name, shared in document["values"].items():
             for item in shared:
-                params = item["params"]
-                for param, value in zip(params, decode(item["value"], len(params)), strict=True):
-                    self.values.setdefault(param, {})[name] = value
+                for param in item["params"]:  # which share no mutable memory
+                    self.values.setdefault(param, {})[name] = decode(item["value"])
         self.specs = component.tensors if component is not None else {}
         self.tensors: dict[str, dict[str, str]] = {}
         prefix = f"{number}/"

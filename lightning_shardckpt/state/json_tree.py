@@ -342,16 +342,6 @@ def decode_small(value: Any) -> Any:
     return decode(value, refuse_tensor)
 
 
-def decode_equal(value: Any, count: int) -> list[Any]:
-    """Return ``count`` equal values from the JSON of ``encode_small``, which share no memory."""
-    if not count:
-        return []
-    first = decode_small(value)
-    if type(first) is torch.Tensor:  # such as the step of all parameters
-        return [first, *(first.clone() for _ in range(count - 1))]
-    return [first, *(decode_small(value) for _ in range(count - 1))]
-
-
 def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
     """Return a CPU tensor with these bytes. Raises ValueError if they do not fill it."""
     if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(content):
