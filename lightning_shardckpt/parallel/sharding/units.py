@@ -217,8 +217,7 @@ class UnitForward:
             finally:
                 set_frame_callback(None)
         for found in gathered.values():
-            if found.is_changed:
-                found.write_back(f"the forward of {self.unit.name}")
+            found.end_forward(f"the forward of {self.unit.name}")
         return _copy_freed(outputs, {memory_id(local_tensor(g.whole)) for g in gathered.values() if g.regather})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_o
 from lightning_shardckpt.compat.torch_autograd import packing_hook
 from lightning_shardckpt.compat.torch_tensors import memory_id, version_of
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.placement import local_part, version_key
+from lightning_shardckpt.parallel.tensors.placement import describe, local_part, version_key
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -58,8 +58,19 @@ class GatheredTensor:
         self.written = version_of(self.whole)
 
     def refresh(self) -> None:
-        """Gather again into the same memory, if the shards have changed."""
+        """Gather again into the same memory, if the shards have changed.
+
+        Raises:
+            UnsupportedCodeError: if a plan shards the tensor, or code has changed both.
+        """
         if self.version != version_key(self.shards):
+            if isinstance(self.whole, DTensor):
+                self._refuse_change("a forward")
+            if self.is_changed:
+                raise UnsupportedCodeError(
+                    f"a forward changes {describe(self.shards)} and its gathered values, one by itself and the other "
+                    "through a view. Change only one of them."
+                )
             with torch.no_grad():
                 shards = new_dtensor(local_tensor(self.shards).detach(), spec_of(self.shards))
                 self.whole.copy_(gather_whole(shards, "a view"))
@@ -77,10 +88,7 @@ class GatheredTensor:
             UnsupportedCodeError: on every rank, if the values differ between ranks, or a plan shards the tensor.
         """
         if isinstance(self.whole, DTensor):
-            raise UnsupportedCodeError(
-                f"{what} changes a parameter of shape {tuple(self.whole.shape)} that tensor parallelism shards, "
-                "through a view. Change the parameter itself, or leave its module out of tensor_parallel_plan."
-            )
+            self._refuse_change(what)
         sharding, values = sharding_of(self.shards), self.whole.detach()
         check_equal_on_ranks(values.clone(), sharding, what)  # of a copy: NumPy would keep torch's engine from freeing
         if torch.is_grad_enabled() and self.whole.requires_grad and not self.shards.is_leaf:
@@ -91,10 +99,22 @@ class GatheredTensor:
             increment_version(self.shards)
         self.version, self.written = version_key(self.shards), version_of(self.whole)
 
+    def _refuse_change(self, what: str) -> NoReturn:
+        raise UnsupportedCodeError(
+            f"{what} changes a parameter of shape {tuple(self.whole.shape)} that tensor parallelism shards. Leave its "
+            "module out of tensor_parallel_plan."
+        )
+
+    def end_forward(self, what: str) -> None:
+        """Copy values that the forward ``what`` has written into the shards, and changes of the shards into ``whole``.
+        """
+        if self.is_changed:
+            self.write_back(what)
+        elif self.regather is None:  # torch's engine gathers again by itself
+            self.refresh()
+
     def fits(self, func: Callable[..., Any] | None) -> bool:
         """Return whether a function of the parameter gives the same result with ``whole``, also for gradients."""
-        if self.version != version_key(self.shards):
-            return False
         leaf = self.whole if self.history is None else self.history
         if torch.is_grad_enabled() and leaf.requires_grad != self.shards.requires_grad:
             return False
@@ -130,12 +150,14 @@ def is_in_forward(value: object) -> bool:
 def gathered_in_forward(tensor: Tensor, func: Callable[..., Any] | None = None) -> GatheredTensor | None:
     """Return a parameter as a running forward has gathered it; None if it has not, or ``func`` must not use that.
 
-    Copies values that the forward has written into the gathered one to the shards.
+    Copies values that the forward has written into the gathered one to the shards, and changes of the shards back.
     """
     found = IN_FORWARD.get(id(tensor))
     if found is None:
         return None
-    if found.is_changed:
+    if found.version != version_key(found.shards):
+        found.refresh()
+    elif found.is_changed:
         found.write_back("a forward")
     return found if found.fits(func) else None
 

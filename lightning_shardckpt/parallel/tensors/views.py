@@ -152,13 +152,11 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
     """Run a function on parameters that a running forward has gathered.
 
-    A function that changes a parameter itself runs on its shards, and ``detach`` returns a sharded tensor.
+    A function that changes a parameter itself runs on its shards. Views of parameters are `ShardView`.
 
     Returns:
         The result; None if no argument is such a parameter.
     """
-    if name_of(func) == "detach":
-        return None
     replaced, whole = dict[int, GatheredTensor](), kwargs
     with without_torch_function():
         plain = [_replace(value, func, replaced) for value in args]
@@ -166,6 +164,8 @@ def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) 
             whole = {name: _replace(value, func, replaced) for name, value in kwargs.items()}
     if not replaced or (writes_first(func) and is_in_forward(args[0])) or (kwargs and is_in_forward(kwargs.get("out"))):
         return None
+    if name_of(func) == "detach":
+        return None  # a sharded tensor, which may be kept
     if func in CAST_FUNCTIONS and any(gathered.history is not None for gathered in replaced.values()):
         if any(type(value) is str for value in (*args, *kwargs.values())):
             return None  # with padding="same", other functions are called inside
@@ -177,8 +177,6 @@ def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) 
     result = func(*plain, **whole)
     if id(result) in replaced:  # as of contiguous()
         return (replaced[id(result)].shards,)
-    if torch.is_grad_enabled():
-        return (result,)
     origins = {_memory(gathered.whole): gathered for gathered in replaced.values()}
     with without_torch_function():
         return (map_tensors(lambda t: _connect(t, origins), result),)
@@ -212,13 +210,13 @@ def _connect(value: Tensor, origins: dict[int, GatheredTensor]) -> Tensor:
     if origin is not None:
         value.__class__ = ShardView
         value._origin = origin  # type: ignore[attr-defined]  # it is a ShardView now
-        if origin.regather is not None:
+        if origin.regather is not None and not value.requires_grad:
             views_of(origin.whole).append(ref(value))
     return value
 
 
 def views_of(whole: Tensor) -> list[ref[Tensor]]:
-    """Return references to the views of a tensor whose memory torch's engine frees."""
+    """Return references to the views, without gradients, of a tensor whose memory torch's engine frees."""
     views: list[ref[Tensor]] = whole.__dict__.setdefault(_VIEWS, [])
     return views
 
