@@ -27,8 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from lightning_shardckpt import FSDP
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
-from tests.accelerator.test_pipelines import by
-from tests.accelerator.topologies import HSDP, REPLICAS, TENSOR_PARALLEL
+from tests.accelerator.topologies import HSDP, REPLICAS, TENSOR_PARALLEL, by
 from tests.support.tiny import Block, TinyLM, loader, trainer
 
 STEPS = 4  # the first of them looks whether ranks agree

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt import Pipeline
 from lightning_shardckpt.errors import UnsupportedCodeError
 from tests.accelerator.ranks import run_on_gpus
+from tests.accelerator.topologies import by
 from tests.support.pool import run_ranks
 from tests.support.tiny import Block, SaveAt, TinyLM, differences, full_state, loader, trainer
 
@@ -28,21 +28,6 @@ TENSOR_PARALLEL = {
     "tensor_parallel_size": 2,
     "tensor_parallel_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
 }
-
-
-def by(schedule: str, ranks: int = 2, stages_per_rank: int = 1, **options: Any) -> dict[str, Any]:
-    """Arguments of a strategy."""
-    return {
-        "pipeline_parallel_size": ranks,
-        "pipeline": Pipeline(
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            microbatches=4,
-            loss="batch" if schedule in ("gpipe", "looped_bfs") else "microbatch",
-        ),
-        **options,
-    }
-
 
 Run = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Arguments of the strategy and of the Trainer."""

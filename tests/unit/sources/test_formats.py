@@ -27,7 +27,6 @@ from lightning_shardckpt.errors import (
     ShardCkptError,
     StateError,
 )
-from lightning_shardckpt.sources import detect
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source
@@ -167,14 +166,11 @@ def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_p
         opened(tmp_path)
 
 
-def test_a_place_that_is_several_things_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_with_two_versions_of_the_weights_is_refused(tmp_path: Path) -> None:
     in_two(tmp_path, "safetensors", safe)
     safe(TENSORS, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=r"versions of the weights: model.safetensors, and the files of .*index.json"):
         opened(tmp_path)
-    monkeypatch.setattr(detect, "FORMATS", [*detect.FORMATS, detect.Format("a directory", os.path.isdir, "dcp")])
-    with pytest.raises(FormatError, match="is a Hugging Face directory and a directory at once"):
-        detect_format(str(tmp_path))
 
 
 def test_tensors_of_any_strides_are_read(tmp_path: Path) -> None:

@@ -454,3 +454,4 @@ def test_a_failing_discard_does_not_hide_why_the_save_failed(path: str, monkeypa
     monkeypatch.setattr(os, "unlink", refuse)
     monkeypatch.setattr(os, "rmdir", refuse)
     draft.discard()
+    assert os.listdir(os.path.dirname(path))  # what could not be removed
