@@ -466,6 +466,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return live shards by FQN."""
         self.reshard()
+        if self.sharded.pipeline is not None:
+            self.sharded.pipeline.absent.check_data()
         is_shared = self.topology.data_parallel > 1 and not self._is_alone
         syncs = is_shared and not self._checkpoints.answers_alone
         with sync_stored_metrics(self._module) if syncs else nullcontext():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_modules import clear_hooks, parameter_slots, unregister_tensors, withhold_state
 from lightning_shardckpt.compat.torch_tensors import (
     accumulation_hooks,
@@ -71,6 +72,23 @@ class AbsentParameters:
             if own is None and absent is not None:
                 number, bit = divmod(position, _BITS)
                 absent.has_gradient = any(row[number] >> bit & 1 for row in rows)
+
+    def check_data(self) -> None:
+        """Check that this rank's parameters have their data.
+
+        Raises:
+            UnsupportedCodeError: for a parameter whose ``data`` was set to the data of a placeholder.
+        """
+        for name, own, _ in self._parameters:
+            if own is None:
+                continue
+            part = local_tensor(own)
+            if part.untyped_storage().nbytes() < part.numel() * part.itemsize and part.numel() > 1:
+                raise UnsupportedCodeError(
+                    f"{name} was given the data of a parameter that only another pipeline stage has (by .data = …, or "
+                    "torch.nn.utils.vector_to_parameters). Change each parameter by itself, or use "
+                    "pipeline_parallel_size=1."
+                )
 
     def check_hooks(self) -> None:
         """Check the hooks of this rank's parameters.

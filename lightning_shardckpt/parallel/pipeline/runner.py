@@ -218,6 +218,7 @@ class PipelineRunner:
 
         def measure() -> tuple[int, int, int]:
             nonlocal digest
+            self.absent.check_data()
             self.absent.check_hooks()
             count = min(self._microbatches, count_samples(step.batch)) if self._microbatches > 1 else 1
             checksum, digest = fingerprint_without_wait(step.batch)

@@ -187,3 +187,13 @@ def test_a_method_of_the_user_that_zeroes_gradients_stays(stage: nn.Module) -> N
     show_all_stages(optimizer)
     optimizer.zero_grad(False)
     assert calls == [False]
+
+
+def test_memory_of_another_stage_is_noticed_at_the_next_step(stage: nn.Module) -> None:
+    places = [(n, None, p) if isinstance(p, Placeholder) else (n, p, None) for n, p in stage.named_parameters()]
+    absent = AbsentParameters(places, dist.group.WORLD)  # type: ignore[arg-type]  # not used
+    absent.check_data()
+    vector = nn.utils.parameters_to_vector(stage.parameters())
+    nn.utils.vector_to_parameters(vector, stage.parameters())
+    with pytest.raises(UnsupportedCodeError, match=r"embed\.weight was given the data of a parameter"):
+        absent.check_data()
