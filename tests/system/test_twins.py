@@ -75,10 +75,8 @@ REFUSED_IN_PIPELINES = {
     "Finetunes": "equal needs the value of net.",
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
-    "PenalizesInputGradients": "appears to not have been used in the graph",
     "LoadsByAssignment": "a hook loads a state dict that doesn't fit",
     "ClonesByClass": "a hook loads a state dict that doesn't fit",
-    "DistillsAttention": "'Attention' object has no attribute 'map'",
     "FollowsByTorch": "__float__ needs the value of net.",
 }
 NOT_IN_PIPELINES = (
