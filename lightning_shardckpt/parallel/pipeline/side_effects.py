@@ -1,8 +1,7 @@
 """Snapshots of the modules that every stage has: early runs of a step are undone, the run that counts is repeated.
 
 Covered are buffers and the plain attributes of modules: numbers, strings, dates, paths, tensors, arrays, random
-generators, and lists, dicts, sets and tuples of them. Attributes that are objects of other classes are left alone. An
-early run loses what it set, drew or wrote into tensors; what it put into lists, dicts, sets and arrays stays.
+generators, and lists, dicts, sets and tuples of them. Attributes that are objects of other classes are left alone.
 """
 
 from __future__ import annotations
@@ -73,6 +72,24 @@ class _Mark:
             return cls(value, value.tobytes())
         return cls(value, set(value) if isinstance(value, set) else None)
 
+    def restore(self) -> None:
+        """Put the content back into a container or an array; tensors and generators inside containers stay."""
+        value = self.value
+        if isinstance(value, dict | list | tuple | deque):
+            pairs = self.content if isinstance(value, dict) else enumerate(self.content)
+            items = dict(pairs)
+            for mark in items.values():
+                mark.restore()
+            if not isinstance(value, tuple):
+                value.clear()
+                plain = {key: mark.value for key, mark in items.items()}
+                value.update(plain) if isinstance(value, dict) else value.extend(plain.values())
+        elif isinstance(value, np.ndarray):
+            value[...] = np.frombuffer(self.content, value.dtype).reshape(value.shape)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(self.content)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Mark) and self.value is other.value and self.content == other.content
 
@@ -118,7 +135,10 @@ class _SavedModule:
         return not all(self.is_same(key, self.values[key]) for key, _ in self._states)
 
     def restore(self) -> None:
-        """Restore what attributes and buffers refer to, the values of tensors, and generators."""
+        """Restore what attributes and buffers refer to, the values of tensors, containers, and generators."""
+        for mark in self.marks.values():
+            if mark != _Mark.of(mark.value):
+                mark.restore()
         for name, is_buffer in _values(self.module).keys() - self.values.keys():
             del _slots(self.module, (name, is_buffer))[name]
         vars(self.module).update(self._attributes)
