@@ -104,7 +104,7 @@ def plain(strategy: Any) -> dict[str, Any]:
     """Return the attributes that the arguments of a ShardedStrategy set, as text."""
     from lightning_shardckpt import ShardedStrategy
 
-    found = vars(ShardedStrategy()).keys() - {"_parallel_devices"}
+    found = vars(ShardedStrategy()).keys() - {"_parallel_devices", "_build"}
     kinds = (bool, int, float, str, dict, tuple)
     return {
         name: repr(value)
