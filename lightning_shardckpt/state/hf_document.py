@@ -114,7 +114,7 @@ class HuggingFace:
         notes: list[str] = []
         try:
             models = [self._model(name, model, adapter, names, notes) for name, model, adapter in _models(module)]
-            document = {"models": models, "files": {}}
+            document = {"models": models}
             check_json_size(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), "it")
             return document if models else None, tuple(notes)
         except Exception as error:  # the user's classes run here, and a checkpoint loads without this document, too

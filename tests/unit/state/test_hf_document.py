@@ -121,7 +121,7 @@ def test_the_experts_of_a_layer_have_the_names_and_the_boxes_that_transformers_g
 
 def good() -> dict[str, Any]:
     model = {"prefix": "", "class": "A", "adapter": None, "ties": [], "ignored": [], "names": {}}
-    return {"models": [{**model, "files": {"config.json": "{}"}}], "files": {}}
+    return {"models": [{**model, "files": {"config.json": "{}"}}]}
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[str, int], Place]]] = {
     "PP 2 x FSDP 2 x TP 2": (8, stages(2, 4, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
 }
 MODEL = {"prefix": "", "class": "Net", "adapter": None, "ties": [], "ignored": [], "names": {}}
-HUGGING_FACE = {"models": [{**MODEL, "files": {"config.json": '{"model_type": "net"}'}}], "files": {}}
+HUGGING_FACE = {"models": [{**MODEL, "files": {"config.json": '{"model_type": "net"}'}}]}
 
 
 def table(place: Callable[[str, int], Place]) -> dict[str, TensorSpec]:
