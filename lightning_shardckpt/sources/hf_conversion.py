@@ -45,42 +45,38 @@ class JoinedSource:
     parts: Mapping[str, Sequence[str]]
 
 
-class Conversions:
-    """The conversions of transformers for the files of a model."""
+def names_in_model(
+    model: nn.Module, stored: Iterable[str], known: Callable[[str], bool]
+) -> dict[str, str | JoinedSource]:
+    """Return the stored name, or the stored tensors to join, by name in a model of transformers.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._steps = conversions_of(model)
-        self.prefix: str = getattr(type(model), "base_model_prefix", "")
+    Args:
+        model: whose conversions are applied.
+        stored: names in the model's files. Names without a place in the model are returned unchanged.
+        known: returns whether the model has a name.
+    """
+    steps, prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
+    renamings = [step for step in steps if not isinstance(step, Conversion)]
+    converters = [step for step in steps if isinstance(step, Conversion)]
 
-    def apply(self, stored: Iterable[str], known: Callable[[str], bool]) -> dict[str, str | JoinedSource]:
-        """Return the stored name, or the stored tensors to join, by name in the model.
+    def find(name: str) -> str | None:  # with or without the prefix of the base model
+        bare = name.removeprefix(f"{prefix}.") if prefix else name
+        return next((n for n in (name, bare, f"{prefix}.{name}") if known(n)), None)
 
-        Args:
-            stored: stored names. Names without a place in the model are returned unchanged.
-            known: returns whether the model has a name.
-        """
-        renamings = [step for step in self._steps if not isinstance(step, Conversion)]
-        converters = [step for step in self._steps if isinstance(step, Conversion)]
-        sources: dict[str, str | JoinedSource] = {}
-        joined: dict[str, tuple[Conversion, dict[str, list[str]]]] = {}
-        for name in sorted(stored, key=_natural):
-            new = name
-            for renaming in renamings:
-                new, _ = renaming.rename_source_key(new)
-            for converter in converters:
-                renamed, pattern = converter.rename_source_key(new)
-                if pattern is not None and (full := self._find_name(renamed, known)) is not None:
-                    joined.setdefault(full, (converter, {}))[1].setdefault(pattern, []).append(name)
-                    break
-            else:
-                full = self._find_name(new, known) or self._find_name(name, known)
-                sources.setdefault(full if full is not None else name, name)
-        return sources | {name: JoinedSource(converter, parts) for name, (converter, parts) in joined.items()}
-
-    def _find_name(self, name: str, known: Callable[[str], bool]) -> str | None:
-        """Return the name with or without the prefix of the base model that the model has; None if it has neither."""
-        bare = name.removeprefix(f"{self.prefix}.") if self.prefix else name
-        return next((n for n in (name, bare, f"{self.prefix}.{name}") if known(n)), None)
+    sources: dict[str, str | JoinedSource] = {}
+    joined: dict[str, tuple[Conversion, dict[str, list[str]]]] = {}
+    for name in sorted(stored, key=_natural):
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        for converter in converters:
+            renamed, pattern = converter.rename_source_key(new)
+            if pattern is not None and (full := find(renamed)) is not None:
+                joined.setdefault(full, (converter, {}))[1].setdefault(pattern, []).append(name)
+                break
+        else:
+            sources.setdefault(find(new) or find(name) or name, name)
+    return sources | {name: JoinedSource(converter, parts) for name, (converter, parts) in joined.items()}
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -22,11 +22,11 @@ from lightning_shardckpt.format.clean_fqn import without_peft_layers
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, list_tensors
 from lightning_shardckpt.sources.hf_conversion import (
-    Conversions,
     JoinedSource,
     UnsupportedError,
     convert,
     hugging_face_models,
+    names_in_model,
 )
 from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import Source
@@ -186,7 +186,7 @@ def _candidates(names: Sequence[str], state: Collection[str], module: nn.Module)
     yield from (_of_adapter(names, state, prefix) for prefix in ["", *children])
     for prefix, model in hugging_face_models(module).items():
         live = _relative(state, f"{prefix}." if prefix else "")
-        sources = Conversions(model).apply(names, live.__contains__)
+        sources = names_in_model(model, names, live.__contains__)
         yield _Candidate(live, {name: where for name, where in sources.items() if name in live}, prefix, model)
     prefixes = {_common_prefix(state), *children} - {""}
     for prefix in ["", *sorted(prefixes)]:
