@@ -229,13 +229,24 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
-def refresh_flat_weights(module: nn.Module) -> None:
-    """Update the list of weights that a recurrent module keeps beside its registered parameters.
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> list[tuple[nn.RNNBase, list[Tensor | None]]]:
+    """Update the list of weights that recurrent modules keep beside their registered parameters.
 
-    Its forward updates it only if the parameters differ, and until then the list keeps the old ones alive.
+    Their forward updates it only if the parameters differ, and until then the list keeps the old ones alive.
+
+    Returns:
+        The recurrent modules among ``modules`` with their previous lists, for `restore_flat_weights`.
     """
-    if isinstance(module, nn.RNNBase):
+    before = [(m, m.__dict__["_flat_weights"]) for m in modules if isinstance(m, nn.RNNBase)]
+    for module, _ in before:
         module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+    return before
+
+
+def restore_flat_weights(before: Iterable[tuple[nn.RNNBase, list[Tensor | None]]]) -> None:
+    """Undo `refresh_flat_weights`."""
+    for module, weights in before:
+        module.__dict__["_flat_weights"] = weights
 
 
 # ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────

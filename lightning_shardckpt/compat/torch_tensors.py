@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -23,6 +23,10 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 with_torch_function = torch._C._EnableTorchFunction
 """A context that enables ``__torch_function__`` again inside of `without_torch_function`."""
+
+NO_TORCH_FUNCTION: Any = nn.Parameter.__torch_function__
+"""The ``__torch_function__`` of a class whose functions act as on Tensors, and return Tensors."""
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's local tensor, or any other tensor itself, without the slow import of DTensor."""
@@ -97,6 +101,11 @@ def shares_memory(tensor: Tensor) -> bool:
     """Return whether other tensors share its memory: views, also of inference mode, ``data`` and ``detach()``."""
     storage = tensor.untyped_storage()  # the tensor and this object count as 2
     return tensor._base is not None or bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def viewed_tensor(view: Tensor) -> Tensor | None:
+    """Return the tensor of which another is a view for autograd; None for other tensors. Relies on ``_base``."""
+    return view._base
 
 
 def storage_uses(tensor: Tensor) -> int:

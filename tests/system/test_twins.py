@@ -186,6 +186,7 @@ IN_PIPELINES = ("ClipsByNorm", "Lbfgs", "LogsGradients", "PenalizesWeights", "Ho
 """One for each kind of reason for which pipelines refuse; test_pipeline_refusals has other reasons."""
 OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"
 NAMED = [
+    ("fsdp2, nothing ignored", "KeepsAView", "the module net.head keeps a view of a parameter"),
     *(one for one in SHARDED if one[1] == "PCGrad"),
     ("replicas", "HooksWhileItAccumulates", CASES["HooksWhileItAccumulates"].refused["replicas"]),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),

@@ -37,8 +37,8 @@ from lightning_shardckpt.parallel.pipeline.stage_runner import StageRunner, Step
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan
 from lightning_shardckpt.parallel.sharding.consistency import SAME_SAMPLES, fingerprint_without_wait
 from lightning_shardckpt.parallel.sharding.fqn import walk_modules
+from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
-from lightning_shardckpt.parallel.sharding.kept_gathers import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.system.random_generators import draw_seed, preserve_rng, seed_and_watch
 

@@ -2,7 +2,7 @@
 
 ``fully_shard`` changes the class and the parameters of a module. The user's modules must stay as they are, so it is
 applied to proxies: a *proxy* registers the parameters of a unit, and runs the unit's forward within its own. Torch's
-hooks on the proxy gather, free and prefetch; functions of the unit's parameters get tensors over the gathered memory.
+hooks on the proxy gather, free and prefetch; the unit's modules get tensors over the gathered memory.
 
 1. Before the forward of a proxy, torch gathers; after it, torch frees.
 2. Before the backward, torch gathers again, and prefetches the previous unit. It registers a hook for that on the
@@ -48,6 +48,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.gathered_parameters import values_of, views_of
 from lightning_shardckpt.parallel.sharding.proxy_modules import (
     AnnouncedGather,
     AnnouncedReduction,
@@ -55,6 +56,7 @@ from lightning_shardckpt.parallel.sharding.proxy_modules import (
     ProxyModule,
     ProxyRoot,
 )
+from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.gather import (
     GATHERED,
     RECEIVER,
@@ -64,11 +66,23 @@ from lightning_shardckpt.parallel.tensors.gather import (
     refuse_batched,
     refuse_sparse,
 )
-from lightning_shardckpt.parallel.tensors.gathered import GatheredTensor, is_autocast, uses_other_hooks
 from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.placement import version_key
+from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks, version_key
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
-from lightning_shardckpt.parallel.tensors.views import views_of
+
+
+class GatheredByFSDP(NamedTuple):
+    """A parameter that ``fully_shard`` has gathered.
+
+    Attributes:
+        whole: the tensor for the forward.
+        regather: returns the memory for a backward, gathered again if it was freed.
+        history: the tensor of `CastWeight` if the parameter is gathered in the dtype of autocast, else None.
+    """
+
+    whole: Tensor
+    regather: Callable[[], Tensor]
+    history: Tensor | None = None
 
 
 class PlannedUnit(NamedTuple):
@@ -93,7 +107,7 @@ class PlannedUnit(NamedTuple):
 
 _SMALL = 1 / 16
 """The largest share of a unit that torch gathers together with other units' and keeps until the backward ends."""
-Gathered = dict[int, GatheredTensor]
+Gathered = dict[int, GatheredByFSDP]
 """Gathered parameters, by the ids of the sharded ones."""
 
 
@@ -442,10 +456,9 @@ class FSDPProxy:
         wholes, histories = self._as_seen(numbers, token, copies=copies)
         if torch.is_grad_enabled():
             self._free_before(inputs)
-        leaves = [self._leaves[n] for n in numbers]
         gathered = {
-            id(leaf): GatheredTensor(leaf, whole, version_key(leaf), partial(self._memory, n), history)
-            for n, leaf, whole, history in zip(numbers, leaves, wholes, histories, strict=True)
+            id(self._leaves[n]): GatheredByFSDP(whole, partial(self._memory, n), history)
+            for n, whole, history in zip(numbers, wholes, histories, strict=True)
         }
         references = [ref(whole) for whole in wholes]
         del wholes, histories
@@ -459,8 +472,6 @@ class FSDPProxy:
                     self._refuse(numbers[0], "keeps a view of a parameter when its forward is done")
         if any(not local_tensor(self._wholes[n]).untyped_storage().resizable() for n in numbers):
             self._refuse(numbers[0], "makes an array of NumPy of a parameter's memory")
-        if any(local_tensor(self._leaves[n]).dtype != self._dtype for n in numbers):
-            self._refuse(numbers[0], f"converts a parameter from {self._dtype} in its forward")
         return outputs
 
     def _as_seen(
@@ -639,10 +650,10 @@ class FSDPProxy:
 
 
 def _copy_memory(wholes: Sequence[Tensor]) -> None:
-    """Move gathered parameters that outlive a forward, and their views, to new memory."""
+    """Move gathered parameters that outlive a forward, and their detached views, to new memory."""
     with torch.no_grad(), without_torch_function():
         for whole in wholes:
-            shared = local_tensor(whole).data
+            shared = local_tensor(values_of(whole))
             memory = shared.clone().untyped_storage()
             views = [view for reference in views_of(whole) if (view := reference()) is not None]
             for tensor in (local_tensor(whole), *views):

@@ -26,7 +26,7 @@ from lightning_shardckpt.compat.torch_modules import set_frame_callback
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.consistency import check_gradients
 from lightning_shardckpt.parallel.sharding.fsdp import fsdp_modules
-from lightning_shardckpt.parallel.sharding.kept_gathers import KeptGathers
+from lightning_shardckpt.parallel.sharding.gathered_parameters import KeptGathers
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
 from lightning_shardckpt.parallel.sharding.replicated_gradients import (
     Reduction,

@@ -29,6 +29,7 @@ from lightning_shardckpt.compat.torch_tensors import without_modes
 from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fqn import named_modules
+from lightning_shardckpt.parallel.sharding.gathered_parameters import leaf_of
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import gather_whole
 from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
@@ -177,9 +178,8 @@ def _run(block: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any, state: di
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, ShardedTensor):
-        return gather_whole(parameter, "a check of the plan")
-    return parameter.detach()
+    leaf = leaf_of(parameter)  # a unit around the block may have gathered it
+    return gather_whole(leaf, "a check of the plan") if isinstance(leaf, ShardedTensor) else leaf.detach()
 
 
 def _copy_argument(dtype: torch.dtype, value: Any) -> Any:

@@ -1,14 +1,14 @@
 """FSDP units: modules whose parameters are gathered while their forward runs.
 
 A *unit* has the parameters of a module and of the modules inside it, except for units inside it. While its ``forward``
-runs, functions get gathered values of the parameters that
+runs, the module has plain tensors in place of the parameters that
 
 * ``fully_shard`` gathers, through `fsdp_proxies`;
+* torch.compile or a fast path of torch's attention reads;
 * a tensor-parallel plan shards;
-* a pipeline keeps for several passes;
-* torch.compile or a fast path of torch's attention reads: for these, the module has the gathered tensors themselves.
+* a pipeline keeps for several passes.
 
-All other parameters are gathered one by one when a function needs them.
+All other parameters stay sharded, and are gathered one by one when a function needs them.
 
 The tensors that autograd saves for the backward do not include gathered parameters: hooks save a reference in their
 place, and ``fully_shard`` gathers again when autograd unpacks it.
@@ -17,8 +17,8 @@ place, and ``fully_shard`` gathers again when autograd unpacks it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -32,35 +32,44 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import has_torch_function
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.pytree import map_tensors
 from lightning_shardckpt.compat.torch_modules import (
     has_compiled,
     parameter_slots,
+    refresh_flat_weights,
+    restore_flat_weights,
     set_frame_callback,
     skip_folders,
 )
 from lightning_shardckpt.compat.torch_tensors import (
     in_functional_transform,
-    mark_as_parameter,
     memory_id,
+    version_of,
+    viewed_tensor,
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine, FSDPProxy, Gathered, PlannedUnit
-from lightning_shardckpt.parallel.sharding.kept_gathers import KeptGathers
-from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
-from lightning_shardckpt.parallel.tensors.gathered import (
-    CAST_LAYERS,
-    GatheredTensor,
-    SavedParameters,
-    in_forward,
-    is_in_forward,
+from lightning_shardckpt.parallel.sharding.gathered_parameters import (
+    KeptGathers,
+    as_gathered,
+    enter_forward,
+    hide_gradients,
+    leave_forward,
+    values_of,
+    views_of,
+    was_data_read,
 )
-from lightning_shardckpt.parallel.tensors.placement import version_key
+from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
+from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
+from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.views import connect_to_shards
 
 Forward = Callable[..., Any]
 Slot = tuple[nn.Module, str]
@@ -122,7 +131,7 @@ class UnitForward:
     def __init__(self, module: nn.Module, unit: Unit, wrapped: Forward | None) -> None:
         self._module, self.unit, self._wrapped = ref(module), unit, wrapped
         self._places = list[Slot]()
-        self._is_compiled, self._with_fast_paths = False, list[nn.Module]()
+        self._is_compiled = self._has_fast_paths = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.unit.recompute and torch.is_grad_enabled():
@@ -153,14 +162,15 @@ class UnitForward:
     def _run(self, /, *args: Any, **kwargs: Any) -> Any:
         compiler = set_frame_callback(None)  # disables torch.compile until the original forward
         try:
-            leaves = self._leaves()
+            slots = self._slots()
+            leaves = list({id(leaf): leaf for _, _, leaf in slots}.values())
+            _refuse_kept_views(self.unit.name, leaves)
             forward = partial(self.__wrapped__, *args, **kwargs)
             if leaves and KeptGathers.current is not None:
                 key = (id(self._owner), *(leaf.requires_grad for leaf in leaves))  # a step may freeze it for one call
-                wholes = KeptGathers.current.take(key, leaves, partial(_gather_to_keep, self.unit, leaves))
-                kept = [GatheredTensor(leaf, w, version_key(leaf)) for leaf, w in zip(leaves, wholes, strict=True)]
-                return self._run_with({id(leaf): g for leaf, g in zip(leaves, kept, strict=True)}, forward, compiler)
-            body = partial(self._run_beside, leaves, forward, compiler)
+                wholes = KeptGathers.current.take(key, partial(_gather_to_keep, self.unit, leaves))
+                return self._run_with(slots, dict(zip(map(id, leaves), wholes, strict=True)), forward, compiler, {})
+            body = partial(self._run_beside, slots, leaves, forward, compiler)
             is_compiled = compiler is not None or self._is_compiled
             for proxy, selected in _select_proxies(self.unit, leaves, is_compiled=is_compiled):
                 body = partial(_run_in_proxy, proxy, selected, (args, kwargs), body)
@@ -177,48 +187,85 @@ class UnitForward:
         finally:
             set_frame_callback(compiler)
 
-    def _leaves(self) -> list[ShardedTensor]:
-        """Return the sharded parameters of the unit that no running forward has gathered."""
+    def _slots(self) -> list[tuple[nn.Module, str, ShardedTensor]]:
+        """Return the modules and names with the sharded parameters of the unit; none while the unit runs."""
         if not self._places:
             module = self._owner
             self._places = [(m, name) for m in _own_modules(module) for name in parameter_slots(m)]
             self._is_compiled = has_compiled(module)
-            fast = [part for m in module.modules() if isinstance(m, _WITH_FAST_PATHS) for part in m.modules()]
-            self._with_fast_paths = list(dict.fromkeys(fast))
-        leaves: dict[int, Any] = {id(leaf := parameter_slots(m).get(name)): leaf for m, name in self._places}
-        return [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor) and not is_in_forward(leaf)]
+            self._has_fast_paths = any(isinstance(m, _WITH_FAST_PATHS) for m in module.modules())
+        slots: list[tuple[nn.Module, str, Any]] = [(m, name, parameter_slots(m).get(name)) for m, name in self._places]
+        return [
+            (m, name, leaf) for m, name, leaf in slots if isinstance(leaf, ShardedTensor) and not has_cast_weight(leaf)
+        ]
 
     def _run_beside(
-        self, leaves: Sequence[ShardedTensor], forward: Callable[[], Any], compiler: Any, gathered: Gathered
+        self,
+        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+        leaves: Sequence[ShardedTensor],
+        forward: Callable[[], Any],
+        compiler: Any,
+        by_fsdp: Gathered,
     ) -> Any:
-        """Run a forward with the parameters that ``fully_shard`` gathered, and others that must be gathered."""
+        """Run a forward with the parameters that ``fully_shard`` gathered, and others that must be plain."""
         is_compiled = compiler is not None or self._is_compiled
+        are_plain, wholes = is_compiled or self._has_fast_paths, dict[int, Tensor]()
         for leaf in leaves:
-            is_read = is_compiled or self._with_fast_paths or sharding_of(leaf).model_mesh is not None
-            if is_read and id(leaf) not in gathered:
-                gathered[id(leaf)] = GatheredTensor(leaf, _gather(self.unit, leaf), version_key(leaf))
+            if (gathered := by_fsdp.get(id(leaf))) is not None:
+                wholes[id(leaf)] = as_gathered(gathered.whole, leaf) if gathered.history is None else gathered.whole
+            elif are_plain or sharding_of(leaf).model_mesh is not None:
+                wholes[id(leaf)] = _gather(self.unit, leaf)
         if is_compiled:
-            planned = {number for number, g in gathered.items() if isinstance(g.whole, DTensor)}
+            planned = {number for number, whole in wholes.items() if isinstance(whole, DTensor)}
             if planned:
                 refuse_compiled(self._owner, self.unit.name, planned, from_outside=compiler is not None)
-        return self._run_with(gathered, forward, compiler)
+            hide_gradients(wholes.values())
+        return self._run_with(slots, wholes, forward, compiler, by_fsdp)
 
-    def _run_with(self, gathered: Gathered, forward: Callable[[], Any], compiler: Any) -> Any:
-        """Run a forward with gathered parameters."""
-        hooks: AbstractContextManager[Any] = nullcontext()
-        if torch.is_grad_enabled() and KeptGathers.current is None:
-            hooks = SavedParameters(self.unit.name, [*gathered.values()]).hooks() if gathered else hooks
-        is_compiled = compiler is not None or self._is_compiled
-        read = _own_modules(self._owner) if is_compiled else [m for m in self._with_fast_paths if not m.training]
-        with sharded_as_planned(self._places), _put_in_place(read, gathered), in_forward(gathered), hooks:
-            set_frame_callback(compiler)
-            try:
-                outputs = forward()
-            finally:
-                set_frame_callback(None)
-        for found in gathered.values():
-            found.end_forward(f"the forward of {self.unit.name}")
-        return _copy_freed(outputs, {memory_id(local_tensor(g.whole)) for g in gathered.values() if g.regather})
+    def _run_with(
+        self,
+        slots: Sequence[tuple[nn.Module, str, ShardedTensor]],
+        plain: dict[int, Tensor],
+        forward: Callable[[], Any],
+        compiler: Any,
+        by_fsdp: Gathered,
+    ) -> Any:
+        """Run a forward with the tensors in ``plain``, by the ids of the sharded ones; some are ``by_fsdp``."""
+        name = self.unit.name
+        replaced = {id(leaf): leaf for _, _, leaf in slots if id(leaf) in plain}
+        leaves, wholes = list(replaced.values()), [plain[number] for number in replaced]
+        cast = {
+            id(leaf): CastWeight.of(leaf, gathered.whole, gathered.history)
+            for leaf in leaves
+            if (gathered := by_fsdp.get(id(leaf))) is not None and gathered.history is not None
+        }
+        slots = [slot for slot in slots if id(slot[2]) in replaced and id(slot[2]) not in cast]
+        enter_forward(wholes)
+        versions = [version_of(whole) for whole in wholes]
+        saved = None
+        if leaves and torch.is_grad_enabled() and KeptGathers.current is None:
+            regather = [by_fsdp[id(leaf)].regather if id(leaf) in by_fsdp else None for leaf in leaves]
+            saved = SavedParameters(name, leaves, wholes, regather)
+        try:
+            hooks = nullcontext() if saved is None else saved.hooks()
+            with sharded_as_planned(self._places), _put_in_place(slots, plain), cast_weights(cast), hooks:
+                set_frame_callback(compiler)
+                try:
+                    outputs = forward()
+                finally:
+                    set_frame_callback(None)
+            for leaf, whole, version in zip(leaves, wholes, versions, strict=True):
+                if version_of(whole) != version or was_data_read(whole):
+                    _write_back(leaf, whole, name)
+                if views := views_of(whole):
+                    views[:] = [view for view in views if view() is not None]
+                    _views[leaf] = views, version_of(local_tensor(leaf))
+            if saved is not None:
+                saved.end_forward()
+            freed = {memory_id(local_tensor(gathered.whole)) for gathered in by_fsdp.values()}
+            return _replace_in_outputs(outputs, leaves, wholes, freed)
+        finally:
+            leave_forward(wholes)
 
 
 def _select_proxies(
@@ -248,17 +295,48 @@ def _run_in_proxy(
 def _gather(unit: Unit, leaf: ShardedTensor) -> Tensor:
     """Gather a parameter for a forward without torch's engine."""
     with without_torch_function():
-        return gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device)
+        return as_gathered(gather_whole(leaf, unit.name, on_model_axes=False, device=unit.device), leaf)
 
 
-def _copy_freed(outputs: Any, freed: Collection[int]) -> Any:
-    """Copy views of memory that torch's engine frees; those for which autograd records nothing follow the shards."""
+def _replace_in_outputs(
+    outputs: Any, leaves: Sequence[ShardedTensor], wholes: Sequence[Tensor], freed: Collection[int]
+) -> Any:
+    """Replace gathered parameters in the outputs of a forward by the sharded ones, so that changes reach the shards.
 
-    def copy(value: Tensor) -> Tensor:
-        is_freed = type(value) is Tensor and value.layout == torch.strided and memory_id(value) in freed
-        return value.clone() if is_freed else value
+    Without gradients, views of parameters become views of the shards; with gradients, autograd forbids changes. Views
+    of memory that torch's engine has ``freed`` are copied.
+    """
+    shards = {id(whole): leaf for leaf, whole in zip(leaves, wholes, strict=True)}
 
-    return map_tensors(copy, outputs) if freed else outputs
+    def replace(value: Tensor) -> Tensor:
+        if id(value) in shards:
+            return shards[id(value)]
+        if type(value) is not Tensor:
+            return value
+        base = viewed_tensor(value) if not torch.is_grad_enabled() else None
+        if base is not None and id(base) in shards:
+            memory = values_of(base)
+            if memory_id(memory) in freed:
+                memory = memory.clone()
+                value = memory.as_strided(value.size(), value.stride(), value.storage_offset())
+            return connect_to_shards(value, shards[id(base)], memory)
+        return value.clone() if value.layout == torch.strided and freed and memory_id(value) in freed else value
+
+    return map_tensors(replace, outputs)
+
+
+def _refuse_kept_views(name: str, leaves: Sequence[ShardedTensor]) -> None:
+    """Raise if a view of an earlier gather is still alive, and the parameter has changed since."""
+    if not _views:
+        return
+    for leaf in leaves:
+        views, version = _views.pop(leaf, ((), 0))
+        if any(view() is not None for view in views) and version_of(local_tensor(leaf)) != version:
+            raise UnsupportedCodeError(
+                f"the forward of {name} keeps a view of its parameter of shape {tuple(leaf.shape)} from an earlier "
+                "call (weight.detach(), weight.data). It would not follow changes of the parameter, which is gathered "
+                "again for each call: take a new view in each call, or keep a copy (weight.detach().clone())."
+            )
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -294,9 +372,9 @@ def _cast_by_autocast(unit: nn.Module) -> set[int]:
     """Return the ids of the parameters of a unit that only torch's own linear layers and convolutions have."""
     inside, others = set[int](), set[int]()
     for module in _own_modules(unit):
-        is_plain = type(module) in CAST_LAYERS and not isinstance(getattr(module, "padding", None), str)
-        slots: dict[str, Any] = {} if isinstance(module, nn.RNNBase) else {**parameter_slots(module)}
-        for name, leaf in slots.items():  # recurrent modules keep a list of their weights, and aren't compiled
+        is_plain = type(module) in LAYERS and not isinstance(getattr(module, "padding", None), str)
+        slots: dict[str, Any] = {**parameter_slots(module)}
+        for name, leaf in slots.items():
             is_whole = isinstance(leaf, ShardedTensor) and sharding_of(leaf).model_mesh is None
             (inside if is_plain and is_whole and name in ("weight", "bias") else others).add(id(leaf))
     return inside - others
@@ -325,31 +403,43 @@ def _refuse_nested_tensors(encoder: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_views: MutableMapping[ShardedTensor, tuple[Sequence[ref[Tensor]], int]] = WeakIdKeyDictionary()
+"""Detached views of gathered parameters that outlived a forward, and the version of the parameter then."""
 
 
 def _gather_to_keep(unit: Unit, leaves: Sequence[ShardedTensor]) -> list[Tensor]:
     """Gather parameters for several passes."""
     wholes: dict[int, Tensor] = {}
     for proxy, selected in _select_proxies(unit, leaves, is_compiled=False):  # pipelines don't gather cast weights
-        wholes |= dict(zip(map(id, selected), proxy.keep(selected), strict=True))
+        kept = map(as_gathered, proxy.keep(selected), selected)
+        wholes |= dict(zip(map(id, selected), kept, strict=True))
     return [wholes[id(leaf)] if id(leaf) in wholes else _gather(unit, leaf) for leaf in leaves]
 
 
 @contextmanager
-def _put_in_place(modules: Iterable[nn.Module], gathered: Gathered) -> Iterator[None]:
-    """Inside, these modules have the gathered tensors in place of their parameters."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    for module in modules:
-        slots: dict[str, Any] = {} if isinstance(module, nn.RNNBase) else {**parameter_slots(module)}
-        for name, leaf in slots.items():  # recurrent modules keep a list of their weights, and aren't compiled
-            found = gathered.get(id(leaf))
-            if found is not None and found.history is None and not isinstance(found.whole, DTensor):
-                mark_as_parameter(found.whole)
-                before.append((parameter_slots(module), name, leaf))
-                parameter_slots(module)[name] = found.whole  # type: ignore[assignment]  # torch takes it for one
+def _put_in_place(slots: Sequence[tuple[nn.Module, str, ShardedTensor]], wholes: dict[int, Tensor]) -> Iterator[None]:
+    for module, name, leaf in slots:
+        parameter_slots(module)[name] = wholes[id(leaf)]  # type: ignore[assignment]  # torch takes it for a parameter
+    flat = refresh_flat_weights({id(m): m for m, _, _ in slots}.values())
     try:
         yield
     finally:
-        for present, name, leaf in before:
-            if present.get(name) is gathered[id(leaf)].whole:  # unless the forward has assigned another one
-                present[name] = leaf
+        for module, name, leaf in slots:
+            present = parameter_slots(module)
+            if present.get(name) is wholes[id(leaf)]:  # unless the forward has assigned another one
+                present[name] = leaf  # type: ignore[assignment]  # as above
+        restore_flat_weights(flat)
+
+
+def _write_back(leaf: ShardedTensor, whole: Tensor, name: str) -> None:
+    """Copy a gathered parameter that a forward has changed into the shards."""
+    if isinstance(whole, DTensor):
+        raise UnsupportedCodeError(
+            f"the forward of {name} changes a parameter of shape {tuple(whole.shape)} that tensor parallelism shards. "
+            "Leave its module out of tensor_parallel_plan."
+        )
+    sharding = sharding_of(leaf)
+    with without_torch_function(), torch.no_grad():
+        values = values_of(whole).clone()  # NumPy makes the memory of an array's tensor not resizable
+        check_equal_on_ranks(values, sharding, f"the forward of {name}")
+        local_tensor(leaf).copy_(local_part(values_of(whole), sharding))

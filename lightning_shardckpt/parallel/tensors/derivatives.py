@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt.compat.torch_tensors import with_torch_function, without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import GATHERED, REMEDY, takes_gradients_late
-from lightning_shardckpt.parallel.tensors.gathered import gathered_in_forward
 from lightning_shardckpt.parallel.tensors.kinds import name_of
 from lightning_shardckpt.parallel.tensors.placement import describe
 from lightning_shardckpt.parallel.tensors.sharded import (
@@ -34,12 +33,7 @@ def gather_arguments(function: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):
         return args
     with without_torch_function():
-        return tuple(_gather_argument(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
-
-
-def _gather_argument(tensor: DTensor, what: str) -> Tensor:
-    found = gathered_in_forward(tensor)
-    return found.whole if found is not None else gather_whole(tensor, what)
+        return tuple(gather_whole(arg, function.__name__) if is_sharded(arg) else arg for arg in args)
 
 
 def refuse_unused_copies(inputs: Sequence[Any], gradients: Sequence[Tensor | None] | None) -> None:

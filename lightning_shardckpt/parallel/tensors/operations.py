@@ -14,14 +14,12 @@ from lightning_shardckpt.compat.dtensor import local_tensor, rows_of, shape_of, 
 from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.derivatives import differentiate, register_hook
-from lightning_shardckpt.parallel.tensors.gathered import IN_FORWARD
 from lightning_shardckpt.parallel.tensors.kinds import Kind, name_of, writes_first
 from lightning_shardckpt.parallel.tensors.placement import local_part
 from lightning_shardckpt.parallel.tensors.sharded import (
     HANDLERS,
     LEAF,
     Function,
-    Handler,
     ShardedTensor,
     check_not_leaf,
     is_alike,
@@ -40,12 +38,11 @@ from lightning_shardckpt.parallel.tensors.values import (
     join_norms,
     sharding_of,
 )
-from lightning_shardckpt.parallel.tensors.views import ShardView, run_gathered, run_in_forward
+from lightning_shardckpt.parallel.tensors.views import ShardView, run_gathered
 from lightning_shardckpt.parallel.tensors.written_numbers import record_numbers
 
 _MOVES = ("cpu", "cuda", "to")
 _NUMBERS = (float, int, bool)
-_DEVICE = frozenset(("device", "is_cuda", "is_cpu", "get_device"))
 
 
 def _access(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +54,6 @@ def _access(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _run_plain(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if IN_FORWARD and (found := IN_FORWARD.get(id(args[0]))) is not None and name_of(func) in _DEVICE:
-        return func(found.whole)  # shards may be offloaded
     with without_torch_function():
         return func(*args, **kwargs)
 
@@ -317,35 +312,21 @@ def _compute_norms(tensors: Sequence[Any], order: float) -> list[Tensor]:
     ]
 
 
-def _in_forward_or(handler: Handler) -> Handler:
-    """Return a handler that runs functions of parameters of a running forward on their gathered values."""
-
-    def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if IN_FORWARD and (done := run_in_forward(func, args, kwargs)) is not None:
-            return done[0]
-        return handler(func, args, kwargs)
-
-    return run
-
-
-_ON_VALUES: dict[Kind, Handler] = {
-    Kind.EXAMPLE: _run_with_examples,
-    Kind.LIKE: _make_like,
-    Kind.RANDOM: _draw,
-    Kind.ELEMENTWISE: _run_elementwise,
-    Kind.NORM: _run_norm,
-    Kind.LISTS: _run_on_lists,
-    Kind.LIST_OF_NORMS: _run_foreach_norm,
-    Kind.ADDRESS: _refuse_address,
-    Kind.WHOLE: run_gathered,
-}
 HANDLERS.update(
     {
         Kind.ACCESSOR: _access,
         Kind.METADATA: _run_plain,
         Kind.AUTOGRAD: differentiate,
         Kind.HOOK: register_hook,
+        Kind.EXAMPLE: _run_with_examples,
+        Kind.LIKE: _make_like,
+        Kind.RANDOM: _draw,
+        Kind.ELEMENTWISE: _run_elementwise,
+        Kind.NORM: _run_norm,
+        Kind.LISTS: _run_on_lists,
+        Kind.LIST_OF_NORMS: _run_foreach_norm,
+        Kind.ADDRESS: _refuse_address,
         Kind.TEXT: lambda func, args, kwargs: repr(args[0]),
-        **{kind: _in_forward_or(handler) for kind, handler in _ON_VALUES.items()},
+        Kind.WHOLE: run_gathered,
     }
 )

@@ -99,7 +99,7 @@ def shard_parameters(
             if fqn in partial:
                 new[old].__dict__[PARTIAL] = partial_group
             slots[name] = new[old]
-        refresh_flat_weights(module)
+        refresh_flat_weights([module])
 
 
 def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from math import prod
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
-from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
 
 DATA_AXES = ("replicate", "shard")
@@ -53,21 +51,6 @@ class Sharding:
 def describe(tensor: DTensor) -> str:
     """Return the name and shape of a sharded tensor, for messages and comparisons."""
     return f"{tensor.__dict__.get(NAME, 'a tensor')} of shape {tuple(tensor.shape)}"
-
-
-def version_key(tensor: Tensor) -> tuple[int, int]:
-    """Return a key that changes with a tensor's values, in place or by an assignment to ``data``. No communication.
-
-    It changes on all ranks or on none; for an inference tensor, which has no version, always. It has no address: a rank
-    without rows has none, and freed memory is reused.
-    """
-    local = local_tensor(tensor)
-    if local.is_inference():
-        return next(_keys), 0
-    return version_of(local), tensor.__dict__.get(ASSIGNMENTS, 0)
-
-
-_keys = count(-1, -1)
 
 
 @lru_cache(maxsize=4096)

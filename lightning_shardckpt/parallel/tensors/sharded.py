@@ -40,11 +40,11 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.gather import RECEIVER, RowsToRead, takes_gradients_late
-from lightning_shardckpt.parallel.tensors.gathered import gathered_in_forward, is_in_forward
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
-from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
+from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -72,14 +72,14 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         if not args and "tensor" in kwargs:  # as torch.nn.init passes it
             args, kwargs = (kwargs["tensor"],), {k: v for k, v in kwargs.items() if k != "tensor"}
+        if (cast := cast_arguments(func, args, kwargs)) is not None:
+            return func(*cast[0], **cast[1])
         return _handler_of(func)(func, tuple(args), kwargs)
 
     @property
     def data(self) -> ShardedTensor:
         """The detached tensor, over the same memory."""
         with without_torch_function():
-            if is_in_forward(self):
-                gathered_in_forward(self)  # copies values that were written through a view
             return new_like(self, local_tensor(self).detach())
 
     @data.setter
@@ -244,6 +244,11 @@ def rows_like(value: Tensor, tensor: DTensor, what: str) -> Tensor:
     else:
         check_equal_on_ranks(value, sharding, what)
     return local_part(value.to(tensor.device), sharding).clone()
+
+
+def scatter(value: Tensor, tensor: DTensor) -> ShardedTensor:
+    """Shard a plain tensor, equal on all ranks, as ``tensor`` is. Differentiable."""
+    return as_sharded(Scatter.apply(value, tensor))  # type: ignore[no-untyped-call]  # torch's
 
 
 def check_not_leaf(target: Tensor, func: Function) -> None:

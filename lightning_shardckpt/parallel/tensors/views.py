@@ -4,42 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.pytree import map_tensors
-from lightning_shardckpt.compat.torch_tensors import (
-    in_functional_transform,
-    memory_id,
-    version_of,
-    without_torch_function,
-)
-from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.gather import REMEDY
-from lightning_shardckpt.parallel.tensors.gathered import (
-    CAST_FUNCTIONS,
-    GatheredTensor,
-    SavedParameters,
-    gathered_in_forward,
-    is_in_forward,
-)
+from lightning_shardckpt.compat.torch_tensors import memory_id, version_of, without_torch_function
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of, name_of, writes_first
-from lightning_shardckpt.parallel.tensors.placement import version_key
+from lightning_shardckpt.parallel.tensors.placement import local_part
+from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters, version_key
 from lightning_shardckpt.parallel.tensors.sharded import (
     TAKES_PRECEDENCE,
     Function,
     check_not_leaf,
     is_sharded,
     map_nested,
+    new_like,
+    scatter,
     tensors_in,
 )
-from lightning_shardckpt.parallel.tensors.values import gather_whole
-
-_VIEWS = "_shardckpt_views"
+from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 
 
 class ShardView(Tensor):
@@ -59,6 +48,40 @@ class ShardView(Tensor):
         return run_gathered(func, tuple(args), kwargs or {})
 
 
+@dataclass(slots=True)
+class GatheredTensor:
+    """A sharded tensor, gathered.
+
+    Attributes:
+        shards: the sharded tensor.
+        whole: the gathered one.
+        version: the `version_key` of ``shards`` when it was gathered.
+    """
+
+    shards: DTensor
+    whole: Tensor
+    version: tuple[int, int]
+
+    def refresh(self) -> None:
+        """Gather again into the same memory, if the shards have changed."""
+        if self.version != version_key(self.shards):
+            with torch.no_grad():
+                self.whole.copy_(gather_whole(new_like(self.shards, local_tensor(self.shards).detach()), "a view"))
+            self.version = version_key(self.shards)
+
+    def write_back(self, what: str) -> None:
+        """Copy the whole tensor into the shards, through autograd if it requires a gradient."""
+        sharding = sharding_of(self.shards)
+        check_equal_on_ranks(self.whole.detach(), sharding, what)
+        if torch.is_grad_enabled() and self.whole.requires_grad:
+            self.shards.copy_(scatter(self.whole, self.shards))
+        else:
+            with torch.no_grad():
+                local_tensor(self.shards).copy_(local_part(self.whole.detach(), sharding))
+            increment_version(self.shards)
+        self.version = version_key(self.shards)
+
+
 _kept: dict[tuple[int, torch.device, bool], GatheredTensor] | None = None
 """Parameters that the running step has gathered for autograd; None between steps."""
 
@@ -75,10 +98,7 @@ def keep_gathered() -> Iterator[None]:
 
 
 def _gather(tensor: DTensor, what: str, device: torch.device, *, on_model_axes: bool) -> GatheredTensor:
-    """Gather a tensor, or return the one that a running forward has gathered, or `keep_gathered` kept."""
-    found = gathered_in_forward(tensor)
-    if found is not None and not (on_model_axes and isinstance(found.whole, DTensor)):
-        return found
+    """Gather a tensor, or return the one that `keep_gathered` kept."""
     is_kept = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
     key, version = (id(tensor), device, on_model_axes), version_key(tensor)
     if is_kept and _kept is not None and (kept := _kept.get(key)) is not None and kept.version == version:
@@ -146,54 +166,9 @@ def run_gathered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if version_of(tensor) != version:  # changed because of a flag, such as inplace=True or max_norm
                 with torch.no_grad():
                     origins[memory].write_back(name)
+        if saved is not None:
+            saved.end_forward()
         return map_tensors(lambda t: targets[id(t)] if id(t) in targets else _connect(t, origins), result)
-
-
-def run_in_forward(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
-    """Run a function on parameters that a running forward has gathered.
-
-    A function that changes a parameter itself runs on its shards. Views of parameters are `ShardView`.
-
-    Returns:
-        The result; None if no argument is such a parameter.
-    """
-    replaced, whole = dict[int, GatheredTensor](), kwargs
-    with without_torch_function():
-        plain = [_replace(value, func, replaced) for value in args]
-        if kwargs:
-            whole = {name: _replace(value, func, replaced) for name, value in kwargs.items()}
-    if not replaced or (writes_first(func) and is_in_forward(args[0])) or (kwargs and is_in_forward(kwargs.get("out"))):
-        return None
-    if name_of(func) == "detach":
-        return None  # a sharded tensor, which may be kept
-    if func in CAST_FUNCTIONS and any(gathered.history is not None for gathered in replaced.values()):
-        if any(type(value) is str for value in (*args, *kwargs.values())):
-            return None  # with padding="same", other functions are called inside
-        if torch.is_grad_enabled() and in_functional_transform():
-            raise UnsupportedCodeError(
-                f"torch.func or torch.vmap calls {name_of(func)} in a forward under autocast, and fully_shard has "
-                f"gathered its weight in the dtype of autocast. {REMEDY}"
-            )
-    result = func(*plain, **whole)
-    if id(result) in replaced:  # as of contiguous()
-        return (replaced[id(result)].shards,)
-    origins = {_memory(gathered.whole): gathered for gathered in replaced.values()}
-    with without_torch_function():
-        return (map_tensors(lambda t: _connect(t, origins), result),)
-
-
-def _replace(value: Any, func: Function, replaced: dict[int, GatheredTensor]) -> Any:
-    """Return an argument with gathered values for parameters of running forwards, and add these to ``replaced``."""
-    if is_in_forward(value):
-        found = gathered_in_forward(value, func)
-        if found is None:
-            return value
-        plain = found.use()
-        replaced[id(plain)] = found
-        return plain
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, func, replaced) for item in value)
-    return value
 
 
 def _save_parameters(origins: Iterable[GatheredTensor]) -> SavedParameters | None:
@@ -201,7 +176,12 @@ def _save_parameters(origins: Iterable[GatheredTensor]) -> SavedParameters | Non
     saved = [o for o in origins if o.shards.is_leaf and o.whole.requires_grad]
     if not saved or not torch.is_grad_enabled():
         return None
-    return SavedParameters("", saved)
+    return SavedParameters("", [o.shards for o in saved], [o.whole for o in saved], [None] * len(saved))
+
+
+def connect_to_shards(value: Tensor, shards: DTensor, whole: Tensor) -> Tensor:
+    """Turn a plain tensor over the memory of ``whole``, gathered from ``shards``, into a `ShardView` of them."""
+    return _connect(value, {_memory(whole): GatheredTensor(shards, whole, version_key(shards))})
 
 
 def _connect(value: Tensor, origins: dict[int, GatheredTensor]) -> Tensor:
@@ -210,15 +190,7 @@ def _connect(value: Tensor, origins: dict[int, GatheredTensor]) -> Tensor:
     if origin is not None:
         value.__class__ = ShardView
         value._origin = origin  # type: ignore[attr-defined]  # it is a ShardView now
-        if origin.regather is not None and not value.requires_grad:
-            views_of(origin.whole).append(ref(value))
     return value
-
-
-def views_of(whole: Tensor) -> list[ref[Tensor]]:
-    """Return references to the views, without gradients, of a tensor whose memory torch's engine frees."""
-    views: list[ref[Tensor]] = whole.__dict__.setdefault(_VIEWS, [])
-    return views
 
 
 def _memory(value: Tensor) -> int:

@@ -329,7 +329,7 @@ IN_STEP: dict[str, Callable[[Tensor, Refused], Tensor]] = {
 }
 IN_FORWARD: dict[str, Callable[[Any], Any]] = {
     "a kept view": lambda module: module.weight.t(),
-    "an array": lambda module: module.weight.view(-1).detach().numpy(),
+    "an array": lambda module: module.weight.detach().numpy(),
     "a conversion": lambda module: module.double(),
 }
 
@@ -377,23 +377,21 @@ TAKES: dict[str, Callable[[nn.Linear], Tensor]] = {
 }
 
 
-def _keep(how: str) -> tuple[Tensor, Tensor]:
-    """Return what the first validation kept, after the training, and the weight then."""
-    trainer = tiny.trainer({}, max_steps=4, val_check_interval=2, num_sanity_val_steps=1)
+def _keep(how: str) -> str | None:
+    trainer = tiny.trainer({}, max_steps=4, val_check_interval=2)
     loader = DataLoader(torch.randn(16, WIDTH), batch_size=2)
-    module = KeepsInValidation(TAKES[how])
-    trainer.fit(module, loader, loader)
-    kept: Tensor = module.kept[0]
-    return kept.clone(), full_state(module)["net.blocks.2.up.weight"]
+    try:
+        trainer.fit(KeepsInValidation(TAKES[how]), loader, loader)
+    except UnsupportedCodeError as error:
+        return str(error)
+    return None
 
 
-def _keep_each() -> dict[str, tuple[Tensor, Tensor]]:
+def _keep_each() -> dict[str, str | None]:
     return {how: _keep(how) for how in TAKES}
 
 
-def test_a_view_that_a_forward_without_gradients_keeps_follows_the_weight() -> None:
-    for found in run_ranks(2, _keep_each):
-        assert {how: torch.equal(kept, weight.t()) for how, (kept, weight) in found.items()} == {
-            "a view": True,
-            "a copy": False,
-        }
+def test_a_view_that_a_forward_without_gradients_keeps_is_refused() -> None:
+    for messages in run_ranks(2, _keep_each):
+        assert "keeps a view" in (messages["a view"] or "")
+        assert messages["a copy"] is None

@@ -293,30 +293,6 @@ class IsPositive(Natural):
         self.net.layers[1].b = Positive(12, WIDTH)
 
 
-class Juggling(nn.Linear):
-    """Changes its weight by itself and through views, in turns, and uses both."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, kept = self.weight.view(-1), self.weight.detach()
-        if self.training:
-            with torch.no_grad():
-                rows[:5].mul_(0.9)
-                self.weight.mul_(0.99)
-                rows[3:].add_(0.001)
-                self.weight.data[1] += 0.5 * kept[0]
-                self.weight.t()[0].mul_(1.02)
-                kept[-1:].clamp_(max=0.3)
-                self.weight.data.clamp_(min=-0.5)
-        return super().forward(x) + 0.1 * (x @ rows.view_as(self.weight).t()) + 0.1 * (x @ kept.t())
-
-
-@case()
-class Juggles(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = Juggling(WIDTH, CLASSES)
-
-
 @case()
 class ResetsItsHead(Natural):
     def on_train_batch_start(self, batch: Any, index: int) -> None:

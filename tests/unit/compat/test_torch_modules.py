@@ -42,6 +42,7 @@ from lightning_shardckpt.compat.torch_modules import (
     pre_load_origins,
     refresh_flat_weights,
     reset_method,
+    restore_flat_weights,
     result_hooks,
     run_eagerly,
     skip_folders,
@@ -236,14 +237,26 @@ def test_norms_are_told_by_what_they_derive_from() -> None:
 @torch.no_grad()  # a graph would keep parameters, too
 def test_a_recurrent_module_keeps_no_parameters_but_those_of_its_slots_once_refreshed() -> None:
     x, module, twin = torch.randn(4, 3), nn.GRU(3, 2), nn.GRU(3, 2)
-    expected = twin(x)[0]
+    expected, before = twin(x)[0], module(x)[0]
+    kept = dict(parameter_slots(module))
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in twin.named_parameters()}
+    parameter_slots(module).update(copies)
+    flat = refresh_flat_weights([module, nn.Linear(2, 2)])
+    assert [m for m, _ in flat] == [module]
+    assert torch.equal(module(x)[0], expected)
+    parameter_slots(module).update(kept)
+    restore_flat_weights(flat)
+    references = [weakref.ref(copy) for copy in copies.values()]
+    copies.clear()
+    assert [reference() for reference in references] == [None] * 4  # they are in no list
+    assert torch.equal(module(x)[0], before)
     old = [weakref.ref(p) for p in module.parameters()]
     parameter_slots(module).update({name: nn.Parameter(p.detach()) for name, p in twin.named_parameters()})
+    kept.clear()
+    flat.clear()
     assert None not in [reference() for reference in old]  # the list has them
-    refresh_flat_weights(module)
+    refresh_flat_weights([module])
     assert [reference() for reference in old] == [None] * 4
-    assert torch.equal(module(x)[0], expected)
-    refresh_flat_weights(nn.Linear(2, 2))  # has no list
 
 
 def hook(*arguments: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt.compat.torch_tensors import (
+    NO_TORCH_FUNCTION,
     DispatchMode,
     accumulation_hooks,
     below_functions,
@@ -30,6 +31,7 @@ from lightning_shardckpt.compat.torch_tensors import (
     storage_id,
     storage_uses,
     version_of,
+    viewed_tensor,
     with_hooks,
     with_torch_function,
     without_modes,
@@ -45,6 +47,10 @@ class Counted(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         Counted.calls += 1
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Plain(Tensor):
+    __torch_function__ = NO_TORCH_FUNCTION
 
 
 def calls_of_an_addition() -> int:
@@ -63,8 +69,12 @@ def test_torch_function_is_off_and_on_again_inside() -> None:
     assert calls_of_an_addition() == 1
 
 
+def test_a_class_without_torch_function_gives_tensors() -> None:
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is Tensor
+
+
 def test_a_marked_tensor_is_a_parameter_of_its_class() -> None:
-    tensor = torch.ones(2)
+    tensor = torch.ones(2).as_subclass(Plain)
     assert not isinstance(tensor, nn.Parameter) and not is_marked_as_parameter(tensor)
     mark_as_parameter(tensor)
     assert isinstance(tensor, nn.Parameter) and is_marked_as_parameter(tensor)
@@ -214,6 +224,11 @@ assert len(mode.seen) == 2, mode.seen
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_a_view_knows_the_tensor_that_it_views() -> None:
+    whole = torch.ones(4)
+    assert viewed_tensor(whole[1:]) is whole and viewed_tensor(whole) is None
 
 
 def test_written_arguments_are_those_of_the_schema() -> None:

@@ -1,0 +1,309 @@
+"""Gathered parameters in the forward of a unit, and gathered parameters that several passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, ClassVar, Self
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shardckpt.compat.torch_autograd import in_backward
+from lightning_shardckpt.compat.torch_tensors import NO_TORCH_FUNCTION, mark_as_parameter, without_torch_function
+from lightning_shardckpt.errors import UnsupportedCodeError
+from lightning_shardckpt.parallel.tensors.gather import absent_gradient
+from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
+from lightning_shardckpt.parallel.tensors.placement import describe
+from lightning_shardckpt.parallel.tensors.sharded import TAKES_PRECEDENCE, Function, map_nested
+from lightning_shardckpt.parallel.tensors.views import run_gathered
+
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
+_OWN = ("_leaf", "_compiled", "_touched", "_views", "_is_param")
+"""The attributes of a gathered parameter itself; all others are those of the sharded one."""
+
+
+class _StandsForLeaf:
+    """Gives a gathered parameter the gradients, hooks and attributes of the sharded one."""
+
+    __slots__ = ()
+    __dict__: dict[str, Any]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the parameter, from earlier backward passes."""
+        if "_compiled" in self.__dict__:
+            return None
+        return leaf_of(self).grad  # type: ignore[no-any-return]  # of a Tensor
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        leaf_of(self).grad = value
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether this forward records operations on the parameter."""
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value == leaf_of(self).requires_grad:
+            return
+        if value:
+            raise UnsupportedCodeError(
+                f"a forward sets requires_grad=True on its own parameter of shape {tuple(leaf_of(self).shape)}, which "
+                "was gathered without gradients for this forward. Set requires_grad before the module is called."
+            )
+        leaf_of(self).requires_grad = False
+        Tensor.detach_(self)  # type: ignore[arg-type]  # it is one
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set ``requires_grad`` of the parameter, also for the rest of this forward."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Register a hook on the sharded parameter; it gets the gradient of all batches."""
+        return leaf_of(self).register_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Register a hook on the sharded parameter."""
+        return leaf_of(self).register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]  # of a Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(leaf_of(self), memo)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that was set on the sharded parameter."""
+        leaf = self.__dict__.get("_leaf")
+        if leaf is None or name not in leaf.__dict__:
+            raise AttributeError(f"a parameter has no attribute {name!r}")
+        return leaf.__dict__[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            leaf_of(self).__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        leaf_of(self).__dict__.pop(name)
+
+
+class GatheredCopy(_StandsForLeaf, Tensor):
+    """A gathered parameter in the forward of a unit: an ordinary tensor that records uses of ``data``."""
+
+    __torch_function__: Any = NO_TORCH_FUNCTION
+
+    @property
+    def data(self) -> Tensor:
+        """The values, over the same memory."""
+        self._touched = True
+        return self._record(_data.__get__(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy the values: other tensors share the memory."""
+        _refuse_conversion(self, value)
+        if value is not self:  # as module.to() assigns where nothing changes
+            with torch.no_grad():
+                self.copy_(value)
+
+    def detach(self) -> Tensor:
+        """Return a detached view."""
+        return self._record(super().detach())
+
+    def _record(self, view: Tensor) -> Tensor:
+        self.__dict__.setdefault("_views", []).append(ref(view))
+        return view
+
+
+class GatheredPart(_StandsForLeaf, DTensor):
+    """A gathered parameter that a tensor-parallel plan shards. Forwards must not change it."""
+
+    __slots__: list[str] = []
+    __torch_function__: Any = NO_TORCH_FUNCTION
+
+    @property
+    def data(self) -> Tensor:
+        """The values, over the same memory."""
+        self.__dict__["_touched"] = True
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse_conversion(self, value)
+        self.__dict__["_touched"] = True
+
+
+def _refuse_conversion(whole: Tensor, value: Tensor) -> None:
+    if value.dtype != whole.dtype or value.shape != whole.shape:
+        raise UnsupportedCodeError(
+            f"a forward converts {describe(leaf_of(whole))} from {whole.dtype} to {value.dtype}, or changes its shape. "
+            "Do so before the module is called, as in on_fit_start, or leave that module whole: "
+            "ShardedStrategy(fsdp=FSDP(ignored=[…]))."
+        )
+
+
+class _Outlives(_StandsForLeaf):
+    """A gathered parameter that user code keeps after the forward: functions run on the sharded one instead."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_nested((tuple(args), kwargs or {}), resolve_outliving)
+        if in_backward() and kind_of(func) is Kind.ELEMENTWISE:  # autograd unpacks it from other hooks
+            return run_gathered(func, tuple(args), kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter requires a gradient."""
+        return leaf_of(self).requires_grad  # type: ignore[no-any-return]  # of a Tensor
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        leaf_of(self).requires_grad = value
+
+    def __hash__(self) -> int:
+        raise UnsupportedCodeError(
+            f"a parameter of shape {tuple(leaf_of(self).shape)}, which a forward kept or returned in an object, is "
+            "used as a key, in a set or in an optimizer: there it would be another tensor than the module's. Take it "
+            "from the module (module.weight)."
+        )
+
+
+class OutlivingCopy(_Outlives, Tensor):
+    """A `GatheredCopy` after its forward."""
+
+
+class OutlivingPart(_Outlives, DTensor):
+    """A `GatheredPart` after its forward."""
+
+    __slots__: list[str] = []
+
+
+TAKES_PRECEDENCE.update((OutlivingCopy, OutlivingPart))
+_AFTER_FORWARD: dict[type, type] = {GatheredCopy: OutlivingCopy, GatheredPart: OutlivingPart}
+_IN_FORWARD = {after: within for within, after in _AFTER_FORWARD.items()}
+
+
+def enter_forward(wholes: Sequence[Tensor]) -> None:
+    """Let functions of gathered parameters run on these again, if several passes share them."""
+    for whole in wholes:
+        whole.__class__ = _IN_FORWARD.get(type(whole), type(whole))
+
+
+def leave_forward(wholes: Sequence[Tensor]) -> None:
+    """Let functions of gathered parameters run on the sharded ones from now on."""
+    for whole in wholes:
+        whole.__class__ = _AFTER_FORWARD.get(type(whole), type(whole))
+
+
+def resolve_outliving(value: Any) -> Any:
+    """Return the sharded parameter for a gathered one whose forward has ended, and any other value itself."""
+    return leaf_of(value) if isinstance(value, _Outlives) else value
+
+
+def leaf_of(whole: Any) -> Any:
+    """Return the sharded parameter for a gathered one, and any other tensor itself."""
+    return whole.__dict__.get("_leaf", whole)
+
+
+class KeptGathers:
+    """Parameters that are gathered once for several passes over the same modules, such as those of microbatches.
+
+    The passes use copies that are leaves of autograd and accumulate the gradients, which `reduce` reduces.
+    """
+
+    current: ClassVar[KeptGathers | None] = None
+
+    def __init__(self) -> None:
+        self._gathered: dict[tuple[int, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        self._requires_grad = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, units take their parameters from here; gradients must be enabled if the passes need them."""
+        before, KeptGathers.current = KeptGathers.current, self
+        self._requires_grad = torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            KeptGathers.current = before
+
+    def take(self, key: tuple[int, ...], gather: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the gathered copies for ``key``. The first pass that asks for them gets them from ``gather``."""
+        if key not in self._gathered:
+            with torch.set_grad_enabled(self._requires_grad):
+                wholes = gather()
+            copies = [as_gathered(w.detach().requires_grad_(leaf_of(w).requires_grad), leaf_of(w)) for w in wholes]
+            self._gathered[key] = wholes, copies
+        return self._gathered[key][1]
+
+    def reduce(self) -> None:
+        """Reduce the gradients of all passes. Collective: every rank that has a shard must call it.
+
+        Raises:
+            UnsupportedCodeError: for a gradient that the backward of a layer has reduced already.
+        """
+        gathered, self._gathered = self._gathered, {}
+        wholes, gradients = [], []
+        for pair in gathered.values():
+            for whole, copy in zip(*pair, strict=True):
+                if whole.requires_grad:
+                    with without_torch_function():
+                        gradient = _grad.__get__(copy)
+                    if isinstance(gradient, DTensor) and not isinstance(whole, DTensor):
+                        raise UnsupportedCodeError(
+                            "a custom autograd function of a layer runs a module in its backward, and returns "
+                            f"gradients for parameters that were its arguments, here of {describe(leaf_of(whole))}. "
+                            "In a pipeline they would be reduced twice. Don't pass the parameters, and call "
+                            "torch.autograd.backward, or use torch.utils.checkpoint (of torchdiffeq odeint, not "
+                            "odeint_adjoint)."
+                        )
+                    wholes.append(whole)
+                    gradients.append(absent_gradient(whole) if gradient is None else gradient)
+        if wholes:
+            torch.autograd.backward(wholes, gradients)
+
+
+def as_gathered(whole: Tensor, leaf: Tensor) -> Tensor:
+    """Turn a gathered tensor into a parameter that stands for ``leaf``, in place, and return it."""
+    whole.__dict__["_leaf"] = leaf
+    if type(whole) is Tensor:
+        whole.__class__ = GatheredCopy
+    elif type(whole) is DTensor:
+        whole.__class__ = GatheredPart
+    mark_as_parameter(whole)
+    return whole
+
+
+def hide_gradients(wholes: Iterable[Tensor]) -> None:
+    """Make ``grad`` of gathered parameters None: torch.compile reads it, and can't trace a sharded gradient."""
+    for whole in wholes:
+        whole.__dict__["_compiled"] = True
+
+
+def values_of(whole: Tensor) -> Tensor:
+    """Return the ``data`` of a gathered parameter without a record."""
+    return _data.__get__(whole)  # type: ignore[no-any-return]  # a Tensor
+
+
+def views_of(whole: Tensor) -> list[ref[Tensor]]:
+    """Return the recorded detached views of a gathered parameter."""
+    return vars(whole).get("_views", [])  # type: ignore[no-any-return]  # as `GatheredCopy` makes it
+
+
+def was_data_read(whole: Tensor) -> bool:
+    """Return whether ``data`` of a gathered parameter was read: changes through it do not change the version."""
+    return vars(whole).get("_touched", False)  # type: ignore[no-any-return]  # a bool
