@@ -114,7 +114,7 @@ OUTSIDE_PIPELINES = frozenset(
     | {"AssignsTwiceInStep", "ClampsInStep", "SlowsDown"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
     | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own
-    | {"DistillsAttention", "PenalizesInputGradients"}  # Python's and torch's own errors
+    | {"DistillsAttention", "PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors
 )
 """Cases that the contract of pipelines does not cover, and that differ or fail there."""
 
