@@ -21,8 +21,10 @@ from lightning_shardckpt.state.peft_modules import frozen_base_parameters
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import adapters, small, tiny
-from tests.support.adapters import FSDP, PP, TP, fit_each, whole
+from tests.support.adapters import FSDP, PP, TP, base, fit_each, whole
 from tests.support.pool import run_ranks
+
+__all__ = ["base"]  # a fixture
 
 
 def stored(path: str) -> set[str]:
@@ -111,13 +113,13 @@ def test_functions_load_a_base_model_under_the_names_that_lora_gives_it(tmp_path
     def network() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
-    base, adapted = network(), get_peft_model(network(), LoraConfig(target_modules=["0"]))  # type: ignore[arg-type]
+    plain, adapted = network(), get_peft_model(network(), LoraConfig(target_modules=["0"]))  # type: ignore[arg-type]
     before = {name: value.clone() for name, value in adapted.state_dict().items() if "lora_" in name}
-    save(tmp_path / "base", {"model": base})
+    save(tmp_path / "base", {"model": plain})
     with pytest.warns(UserWarning, match="has no adapters: 2 tensors of adapters left as they are"):
         load(tmp_path / "base", {"model": adapted})
     for name, value in adapted.state_dict().items():
-        assert torch.equal(value, before[name] if name in before else base.get_parameter(base_fqn(name)))
+        assert torch.equal(value, before[name] if name in before else plain.get_parameter(base_fqn(name)))
 
 
 def resume_refused(strategy: Any, path: str, **options: Any) -> str:

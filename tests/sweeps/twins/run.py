@@ -110,6 +110,7 @@ class SavesAfterOneEpoch(pl.Callback):
 OUTSIDE_PIPELINES = frozenset(
     {"Adan", "DAdaptation", "Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
     | {"DistillsFeatures", "LooksAtActivations", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
+    | {"DistillsThroughProjections"}  # likewise
     | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
     | {"AssignsTwiceInStep", "ClampsInStep", "SlowsDown"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
