@@ -1,7 +1,7 @@
 """Measure saves, loads, exports and training steps beside the limits of the machine and beside peers.
 
     python examples/benchmarks/compare.py                  # a few minutes; --only save async … for some of it
-    python examples/benchmarks/compare.py --gb 2.14 --rounds 5 --out examples/benchmarks/results.json
+    python examples/benchmarks/compare.py --gb 2.14 --rounds 5 --out results.json
 
 Prints a table for each case, and with --out writes them as JSON. A case is one set of processes: gloo ranks on this
 machine with one thread each, or NCCL where there is a GPU for each rank, and an FSDP2 model in float32 with AdamW, --gb
