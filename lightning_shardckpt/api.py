@@ -233,7 +233,8 @@ def load(
     tensors are filled in place, ``load_state_dict`` of other objects is called, plain values are replaced in the dict.
     All differences are collected before any object changes; bytes are verified while they fill the objects.
 
-    Every entry of ``state`` must be in the checkpoint and match. Other modules, optimizers and tensors of the
+    Every entry of ``state`` must be in the checkpoint and match; adapters of PEFT keep their values, with a warning, if
+    only weights are loaded and the checkpoint has no adapters. Other modules, optimizers and tensors of the
     checkpoint are not read, so ``{"model": model}`` loads only the weights; other plain state is returned.
 
     Args:

@@ -21,7 +21,8 @@ from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import read_all
 from tests.support.file_systems import without_flags
-from tests.unit.storage.test_storage import ID, LOCAL, OTHER_ID, beside, content, killed, own_mounts, put, root_of, run
+from tests.support.killed import killed
+from tests.unit.storage.test_storage import ID, LOCAL, OTHER_ID, beside, content, own_mounts, put, root_of, run
 
 IS_ROOT = os.geteuid() == 0
 NOBODY = 65534

@@ -23,6 +23,7 @@ from lightning_shardckpt.storage.local.posix import rename_with_flag
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter
 from tests.support.file_systems import without_flags
+from tests.support.killed import killed
 from tests.support.pool import run_ranks
 from tests.unit.storage.test_storage import (
     ID,
@@ -30,7 +31,6 @@ from tests.unit.storage.test_storage import (
     OTHER_ID,
     beside,
     content,
-    killed,
     new_file,
     put,
 )

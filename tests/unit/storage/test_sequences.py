@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lightning_shardckpt.format.index import ROOT_NAME, prefix_of
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage, read_all
 from lightning_shardckpt.storage.router import StorageRouter
+from tests.support.killed import killed
 from tests.support.memory_storage import MemoryStorage
 from tests.support.stores import IMPATIENT
 
@@ -135,18 +135,6 @@ def content(reader: Reader, number: int) -> dict[str, bytes]:
     return {name.removeprefix(prefix): read_all(reader, name) for name in reader.names()}
 
 
-def in_a_process(work: Callable[[], object]) -> None:
-    """Do the work in a process that is killed then."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-
-
 def play(storage: Storage, folder: str, seeds: range, dies: Callable[[Callable[[], object]], None]) -> None:
     for seed in seeds:
         player, done = Player(storage, f"{folder}/{seed}", seed, dies), list[str]()
@@ -175,7 +163,7 @@ def test_each_path_holds_the_last_save_that_was_published(kind: str, seeds: rang
     if kind == "memory of a test":
         play(MemoryStorage(), "memory", seeds, lambda work: work() and None)
     elif kind == "disk":
-        play(LocalStorage(), str(tmp_path), seeds, in_a_process)
+        play(LocalStorage(), str(tmp_path), seeds, killed)
     else:
         play(StorageRouter(tuning=IMPATIENT), f"memory:/{tmp_path}", seeds, lambda work: work() and None)
 

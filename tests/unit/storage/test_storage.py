@@ -6,10 +6,9 @@ import errno
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,18 +54,6 @@ def content(storage: Storage, path: str) -> dict[str, bytes]:
         reader.close()
     assert len(dict(found)) == len(found)
     return dict(found)
-
-
-def killed(work: Callable[[], object]) -> None:
-    """Do the work in a process that is killed then."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def plain(name: str) -> str:
