@@ -81,7 +81,7 @@ REFUSED_IN_PIPELINES = {
 }
 NOT_IN_PIPELINES = (
     *REFUSED_IN_PIPELINES,
-    *("AveragesExponentially", "AveragesStochastically", "PrunesGlobally", "PrunesRows", "GoesOnUnfrozen"),
+    *("AveragesExponentially", "AveragesStochastically", "PrunesGlobally", "PrunesRows"),
     *("FinetunesBackbone", "FollowsByData", "FollowsByAssignment", "FollowsForeach", "FollowsByState"),
     *("FollowsByVector", "FollowsBeforeZeroGrad", "FollowsByCallback", "ResetsItsHead"),
     *("LoadsInStep", "CopiesItself", "Elastic", "HoldsAList", "WritesThroughViews", "Recurrent", "Attentive"),
@@ -98,7 +98,6 @@ NOT_RESUMED = (
     "HooksWhileItAccumulates",
     "StepsInBackwardByTorch",  # refused on several ranks
     *("AddsAGroup", "SparseGradients"),  # Lightning itself can't on one process; refused on two
-    "GoesOnUnfrozen",  # Lightning itself goes on with frozen layers
 )
 GOES_ON = [name for name, case in CASES.items() if name not in NOT_RESUMED and not is_swept(case)][::ONE_RESUMED_OF]
 
@@ -190,7 +189,7 @@ NAMED = [
     *(one for one in SHARDED if one[1] == "PCGrad"),
     ("replicas", "HooksWhileItAccumulates", CASES["HooksWhileItAccumulates"].refused["replicas"]),
     ("replicas", "NormalizesByRunningMean", "norm.mean differs between the data-parallel ranks"),
-    ("tp2", "HiddenGated", "net.layers.0 (Gated) computes something else when it is sharded"),
+    ("tp2", "HiddenGated", "net.layers.0 (Between) computes something else when it is sharded"),
     ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "computes with a plain tensor beside a DTensor"),
@@ -200,7 +199,7 @@ NAMED = [
 ELSEWHERE = [
     ("pp2 x fsdp2", "ConfiguresClipping", "mul_ writes the gradient of net.layers."),
     ("pp2 x fsdp2", "GoesBackInLayers", "grad asks for the gradient of net."),
-    ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Softmax) computes something else when it is sharded"),
+    ("pp2 x tp2", "HiddenSoftmax", "net.layers.0 (Between) computes something else when it is sharded"),
     *((topology, "GoesBackAlongLayers", OF_ARGUMENTS) for topology in ("fsdp2", "tp2")),
 ]
 

@@ -93,30 +93,6 @@ class Lora(nn.Linear):
 
 
 @case(max_epochs=2)
-class MergesForOneBatch(Frozen):
-    """Compares the merged network with the other one after some steps."""
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a, layer.b = Lora(WIDTH, 12), Lora(12, WIDTH)
-
-    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
-        if index % 2:
-            return
-        layers = [m for m in self.net.modules() if isinstance(m, Lora)]
-        example = torch.linspace(-1, 1, 12, dtype=torch.float64, device=self.device).view(2, 6)
-        with torch.no_grad():
-            before = self.net(example)
-            for layer in layers:
-                layer.merge()
-            after = self.net(example)
-            for layer in layers:
-                layer.separate()
-        self.seen += [float(before.sum()), float(after.sum())]
-
-
-@case(max_epochs=2)
 class MergesAndBeginsAnew(Frozen):
     """ReLoRA: after some steps the adapters go into the weights, begin with zeros, and Adam's moments are pruned."""
 
@@ -177,48 +153,6 @@ class SwapsAdaptersByBatch(WithSwitches):
 
 
 @case()
-class ComparesWithoutAdapters(WithSwitches):
-    """A step with both adapters and with none, as preference losses use the model below as their reference."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        with torch.no_grad(), self.using(None):
-            reference = F.log_softmax(self.net(batch[0]), -1)
-        with self.using("one"):
-            first = F.log_softmax(self.net(batch[0]), -1)
-        with self.using("two"):
-            second = F.log_softmax(self.net(batch[2]), -1)
-        chosen = batch[1][:, None]
-        margin = (first - reference).gather(1, chosen) - (second - reference).gather(1, chosen)
-        return -F.logsigmoid(margin).mean() + F.nll_loss(first, batch[1])
-
-
-@case(max_epochs=2)
-class LoadsAdaptersInStep(Frozen):
-    """One adapter, whose tensors are taken from a bank of tasks before the step and put back after it."""
-
-    def build(self) -> None:
-        super().build()
-        self.adapter = nn.Sequential(nn.Linear(WIDTH, 3), nn.GELU(), nn.Linear(3, WIDTH))
-        self.net.head.requires_grad_(True)
-        self.bank: dict[int, dict[str, Tensor]] = {}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if index % 2 in self.bank:
-            self.adapter.load_state_dict(self.bank[index % 2])
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        features = self.net.features(batch[0])
-        return F.cross_entropy(self.net.head(features + self.adapter(features)), batch[1])
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.bank[index % 2] = {name: value.clone() for name, value in self.adapter.state_dict().items()}
-        self.seen.append(sum(float(value.sum()) for value in self.bank[index % 2].values()))
-
-
-@case()
 class SwapsAttributesInStep(Manual):
     """Two heads, put as modules into one place of the network, one after the other, each with its own optimizer."""
 
@@ -237,30 +171,6 @@ class SwapsAttributesInStep(Manual):
             self.manual_backward(F.cross_entropy(self.net(source), batch[1]))
             optimizer.step()
         self.net.head = self.heads[0]
-
-
-@case()
-class MixesAdapters(Frozen):
-    """AdapterFusion: learned weights of several low-rank changes, summed into one weight for each forward."""
-
-    class Fused(nn.Linear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.parts = nn.ModuleList(LowRank(self, scale=0.3 * (n + 1)) for n in range(3))
-            for n, part in enumerate(self.parts):
-                nn.init.constant_(part.up, 0.1 * n)
-            self.mix = nn.Parameter(torch.zeros(3))
-            self.weight.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            deltas = torch.stack([part.delta() for part in self.parts])
-            weight = self.weight + torch.einsum("n,nij->ij", self.mix.softmax(0), deltas)
-            return F.linear(x, weight, self.bias)
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = self.Fused(WIDTH, 12)
 
 
 @case()
@@ -283,23 +193,3 @@ class DecomposesWeights(Frozen):
         super().build()
         for layer in self.net.layers:
             layer.a = self.Directed(WIDTH, 12)
-
-
-@case()
-class TunesPrefixes(Frozen):
-    """A learned prefix of tokens, and a hook that scales what a frozen layer computes (IA3)."""
-
-    def build(self) -> None:
-        super().build()
-        self.embed = nn.Embedding(7, WIDTH).requires_grad_(False)
-        self.prefix = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
-        self.scales = nn.ParameterList(torch.ones(12) for _ in self.net.layers)
-        for layer, scale in zip(self.net.layers, self.scales, strict=True):
-            layer.a.register_forward_hook(lambda module, args, output, scale=scale: output * scale)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        tokens = self.embed(batch[3])
-        x = torch.cat([self.prefix.expand(len(tokens), -1, -1), tokens], 1)
-        for layer in self.net.layers:
-            x = layer(x)
-        return F.cross_entropy(self.net.head(self.net.norm(x[:, 0] + x[:, -1])), batch[1])

@@ -13,26 +13,6 @@ from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net, case
 
 
 @case()
-class RoutesSoftly(Natural):
-    """Experts of which each sample takes two, all of them called; a loss that balances them over all ranks."""
-
-    def build(self) -> None:
-        super().build()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.features(batch[0])
-        weights = self.router(x).softmax(1)
-        kept, chosen = weights.topk(2, dim=1)
-        gate = torch.zeros_like(weights).scatter(1, chosen, kept / kept.sum(1, keepdim=True))
-        y = torch.stack([expert(x) for expert in self.experts], 1)
-        out = self.net.head((gate[..., None] * y).sum(1))
-        balance = (weights.mean(0) * weights.mean(0).detach()).sum() * 0 + weights.square().mean()
-        return F.cross_entropy(out, batch[1]) + balance
-
-
-@case()
 class RoutesInOneTensor(Natural):
     """Weights of all experts in one 3-D parameter, and ``bmm``."""
 
@@ -147,43 +127,3 @@ class KeepsComplexPartsNegative(Natural):
         with torch.no_grad():
             self.poles.real.clamp_(max=-0.1)
             self.seen.append(float(self.poles.real.sum()))
-
-
-class Invertible(nn.Module):
-    """A 1x1 convolution of Glow: determinants and inverses of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linalg.qr(torch.randn(6, 6))[0])
-        p, low, up = torch.linalg.lu(self.weight.detach())
-        self.register_buffer("p", p)
-        self.low, self.up = nn.Parameter(low), nn.Parameter(up)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        log_det = torch.linalg.slogdet(self.weight)[1] + self.up.diagonal().abs().log().sum()
-        lower = self.low.tril(-1) + torch.eye(6).to(self.low)
-        return x @ self.weight.t() @ (self.p @ lower @ self.up.triu()).t(), log_det
-
-    def reverse(self, y: Tensor) -> Tensor:
-        return y @ torch.linalg.inv((self.p @ (self.low.tril(-1) + torch.eye(6).to(self.low)) @ self.up.triu()).t())
-
-
-@case()
-class Flows(Natural):
-    def build(self) -> None:
-        self.steps = nn.ModuleList(Invertible() for _ in range(2))
-        self.shift = nn.Linear(3, 6)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, total = batch[0], 0.0
-        for step in self.steps:
-            x, log_det = step(x)
-            shift, scale = self.shift(x[:, :3]).chunk(2, 1)
-            x = torch.cat([x[:, :3], x[:, 3:] * scale.tanh().exp() + shift.tanh()], 1)
-            total = total + log_det + scale.tanh().sum(1)
-        return (0.05 * x.square().sum(1) - 0.1 * total).mean()
-
-    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
-        with torch.no_grad():
-            ones = torch.eye(6).to(batch[0])
-            self.seen.append(float(self.steps[0].reverse(ones).sum()))

@@ -100,14 +100,6 @@ class Finetunes(Natural):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
 
 
-class UnfreezesAtOnce(Unfreezes):
-    at = 0
-
-
-@case(callbacks=lambda: [UnfreezesAtOnce()], max_epochs=2, limit_train_batches=2)
-class GoesOnUnfrozen(Finetunes): ...
-
-
 @case(
     callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)],
     max_epochs=3,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net, case
 
 
 class Teacher(Natural):
@@ -207,14 +207,6 @@ class IsSwappedForValidation(Natural):
 
 
 @case()
-class StartsWithBias(Natural):
-    def on_fit_start(self) -> None:
-        bias = self.net.head.bias
-        bias.data = torch.linspace(-1, 1, CLASSES, dtype=bias.dtype, device=bias.device)
-        self.net.layers[0].norm.weight.data.fill_(0.5)
-
-
-@case()
 class ConstrainsNorms(Natural):
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
@@ -243,22 +235,6 @@ class ClampsInStep(Natural):
         with torch.no_grad():
             self.net.layers[1].a.weight.clamp_(-0.3, 0.3)
         return self.loss(batch)
-
-
-@case()
-class NormalizesPrototypes(Natural):
-    """As SwAV does."""
-
-    def build(self) -> None:
-        super().build()
-        self.prototypes = nn.Linear(WIDTH, 7, bias=False)
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        with torch.no_grad():
-            w = F.normalize(self.prototypes.weight.data.clone(), dim=1, p=2)
-            self.prototypes.weight.copy_(w)
-        features = F.normalize(self.net.features(batch[0]), dim=1)
-        return F.cross_entropy(self.prototypes(features) / 0.1, batch[1])
 
 
 class NormalizedLinear(nn.Linear):
@@ -305,16 +281,6 @@ class ResetsItsHead(Natural):
             nn.init.kaiming_normal_(self.net.layers[1].b.weight)
             self.net.layers[1].a.reset_parameters()
             self.net.layers[0].norm.weight.data.normal_(1.0, 0.1)
-
-
-@case()
-class LoadsWholeWeights(Natural):
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            torch.manual_seed(4)
-            dtype = self.net.scale.dtype
-            self.net.head.load_state_dict(nn.Linear(WIDTH, CLASSES, dtype=dtype).state_dict())
-            self.net.layers[0].load_state_dict(Block().to(dtype).state_dict())
 
 
 @case()

@@ -109,26 +109,6 @@ def accumulates_without_sync(loop: Loop) -> None:
 
 
 @script()
-def clips_by_value(loop: Loop) -> None:
-    _, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        loop.fabric.clip_gradients(model, optimizer, clip_val=1e-2)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@script()
-def clips_by_largest(loop: Loop) -> None:
-    _, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        loop.seen.append(float(loop.fabric.clip_gradients(model, optimizer, max_norm=0.05, norm_type=float("inf"))))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@script()
 def clips_by_torch(loop: Loop) -> None:
     _, model, optimizer = loop.set_up()
     for batch in loop.batches():
@@ -208,24 +188,6 @@ def penalizes_gradients(loop: Loop) -> None:
 
 
 @script()
-def sharpens(loop: Loop) -> None:
-    """SAM."""
-    _, model, optimizer = loop.set_up(momentum=0.9)
-    for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            steps = [p.grad * (0.05 / norm) for p in model.parameters()]
-            torch._foreach_add_(list(model.parameters()), steps)
-        optimizer.zero_grad()
-        loop.fabric.backward(loss_of(model, batch))
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), steps)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@script()
 def contrasts(loop: Loop) -> None:
     """Features of all ranks, gathered with gradients."""
     _, model, optimizer = loop.set_up()
@@ -258,27 +220,9 @@ def adds_a_head(loop: Loop) -> None:
 
 
 @script()
-def freezes_in_turn(loop: Loop) -> None:
-    net = loop.net()
-    model, optimizer = loop.setup("net", net, torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-3))
-    for number, batch in enumerate(loop.batches()):
-        model.layers.requires_grad_(number % 2 == 0)
-        loop.fabric.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        loop.seen.append(float(sum(p.requires_grad for p in model.parameters())))
-
-
-@script()
 def searches_lines(loop: Loop) -> None:
     """L-BFGS by a closure, whose loss is reduced by the script."""
     search_lines(loop, lambda loss: loop.fabric.all_reduce(loss.detach()))
-
-
-@script()
-def searches_lines_alone(loop: Loop) -> None:
-    """The same with the loss of the rank's own batch."""
-    search_lines(loop, lambda loss: loss)
 
 
 def search_lines(loop: Loop, told: Callable[[Tensor], Any]) -> None:
@@ -294,18 +238,6 @@ def search_lines(loop: Loop, told: Callable[[Tensor], Any]) -> None:
             return told(loss)
 
         optimizer.step(closure)
-
-
-@script()
-def scales_by_its_own_loss(loop: Loop) -> None:
-    """A learning rate of the rank's own batch."""
-    _, model, optimizer = loop.set_up()
-    for batch in loop.batches():
-        loss = loss_of(model, batch)
-        loop.fabric.backward(loss)
-        optimizer.param_groups[0]["lr"] = 0.05 * loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @script()
@@ -369,20 +301,3 @@ def casts_by_autocast(loop: Loop) -> None:
         loop.fabric.backward(loss + model(batch[2]).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-
-
-@script()
-def adapts_copies(loop: Loop) -> None:
-    """Reptile: copies of the module that train by themselves."""
-    net = loop.net()
-    model = loop.setup("net", net)
-    for batch in loop.batches():
-        fast = copy.deepcopy(net)
-        inner = torch.optim.SGD(fast.parameters(), 0.1)
-        for _ in range(2):
-            inner.zero_grad()
-            loop.fabric.backward(loss_of(fast, batch), model=model)
-            inner.step()
-        with torch.no_grad():
-            for p, q in zip(net.parameters(), fast.parameters(), strict=True):
-                p.lerp_(q, 0.5)

@@ -118,13 +118,6 @@ class ValidatesBySteps(Validated):
         self.seen.append(float(self.global_step))
 
 
-@case(max_epochs=2, reload_dataloaders_every_n_epochs=1)
-class ReloadsData(Logged):
-    def train_dataloader(self) -> Any:
-        self.seen.append(float(self.current_epoch))
-        return self.loader()
-
-
 @case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, whole=BY_FUNCTION)
 class ValidatesWithGradients(Validated):
     """Test-time adaptation: a gradient in validation."""
@@ -229,21 +222,6 @@ class MixesPrecisions(Single): ...
 
 @case(precision="bf16-true", tolerance=0.05)
 class TrainsInBfloat16(Logged): ...
-
-
-@case()
-class LooksAtActivations(Logged):
-    """Statistics by forward hooks of every Linear: means over all ranks, dead units, norms."""
-
-    def on_fit_start(self) -> None:
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda m, args, out, name=name: self.note(name, out))
-
-    def note(self, name: str, out: Tensor) -> None:
-        if self.trainer.training:
-            self.log(f"norm/{name}", out.detach().square().mean(), sync_dist=True)
-            self.log(f"width/{name}", float(out.shape[-1]))
 
 
 @case()

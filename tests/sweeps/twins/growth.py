@@ -55,17 +55,6 @@ class ReassignsAWeight(Natural):
 
 
 @case()
-class ClonesAWeight(Natural):
-    """A new parameter made of an old one: of its detached values."""
-
-    def on_fit_start(self) -> None:
-        old, optimizer = self.net.head.weight, self.trainer.optimizers[0]
-        self.net.head.weight = nn.Parameter(old.detach().clone() * 0.5)
-        group = optimizer.param_groups[0]
-        group["params"] = [self.net.head.weight if p is old else p for p in group["params"]]
-
-
-@case()
 class BuildsItsOptimizerLate(Manual):
     """One made in ``on_train_start``, for a part that is made there."""
 
@@ -101,30 +90,6 @@ class LosesDeadUnits(Natural):
         momentum = self.trainer.optimizers[0].state[layer.a.weight]["momentum_buffer"]
         momentum[weak] = 0
         self.seen.append(float(weak.sum()))
-
-
-@case(max_epochs=2)
-class FindsATicket(Natural):
-    """Magnitude pruning to a mask, and a rewind of the weights to where they began."""
-
-    def on_fit_start(self) -> None:
-        self.first = copy.deepcopy({n: v.clone() for n, v in self.net.state_dict().items()})
-        self.masks: dict[str, Tensor] = {}
-
-    def on_train_epoch_end(self) -> None:
-        if self.current_epoch == 0:
-            weights = {n: p for n, p in self.net.named_parameters() if p.ndim > 1}
-            every = torch.cat([p.detach().abs().flatten() for p in weights.values()])
-            limit = every.kthvalue(len(every) // 3).values
-            self.masks = {n: (p.detach().abs() > limit).to(p) for n, p in weights.items()}
-            self.net.load_state_dict(self.first)
-            self.seen.append(limit.item())
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            for name, p in self.net.named_parameters():
-                if name in self.masks:
-                    p.mul_(self.masks[name])
 
 
 @case(max_epochs=2)
@@ -177,45 +142,6 @@ class NormsWeightsLate(Natural):
         group = self.trainer.optimizers[0].param_groups[0]
         group["params"] = [p for p in group["params"] if p is not old]
         group["params"] += list(self.net.head.parametrizations.weight.parameters())
-
-
-class Lora(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.rank = base, 2
-        self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
-        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
-        base.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.t() @ self.up.t()
-
-    def merge(self) -> None:
-        self.base.weight.data += self.up.data @ self.down.data
-        nn.init.zeros_(self.up)
-
-
-@case()
-class MergesAdapters(Natural):
-    """ReLoRA: adapters are merged into the frozen weight, and made anew."""
-
-    def build(self) -> None:
-        super().build()
-        self.net.embed, self.net.head = Lora(self.net.embed), Lora(self.net.head)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 1e-2, eps=1e-3)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index % 2:
-            torch.manual_seed(index)
-            for module in (self.net.embed, self.net.head):
-                module.merge()
-                nn.init.normal_(module.down, std=0.1)
-            for state in self.trainer.optimizers[0].state.values():
-                for value in state.values():
-                    if value.ndim:
-                        value.zero_()
 
 
 @case(max_epochs=2)
@@ -313,45 +239,6 @@ class IsLazy(Natural):
     def build(self) -> None:
         self.net = Lazy()
         self.net(torch.zeros(1, 6))
-
-
-@case()
-class DistillsItself(Natural):
-    """Born again: when an epoch begins, a copy becomes the teacher and the student begins anew."""
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if index == 2:
-            teacher = copy.deepcopy(self.net).requires_grad_(False).eval()
-            object.__setattr__(self, "teacher", teacher)
-            torch.manual_seed(2)
-            for module in self.net.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        if hasattr(self, "teacher"):
-            loss = loss + F.mse_loss(out, self.teacher(batch[0]))
-        return loss
-
-
-@case()
-class Quantizes(Natural):
-    """Fake quantisation with scales of the weights, learned step sizes (LSQ)."""
-
-    def build(self) -> None:
-        super().build()
-        self.step = nn.Parameter(torch.tensor(0.1))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        w = self.net.head.weight
-        scale = (w.detach().abs().max() / 7).item()
-        fake = torch.fake_quantize_per_tensor_affine(w, scale, 0, -8, 7)
-        grid = (w / self.step).clamp(-4, 3)
-        learned = (grid.round() - grid).detach() * self.step + grid * self.step
-        features = self.net.features(batch[0])
-        return F.cross_entropy(F.linear(features, (fake + learned) / 2, self.net.head.bias), batch[1])
 
 
 class Grown(nn.Module):

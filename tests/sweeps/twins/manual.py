@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import BY_FUNCTION, SECOND_DERIVATIVES, WIDTH, Manual, Net, case
+from tests.sweeps.twins.base import BY_FUNCTION, SECOND_DERIVATIVES, WIDTH, Manual, case
 
 
 class Edited(Manual):
@@ -70,13 +70,6 @@ class GuardsAgainstNan(Edited):
 
 
 @case()
-class Scales(Edited):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
-            p.grad *= 0.1
-
-
-@case()
 class AddsNoise(Edited):
     def edit(self, index: int) -> None:
         torch.manual_seed(index)
@@ -106,23 +99,6 @@ class Centralizes(Edited):
         for p in self.parameters():
             if p.ndim > 1:
                 p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True))
-
-
-@case()
-class LogsNorms(Edited):
-    def edit(self, index: int) -> None:
-        norms = torch.stack([p.grad.norm() for p in self.parameters()])
-        self.log("norm", norms.norm())
-        self.seen += [norms.norm().item(), float(norms.max()), self.net.head.weight.grad.abs().mean().item()]
-        self.seen += [g.square().sum().sqrt().item() for g in (self.net.scale.grad, self.net.layers[1].a.weight.grad)]
-
-
-@case()
-class DropsSmallGradients(Edited):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
-            p.grad[p.grad.abs() < p.grad.abs().median()] = 0.0
-            p.grad = torch.where(p.grad.abs() > 1e-2, p.grad.sign() * 1e-2, p.grad)
 
 
 @case()
@@ -252,32 +228,6 @@ class PCGrad(Manual):
 
 
 @case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
-class GradNorm(Manual):
-    """Weights of two tasks that even out the norms of their gradients."""
-
-    def build(self) -> None:
-        super().build()
-        self.weights = nn.Parameter(torch.ones(2))
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        out = self.net(batch[0])
-        losses = [F.cross_entropy(out, batch[1]), out.square().mean()]
-        shared = self.net.layers[1].a.weight
-        total = sum(w * loss for w, loss in zip(self.weights, losses, strict=True))
-        self.manual_backward(total, retain_graph=True)
-        self.weights.grad = None
-        norms = [
-            torch.autograd.grad(w * loss, shared, retain_graph=True, create_graph=True)[0].norm()
-            for w, loss in zip(self.weights, losses, strict=True)
-        ]
-        mean = (sum(norms) / 2).detach()
-        (self.weights.grad,) = torch.autograd.grad(sum((n - mean).abs() for n in norms), [self.weights])
-        self.seen += [n.item() for n in norms]
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
 class Maml(Manual):
     """Gradients through a step of gradient descent."""
 
@@ -301,31 +251,6 @@ class PenaltyOnGradients(Manual):
         self.manual_backward(loss + 0.1 * sum(g.square().sum() for g in grads))
         self.optimizers().step()
         self.optimizers().zero_grad()
-
-
-@case()
-class GradientReversal(Manual):
-    def build(self) -> None:
-        super().build()
-        self.domain = nn.Linear(WIDTH, 2)
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        features = self.net.features(batch[0])
-        loss = F.cross_entropy(self.net.head(features), batch[1])
-        loss = loss + F.cross_entropy(self.domain(_Reversed.apply(features)), batch[1] % 2)
-        self.manual_backward(loss)
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return -g
 
 
 @case()
@@ -402,20 +327,6 @@ class GanToggled(Gan):
 
 
 @case()
-class GanUntoggled(Gan):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        x, _, z, _ = batch
-        for_generator, for_judge = self.optimizers()
-        fake = self.generator(z)
-        for_judge.zero_grad()
-        self.manual_backward(F.softplus(self.judge(fake.detach())).mean() + F.softplus(-self.judge(x)).mean())
-        for_judge.step()
-        for_generator.zero_grad()
-        self.manual_backward(F.softplus(-self.judge(fake)).mean())
-        for_generator.step()
-
-
-@case()
 class GanWithPenalty(Gan):
     """WGAN-GP."""
 
@@ -434,176 +345,6 @@ class GanWithPenalty(Gan):
             for_generator.step()
         for_generator.zero_grad()
         for_judge.zero_grad()
-
-
-@case()
-class GanClipped(Gan):
-    """WGAN."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        x, _, z, _ = batch
-        for_generator, for_judge = self.optimizers()
-        self.manual_backward(self.judge(self.generator(z).detach()).mean() - self.judge(x).mean())
-        for_judge.step()
-        for_judge.zero_grad()
-        for p in self.judge.parameters():
-            p.data.clamp_(-0.05, 0.05)
-        self.manual_backward(-self.judge(self.generator(z)).mean())
-        for_generator.step()
-        self.zero_grad()
-
-
-@case()
-class GanWithAverage(Gan):
-    """R1 penalty, and a slow copy of the generator."""
-
-    def build(self) -> None:
-        super().build()
-        self.slow = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
-        self.slow.load_state_dict(self.generator.state_dict())
-        self.slow.requires_grad_(False)
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        x, _, z, _ = batch
-        for_generator, for_judge = self.optimizers()
-        real = x.clone().requires_grad_()
-        score = self.judge(real)
-        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
-        loss = F.softplus(self.judge(self.generator(z).detach())).mean() + F.softplus(-score).mean()
-        self.manual_backward(loss + 5 * slope.square().sum(1).mean())
-        for_judge.step()
-        for_judge.zero_grad()
-        self.manual_backward(F.softplus(-self.judge(self.generator(z))).mean())
-        for_generator.step()
-        self.zero_grad()
-        with torch.no_grad():
-            for slow, fast in zip(self.slow.parameters(), self.generator.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-            self.seen.append(float(self.slow(x.new_ones(1, 6)).sum()))
-
-
-@case()
-class CycleGan(Manual):
-    def build(self) -> None:
-        self.there, self.back = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.judges = nn.ModuleDict({"a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
-
-    def configure_optimizers(self) -> Any:
-        both = [*self.there.parameters(), *self.back.parameters()]
-        return [torch.optim.SGD(both, 0.1), torch.optim.SGD(self.judges.parameters(), 0.1)]
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        a, _, b, _ = batch
-        for_both, for_judges = self.optimizers()
-        fake_b, fake_a = self.there(a), self.back(b)
-        cycle = F.l1_loss(self.back(fake_b), a) + F.l1_loss(self.there(fake_a), b)
-        judged = (self.judges["b"](fake_b) - 1).square().mean() + (self.judges["a"](fake_a) - 1).square().mean()
-        for_both.zero_grad()
-        self.manual_backward(cycle + judged)
-        for_both.step()
-        for_judges.zero_grad()
-        pairs = (("a", a, fake_a), ("b", b, fake_b))
-        loss = sum((self.judges[k](r) - 1).square().mean() for k, r, _ in pairs)
-        loss += sum(self.judges[k](f.detach()).square().mean() for k, _, f in pairs)
-        self.manual_backward(loss)
-        for_judges.step()
-
-
-@case()
-class ActorCritic(Manual):
-    """SAC-like: two critics, slow copies of them, a temperature."""
-
-    def build(self) -> None:
-        self.actor = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 6))
-        self.critics = nn.ModuleList(nn.Linear(12, 1) for _ in range(2))
-        self.targets = nn.ModuleList(nn.Linear(12, 1) for _ in range(2))
-        self.targets.load_state_dict(self.critics.state_dict())
-        self.log_alpha = nn.Parameter(torch.tensor(-1.0))
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.actor.parameters(), 1e-2, eps=1e-3),
-            torch.optim.Adam(self.critics.parameters(), 1e-2, eps=1e-3),
-            torch.optim.Adam([self.log_alpha], 1e-2, eps=1e-3),
-        ]
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        state, reward, following, _ = batch
-        for_actor, for_critics, for_alpha = self.optimizers()
-        with torch.no_grad():
-            pair = torch.cat([following, self.actor(following)], 1)
-            wanted = reward[:, None] + 0.9 * torch.minimum(*(t(pair) for t in self.targets))
-        pair = torch.cat([state, self.actor(state).detach()], 1)
-        for_critics.zero_grad()
-        self.manual_backward(sum(F.mse_loss(c(pair), wanted) for c in self.critics))
-        for_critics.step()
-        action = self.actor(state)
-        value = torch.minimum(*(c(torch.cat([state, action], 1)) for c in self.critics))
-        entropy = action.square().mean()
-        for_actor.zero_grad()
-        self.manual_backward((self.log_alpha.exp().detach() * entropy - value).mean())
-        for_actor.step()
-        for_alpha.zero_grad()
-        self.manual_backward(-(self.log_alpha * (entropy.detach() - 0.5)).mean())
-        for_alpha.step()
-        for slow, fast in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
-            slow.data.copy_(0.1 * fast.data + 0.9 * slow.data)
-        self.seen.append(self.log_alpha.exp().item())
-
-
-@case()
-class DeepQ(Manual):
-    """A target network that is a hard copy of every second step."""
-
-    def build(self) -> None:
-        super().build()
-        self.target = Net()
-        self.target.load_state_dict(self.net.state_dict())
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        with torch.no_grad():
-            wanted = self.target(batch[2]).max(1).values
-        value = self.net(batch[0]).gather(1, batch[1][:, None]).squeeze(1)
-        self.optimizers().zero_grad()
-        self.manual_backward(F.smooth_l1_loss(value, wanted))
-        self.optimizers().step()
-        if index % 2:
-            self.target.load_state_dict(self.net.state_dict())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), 0.1)
-
-
-@case()
-class SeveralEpochsOnABatch(Manual):
-    """PPO-like."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        with torch.no_grad():
-            old = self.net(batch[0]).log_softmax(1).gather(1, batch[1][:, None])
-        for _ in range(3):
-            new = self.net(batch[0]).log_softmax(1).gather(1, batch[1][:, None])
-            ratio = (new - old).exp()
-            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
-            self.optimizers().zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(self.optimizers(), gradient_clip_val=0.5)
-            self.optimizers().step()
-
-
-@case()
-class Alternates(Manual):
-    """One of two optimizers, in turn, as for EM or k-means heads."""
-
-    def configure_optimizers(self) -> Any:
-        body = [p for n, p in self.net.named_parameters() if not n.startswith("head")]
-        return [torch.optim.SGD(body, 0.1), torch.optim.AdamW(self.net.head.parameters(), 1e-2, eps=1e-3)]
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer = self.optimizers()[index % 2]
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        self.zero_grad()
 
 
 @case()

@@ -347,38 +347,6 @@ class UnusedAtTimes(Natural):
         return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3, weight_decay=0.5)
 
 
-@case()
-class UncertaintyOfTasks(Natural):
-    """Weights of losses that are learned."""
-
-    def build(self) -> None:
-        super().build()
-        self.log_sigma = nn.Parameter(torch.zeros(2))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        out = self.net(batch[0])
-        losses = torch.stack([F.cross_entropy(out, batch[1]), out.square().mean()])
-        self.seen += self.log_sigma.detach().exp().tolist()
-        return (losses * (-self.log_sigma).exp() + self.log_sigma).sum()
-
-
-@case()
-class Distills(Natural):
-    """A frozen teacher, kept in evaluation mode, and a loss on features."""
-
-    def build(self) -> None:
-        self.net, self.teacher = Net(), Net()
-        self.teacher.requires_grad_(False)
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.teacher.eval()
-        wanted = self.teacher.features(batch[0])
-        got = self.net.features(batch[0])
-        return F.mse_loss(got, wanted) + F.kl_div(
-            self.net.head(got).log_softmax(1), self.teacher.head(wanted).softmax(1), reduction="batchmean"
-        )
-
-
 @case(refused={"hsdp": "the forward of net writes a tensor of shape (7, 8) into a sharded one"})
 class RescalesRows(Natural):
     """An embedding whose forward changes its weight, in the rows that the rank's batch has."""

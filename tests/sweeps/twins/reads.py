@@ -109,29 +109,6 @@ class UsesWeightsInInferenceMode(Natural):
         self.seen += [float(v.sum()) for v in (F.linear(x, weight), x @ weight.t(), weight[0], (weight - 1)[0])]
 
 
-class Boosted(nn.Linear):
-    """Has a note on its weight, as quantizers and optimizers with rules of their own make them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-        self.weight.boost = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.weight.boost, self.bias)
-
-
-@case()
-class NotesOnWeights(Natural):
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.norm = Boosted(WIDTH)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for p in self.parameters():
-            p.boost = getattr(p, "boost", 1.0) * 0.9
-
-
 @case()
 class ReducesLoss(Natural):
     """For a log, in place: the loss trains as it did."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,86 +56,7 @@ class DistillsFeatures(Natural):
         return hard + 0.5 * sum(F.mse_loss(student, teacher) for student, teacher in pairs)
 
 
-@case(max_epochs=2)
-class DistillsThroughProjections(Natural):
-    """A wider teacher, hooks that live for one step, and logits at a temperature."""
-
-    def build(self) -> None:
-        self.net = Net()
-        self.teacher = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 20), nn.GELU(), nn.Linear(20, CLASSES))
-        self.teacher.requires_grad_(False)
-        self.projections = nn.ModuleList(nn.Linear(WIDTH, 20, bias=False) for _ in range(2))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        targets, features = Collects([self.teacher[1], self.teacher[3]]), Collects(list(self.net.layers))
-        try:
-            soft = F.softmax(self.teacher(batch[0]) / 4, -1)
-            logits = self.net(batch[0])
-        finally:
-            targets.remove()
-            features.remove()
-        loss = F.kl_div(F.log_softmax(logits / 4, -1), soft, reduction="batchmean") * 16
-        for project, student, teacher in zip(self.projections, features.take(), targets.take(), strict=True):
-            loss = loss + (1 - F.cosine_similarity(project(student), teacher)).mean()
-        return loss
-
-
-@case()
-class DistillsAttention(Natural):
-    """Maps of attention, kept as an attribute by the layer that computes them."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).chunk(3, -1)
-            self.map = (q @ k.mT / WIDTH**0.5).softmax(-1)
-            return x + self.out(self.map @ v)
-
-    def build(self) -> None:
-        self.embed = nn.Embedding(7, WIDTH)
-        self.layers = nn.ModuleList(self.Attention() for _ in range(2))
-        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
-        with torch.no_grad():
-            for p in self.teacher.parameters():
-                p.mul_(1.5)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = y = self.embed(batch[3])
-        loss = x.new_zeros(())
-        for student, teacher in zip(self.layers, self.teacher, strict=True):
-            x, y = student(x), teacher(y.detach())
-            loss = loss + F.mse_loss(student.map, teacher.map)
-        return loss + F.cross_entropy(self.head(x.mean(1)), batch[1])
-
-
 # ── perceptual losses ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Perceptual(nn.Module):
-    """A frozen network and the distance of two inputs at some of its layers, as LPIPS has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        slices = [nn.Sequential(nn.Linear(6, 10), nn.ReLU()), nn.Sequential(nn.Linear(10, 10), nn.ReLU())]
-        self.slices = nn.ModuleList(slices)
-        self.weights = nn.ParameterList(torch.rand(10) for _ in slices)
-        self.requires_grad_(False)
-        self.register_buffer("shift", torch.linspace(-0.1, 0.1, 6))
-
-    def features(self, x: Tensor) -> list[Tensor]:
-        x, found = x - self.shift, []
-        for part in self.slices:
-            x = part(x)
-            found.append(F.normalize(x, dim=-1))
-        return found
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        pairs = zip(self.features(x), self.features(y), self.weights, strict=True)
-        return sum(((a - b) ** 2 * w).sum(-1).mean() for a, b, w in pairs)  # type: ignore[return-value]
 
 
 class Autoencoder(Natural):
@@ -146,44 +66,6 @@ class Autoencoder(Natural):
 
     def rebuilt(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x))
-
-
-@case()
-class ComparesByPerception(Autoencoder):
-    def build(self) -> None:
-        super().build()
-        self.perceptual = Perceptual()
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        rebuilt = self.rebuilt(batch[0])
-        return F.l1_loss(rebuilt, batch[0]) + self.perceptual(rebuilt, batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-@case()
-class ComparesByHookedFeatures(Autoencoder):
-    """The features of both passes through one frozen network, which hooks put into a dict."""
-
-    def build(self) -> None:
-        super().build()
-        self.critic = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh()).requires_grad_(False)
-        self.features: dict[str, Tensor] = {}
-        for name in ("1", "3"):
-            self.critic.get_submodule(name).register_forward_hook(partial(self.keep, name))
-
-    def keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.features[name] = output
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        self.critic.eval()
-        with torch.no_grad():
-            self.critic(batch[0])
-        targets = dict(self.features)
-        rebuilt = self.rebuilt(batch[0])
-        self.critic(rebuilt)
-        return sum(F.mse_loss(self.features[name], targets[name]) for name in targets)  # type: ignore[return-value]
 
 
 # ── teachers inside of modules ──────────────────────────────────────────────────────────────────────────────────────
@@ -218,31 +100,6 @@ class FollowsItselfInLayers(Natural):
             x, difference = layer(x)
             consistency.append(difference)
         return F.cross_entropy(self.head(x), batch[1]) + torch.stack(consistency).sum()
-
-
-@case(max_epochs=2)
-class LerpsItsTeacherByName(Natural):
-    """The average of the whole network is a module of it, updated in training_step before both run."""
-
-    def build(self) -> None:
-        self.net = Net()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        students = dict(self.net.named_parameters())
-        for name, mean in self.teacher.named_parameters():
-            mean.data.lerp_(students[name].data, 0.2)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        self.update()
-        with torch.no_grad():
-            target = self.teacher(batch[0] + 0.1 * batch[2]).softmax(-1)
-        logits = self.net(batch[0])
-        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits.softmax(-1), target)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(float(self.teacher.head.weight.norm()))
 
 
 @case()
@@ -446,103 +303,7 @@ class TiesByFunctionalCall(Autoencoder):
         return F.mse_loss(functional_call(self.decoder, weights, (self.encoder(batch[0]),)), batch[0])
 
 
-@case()
-class RunsOneLayerAsMany(Natural):
-    """One block, called with parameters that a scale of each depth changes."""
-
-    def build(self) -> None:
-        self.embed, self.block, self.head = nn.Linear(6, WIDTH), Block(), nn.Linear(WIDTH, CLASSES)
-        self.scales = nn.ParameterList(torch.ones(1) for _ in range(3))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.embed(batch[0])
-        for scale in self.scales:
-            x = functional_call(self.block, {name: p * scale for name, p in self.block.named_parameters()}, (x,))
-        return F.cross_entropy(self.head(x), batch[1])
-
-
-@case()
-class GeneratesWeights(Natural):
-    """A network whose output is the weight of another module."""
-
-    def build(self) -> None:
-        super().build()
-        self.code = nn.Parameter(torch.linspace(-1, 1, 4))
-        self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, CLASSES * WIDTH + CLASSES))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        weight, bias = self.generator(self.code).split((CLASSES * WIDTH, CLASSES))
-        weights = {"weight": self.net.head.weight + 0.1 * weight.view(CLASSES, WIDTH), "bias": bias}
-        return F.cross_entropy(functional_call(self.net.head, weights, (self.net.features(batch[0]),)), batch[1])
-
-
 # ── several gradients ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class TwoTasks(Manual):
-    def build(self) -> None:
-        super().build()
-        self.other = nn.Linear(WIDTH, 6)
-
-    def losses(self, batch: list[Tensor]) -> list[Tensor]:
-        features = self.net.features(batch[0])
-        return [F.cross_entropy(self.net.head(features), batch[1]), F.mse_loss(self.other(features), batch[2])]
-
-
-@case()
-class ProjectsConflicts(TwoTasks):
-    """PCGrad with one backward for each task, on one flat vector of what they share."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer, shared = self.optimizers(), [*self.net.embed.parameters(), *self.net.layers.parameters()]
-        own = [*self.net.head.parameters(), *self.other.parameters()]
-        vectors, kept = [], {}
-        for loss in self.losses(batch):
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=True)
-            vectors.append(torch.cat([p.grad.flatten() for p in shared]))
-            kept.update({p: p.grad.clone() for p in own if p.grad is not None})
-        first, second = vectors
-        if (dot := torch.dot(first, second)) < 0:
-            first, second = first - dot / second.dot(second) * second, second - dot / first.dot(first) * first
-        self.seen.append(float(dot))
-        offset = 0
-        for p in shared:
-            p.grad = (first + second)[offset : offset + p.numel()].view_as(p).clone()
-            offset += p.numel()
-        for p, gradient in kept.items():
-            p.grad = gradient
-        optimizer.step()
-
-
-@case(whole=BY_FUNCTION)
-class BalancesByNorms(TwoTasks):
-    """Weights of tasks by the norms of their gradients at the last shared layer."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer, losses = self.optimizers(), self.losses(batch)
-        shared = self.net.layers[-1].b.weight
-        norms = torch.stack([torch.autograd.grad(loss, shared, retain_graph=True)[0].norm() for loss in losses])
-        weights = norms.mean() / norms
-        self.seen += weights.tolist()
-        optimizer.zero_grad()
-        self.manual_backward(torch.dot(weights, torch.stack(losses)))
-        optimizer.step()
-
-
-@case(whole=BY_FUNCTION)
-class AlignsGradients(TwoTasks):
-    """Keeps an element of the gradient where both tasks agree about its sign."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer, shared = self.optimizers(), list(self.net.layers.parameters())
-        losses = self.losses(batch)
-        each = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
-        optimizer.zero_grad()
-        self.manual_backward(losses[0] + losses[1])
-        for p, one, two in zip(shared, *each, strict=True):
-            p.grad.mul_(torch.sign(one) == torch.sign(two))
-        optimizer.step()
 
 
 # ── functions of users inside of layers ─────────────────────────────────────────────────────────────────────────────
@@ -573,18 +334,6 @@ class LinearOfContext(torch.autograd.Function):
         return gradient.mm(ctx.weight), gradient.t().mm(ctx.x), gradient.sum(0)
 
 
-class Ternary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return torch.where(weight.abs() > 0.7 * weight.abs().mean(), weight.sign(), 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return gradient * (weight.abs() <= 1)
-
-
 class ByHand(nn.Linear):
     def __init__(self, function: Any) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -592,15 +341,6 @@ class ByHand(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.function.apply(x, self.weight, self.bias))
-
-
-class Ternarized(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight.detach().abs().mean()
-        return x + F.linear(x, scale * Ternary.apply(self.weight), self.bias)  # type: ignore[no-untyped-call]
 
 
 def of_layers(make: Callable[[], nn.Module]) -> Any:
@@ -614,54 +354,7 @@ def of_layers(make: Callable[[], nn.Module]) -> Any:
 
 case("MultipliesByHand")(of_layers(lambda: ByHand(LinearByHand)))
 case("MultipliesByContext")(of_layers(lambda: ByHand(LinearOfContext)))
-case("Ternarizes")(of_layers(Ternarized))
-
-
 # ── early exits ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Exits(nn.Module):
-    """Layers with a head each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(3))
-
-    def forward(self, x: Tensor, last: int = 3) -> list[Tensor]:
-        x, found = self.embed(x), []
-        for n, (layer, head) in enumerate(zip(self.layers, self.heads, strict=True)):
-            if n == last:
-                break
-            x = layer(x)
-            found.append(head(x))
-        return found
-
-
-@case()
-class LearnsAtEveryExit(Natural):
-    def build(self) -> None:
-        self.net = Exits()
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        *early, last = self.net(batch[0])
-        loss = F.cross_entropy(last, batch[1])
-        for logits in early:
-            soft = F.softmax(last.detach(), -1)
-            loss = loss + 0.3 * F.cross_entropy(logits, batch[1]) + 0.1 * F.cross_entropy(logits, soft)
-        return loss
-
-
-@case(max_epochs=2)
-class LeavesEarly(Natural):
-    """By the number of the step; what comes after has no gradient then."""
-
-    def build(self) -> None:
-        self.net = Exits()
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0], last=1 + self.global_step % 3)[-1], batch[1])
 
 
 @case(max_epochs=2)

@@ -108,14 +108,13 @@ class SavesAfterOneEpoch(pl.Callback):
 
 
 OUTSIDE_PIPELINES = frozenset(
-    {"Adan", "DAdaptation", "Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
-    | {"DistillsFeatures", "LooksAtActivations", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
-    | {"DistillsThroughProjections"}  # likewise
+    {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
+    | {"DistillsFeatures", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
     | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
     | {"AssignsTwiceInStep", "ClampsInStep", "SlowsDown"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
     | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own
-    | {"DistillsAttention", "PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors
+    | {"PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors
 )
 """Cases that the contract of pipelines does not cover, and that differ or fail there."""
 

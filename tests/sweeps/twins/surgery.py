@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import BY_FUNCTION, SECOND_DERIVATIVES, WIDTH, Manual, Natural, case
+from tests.sweeps.twins.base import SECOND_DERIVATIVES, Manual, Natural, case
 
 
 def unitwise_norm(x: Tensor) -> Tensor:
@@ -33,46 +31,6 @@ class ClipsAdaptively(Natural):
             grad_norm = unitwise_norm(g_data)
             clipped = g_data * (max_norm / grad_norm.clamp(min=1e-6))
             p.grad.detach().copy_(torch.where(grad_norm < max_norm, g_data, clipped))
-
-
-@case()
-class ClipsByGroup(Natural):
-    """A limit for each param group, by hand."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(
-            [
-                {"params": self.net.layers.parameters(), "clip": 0.02},
-                {"params": self.net.head.parameters(), "clip": 0.3},
-            ],
-            lr=1e-2,
-            eps=1e-3,
-        )
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            grads = [p.grad for p in group["params"] if p.grad is not None]
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0)), 2.0)
-            torch._foreach_mul_(grads, torch.clamp(group["clip"] / (norm + 1e-6), max=1.0))
-            self.seen.append(float(norm))
-
-
-@case()
-class ClipsByPercentile(Natural):
-    """AutoClip: the limit is a percentile of the norms so far."""
-
-    def build(self) -> None:
-        super().build()
-        self.history: list[float] = []
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        total = 0.0
-        for p in self.parameters():
-            if p.grad is not None:
-                total += p.grad.data.norm(2).item() ** 2
-        self.history.append(total**0.5)
-        limit = torch.quantile(torch.tensor(self.history), 0.25).item()
-        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
 
 
 @case()
@@ -131,38 +89,6 @@ class WeighsTasks(Manual):
 
 
 @case()
-class KeepsLargest(Natural):
-    """Gradients of which the largest tenth is kept, and the rest is carried over: error feedback."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not hasattr(self, "rest"):
-            self.rest = {n: torch.zeros_like(p) for n, p in self.named_parameters()}
-        for name, p in self.named_parameters():
-            total = p.grad + self.rest[name]
-            count = max(1, p.numel() // 10)
-            flat = total.flatten()
-            _, places = flat.abs().topk(count)
-            kept = torch.zeros_like(flat).scatter_(0, places, flat[places]).view_as(total)
-            self.rest[name] = total - kept
-            p.grad = kept
-
-
-@case()
-class ComparesGradients(Natural):
-    """Cosine of gradients of one step and the next; gradient noise scale."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        flat = torch.cat([p.grad.flatten() for p in self.parameters()])
-        last = getattr(self, "last", None)
-        if last is not None:
-            self.seen.append(F.cosine_similarity(flat, last, dim=0).item())
-            self.seen.append(float((flat - last).pow(2).mean() / flat.pow(2).mean()))
-        self.last = flat.clone()
-        ranks = [torch.linalg.matrix_rank(p.grad).item() for p in self.parameters() if p.ndim == 2]
-        self.seen += [float(r) for r in ranks]
-
-
-@case()
 class AccumulatesByToggle(Manual):
     """``toggle_model(sync_grad=…)``, as Lightning's documentation accumulates by hand."""
 
@@ -193,28 +119,6 @@ class AdaHessian(Manual):
                 curvature = (h * z).abs() + 1e-1
                 p.sub_(0.05 * p.grad / curvature)
                 p.grad = None
-
-
-@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
-class LearnsItsRate(Manual):
-    """A hypergradient: the learning rate is learned through one step."""
-
-    def build(self) -> None:
-        super().build()
-        self.log_lr = nn.Parameter(torch.tensor(-2.0))
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        params = [p for n, p in self.named_parameters() if n != "log_lr"]
-        names = [n.removeprefix("net.") for n, _ in self.named_parameters() if n != "log_lr"]
-        grads = torch.autograd.grad(self.loss(batch), params, create_graph=True)
-        after = {n: p - self.log_lr.exp() * g for n, p, g in zip(names, params, grads, strict=True)}
-        outer = F.cross_entropy(torch.func.functional_call(self.net, after, batch[2]), batch[1])
-        (slope,) = torch.autograd.grad(outer, [self.log_lr])
-        with torch.no_grad():
-            self.log_lr -= 0.1 * slope
-            for p, g in zip(params, grads, strict=True):
-                p -= self.log_lr.exp() * g
-        self.seen.append(self.log_lr.item())
 
 
 @case(accumulate_grad_batches=2)
@@ -249,63 +153,3 @@ class ChecksFinite(Natural):
         found = torch.zeros(1, dtype=torch.float32, device=self.device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full_like(found, 1 / self.scale))
         self.seen.append(found.item())
-
-
-@case()
-class LooksAtJacobian(Manual):
-    """Jacobians of outputs by inputs, and double backwards through activations alone."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        x = batch[0].clone().requires_grad_()
-        out = self.net(x)
-        rows = [torch.autograd.grad(out[:, k].sum(), x, create_graph=True)[0] for k in range(3)]
-        jacobian = torch.stack(rows, 1)
-        trace = sum(torch.autograd.grad(jacobian[:, k, k].sum(), x, create_graph=True)[0][:, k] for k in range(3))
-        self.manual_backward(out.square().mean() + jacobian.square().mean() + trace.mean())
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-@case(whole=BY_FUNCTION)
-class LooksAtKernel(Manual):
-    """A neural tangent kernel of the mean sample, by batched gradients."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        out = self.all_gather(self.net(batch[0]), sync_grads=True).reshape(-1, 3).mean(0)
-        params = list(self.net.parameters())
-        grads = torch.autograd.grad(
-            out, params, grad_outputs=torch.eye(3, dtype=out.dtype), is_grads_batched=True, retain_graph=True
-        )
-        rows = torch.cat([g.flatten(1) for g in grads], 1)
-        self.seen += (rows @ rows.t()).flatten().tolist()
-        self.manual_backward(out.square().sum())
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-def _pairs(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((n, p) for n, p in module.named_parameters() if p.grad is not None)
-
-
-@case()
-class RecordsByHooks(Natural):
-    """Norms of gradients and their histograms from hooks after accumulation."""
-
-    def on_fit_start(self) -> None:
-        self.hist: dict[str, list[float]] = {}
-        for name, p in self.named_parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda q, name=name: self.hist.setdefault(name, []).append(float(q.grad.abs().max()))
-            )
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        with torch.no_grad() if self.global_step else nullcontext():
-            for name, p in _pairs(self):
-                self.seen.append(float(torch.histc(p.grad.float(), 3, -0.1, 0.1)[1]))
-                self.seen.append(self.hist[name][-1])

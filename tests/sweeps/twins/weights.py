@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,29 +10,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Manual, Natural, Net, case
-
-
-class _Multiplied(torch.autograd.Function):
-    """A linear layer with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t() + bias
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
-
-
-@case()
-class MultipliesByFunction(Natural):
-    """A custom autograd function over weights that the step takes from the module."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        features = self.net.features(batch[0])
-        return F.cross_entropy(_Multiplied.apply(features, self.net.head.weight, self.net.head.bias), batch[1])
 
 
 class _Rounded(torch.autograd.Function):
@@ -243,16 +219,6 @@ class ClonesByClass(Natural):
 
 
 @case()
-class LooksAtSignatures(Natural):
-    """As transformers does to decide what a forward takes."""
-
-    def on_fit_start(self) -> None:
-        for module in (self.net, self.net.layers[0], self.net.head):
-            self.seen.append(float("x" in inspect.signature(module.forward).parameters))
-            self.seen.append(float("input" in inspect.signature(module.forward).parameters))
-
-
-@case()
 class GroupsParametersEarly(Natural):
     """Decides in ``__init__`` what decays, by sets and ids."""
 
@@ -273,21 +239,6 @@ class GroupsParametersEarly(Natural):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.seen.append(float(sum(len(self.names.get(p, "")) for p in self.net.parameters())))
-
-
-@case()
-class ComparesParameters(Natural):
-    """Finds a parameter that it remembers by ``is``."""
-
-    def build(self) -> None:
-        super().build()
-        self.favourite = [self.net.head.weight, self.net.scale]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if any(p is kept for kept in self.favourite):
-                    p.grad.mul_(0.1)
 
 
 class Scaled(nn.Parameter):
@@ -353,21 +304,6 @@ class SharesTransposed(Natural):
 
 
 @case()
-class LooksUpWithLimit(Natural):
-    """``F.embedding`` that rescales the rows that it looks up."""
-
-    def build(self) -> None:
-        super().build()
-        self.embed = nn.Embedding(7, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        every = torch.arange(7, device=self.device)
-        with torch.no_grad():
-            F.embedding(every, self.embed.weight, max_norm=0.5)
-        return F.cross_entropy(self.net(batch[0]) + F.embedding(batch[3][:, 0], self.embed.weight), batch[1])
-
-
-@case()
 class ChangesInPlaceByFlag(Natural):
     """Functions with ``inplace=True`` on weights."""
 
@@ -396,31 +332,6 @@ class KeepsAView(Natural):
     def build(self) -> None:
         super().build()
         self.net.head = Cached(WIDTH, CLASSES)
-
-
-class Unfreezing(nn.Module):
-    """Decides in its forward what is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.calls = Net(), 0
-        self.net.head.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 2:
-            for p in self.net.head.parameters():
-                p.requires_grad = True
-        return self.net(x)
-
-
-@case()
-class ThawsInForward(Natural):
-    def build(self) -> None:
-        self.net = Unfreezing()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class FrozenAtLast(nn.Linear):
