@@ -39,11 +39,10 @@ from lightning_shardckpt.distributed.host_numbers import any_rank, reduce_tensor
 from lightning_shardckpt.distributed.world import raise_if_lost
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.shard_model import ShardedModule
-from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_by_value
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
-from lightning_shardckpt.parallel.tensors import written_numbers
+from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, broadcast_statistics, share_optimizer_rng
+from lightning_shardckpt.parallel.tensors.values import reset_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
@@ -142,7 +141,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         show_samplers_of(self)
         self._meshes, self._ranks = self._new_meshes(), self._new_ranks()
         self._enable_async()
-        written_numbers.reset_numbers()
+        reset_numbers()
         if self.topology.tensor > 1:
             broadcast_rng(self.meshes.tensor_group)
         if self.meshes.data_parallel_group.size() < self.world_size:  # metrics would count replicas of samples, too

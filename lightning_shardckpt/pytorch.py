@@ -54,13 +54,15 @@ from lightning_shardckpt.from_checkpoint import load_from_checkpoint
 from lightning_shardckpt.parallel.first_values.one_rank import Build, share_tensors
 from lightning_shardckpt.parallel.optimizers import allow_empty_optimizers, guard_state, user_code
 from lightning_shardckpt.parallel.shard_model import ShardedModule
-from lightning_shardckpt.parallel.sharding.batch_norm import synchronize_batch_norms
 from lightning_shardckpt.parallel.sharding.consistency import check_ends, check_lengths
 from lightning_shardckpt.parallel.sharding.mesh import forget_meshes, keep_meshes
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_optimizer_rng
 from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions, restore_functions
-from lightning_shardckpt.parallel.tensors import written_numbers
-from lightning_shardckpt.parallel.tensors.values import check_state_of_shards
+from lightning_shardckpt.parallel.sharding.shared_values import (
+    broadcast_rng,
+    share_optimizer_rng,
+    synchronize_batch_norms,
+)
+from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
 from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
@@ -210,7 +212,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._undo_setup.callback(keep_order_of_training(trainer))
         if fitting and self.topology.pipeline > 1:
             refuse_averaging_of_modules(trainer)
-        written_numbers.reset_numbers()
+        reset_numbers()
         if self.topology.world_size > 1:
             replace_functions()  # the module may have been sharded for an earlier fit
         sharded = find_sharded(self._module, self.topology) or self._shard()

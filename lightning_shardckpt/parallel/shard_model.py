@@ -38,8 +38,7 @@ from lightning_shardckpt.parallel.sharding.fsdp import (
 from lightning_shardckpt.parallel.sharding.fsdp_proxies import Engine
 from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.sharding.references import follow_parameters
-from lightning_shardckpt.parallel.sharding.replaced_functions import replace_functions
+from lightning_shardckpt.parallel.sharding.replaced_functions import refuse_node_hooks, replace_functions
 from lightning_shardckpt.parallel.sharding.tensor_parallel import (
     Plan,
     TensorPlan,
@@ -48,9 +47,8 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import (
     resolve_plan,
 )
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
-from lightning_shardckpt.parallel.sharding.user_hooks import refuse_node_hooks
-from lightning_shardckpt.parallel.tensors.parameters import retire_parameter, shard_parameters
-from lightning_shardckpt.parallel.tensors.peers import peers_of
+from lightning_shardckpt.parallel.tensors.parameters import follow_parameters, retire_parameter, shard_parameters
+from lightning_shardckpt.parallel.tensors.placement import peers_of
 from lightning_shardckpt.parallel.tensors.views import keep_gathered
 
 

@@ -6,7 +6,7 @@ time. The number of batches follows from the last reduction, so it is the same o
 
 Parameters and buffers that are not sharded must be equal on all data-parallel ranks. A value computed from a rank's own
 batch (a learning rate, a running mean) would make them differ without an error, and a checkpoint would have the
-values of one rank. Statistics of norms are excluded: they are broadcast, see ``parallel.sharding.batch_norm``.
+values of one rank. Statistics of norms are excluded: they are broadcast, see ``parallel.sharding.shared_values``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import current_world, unequal_batches_text
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.parallel.tensors import written_numbers
+from lightning_shardckpt.parallel.tensors.values import refuse_different_numbers, report_numbers
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import Tuning
 
@@ -64,9 +64,9 @@ class BatchAgreement:
             return False
         now = time.monotonic()
         elapsed_us = int((now - self._agreed_s) * 1e6)
-        reports = written_numbers.reports(meshes.pipeline_rank, meshes.topology.pipeline)
+        reports = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline)
         stop, longest_us, *maxima = max_over_ranks(torch.tensor([int(is_told), elapsed_us, *reports])).tolist()
-        _refuse_written(maxima)
+        refuse_different_numbers(maxima)
         step_s = longest_us / self._batches / 1e6
         batches = tuning.agreement_s / step_s if step_s > 0 else self._limit
         self._skips = int(max(min(batches, self._limit) - 1, 0))
@@ -98,10 +98,10 @@ def compare_ranks(modules: Iterable[nn.Module], ranks: Ranks, meshes: Meshes, *,
             for number, module in enumerate(modules)
             for name, tensor in _replicated(module, parameters=parameters)
         )
-    numbers = written_numbers.reports(meshes.pipeline_rank, meshes.topology.pipeline)
+    numbers = report_numbers(meshes.pipeline_rank, meshes.topology.pipeline)
     report = {"numbers": numbers, "replicas": combine_digests(digests)}
     written, differ = ranks.step("comparing the ranks", lambda: report, _join_reports)
-    _refuse_written(written)
+    refuse_different_numbers(written)
     if not differ:
         return
     reports: list[Digests] = ranks.step("comparing replicated values", lambda: digests, lambda reports: reports)
@@ -118,18 +118,6 @@ def _join_reports(reports: list[dict[str, Any]]) -> list[Any]:
     """Return the maxima of the ranks' numbers, and whether replicated values differ. Runs on rank 0."""
     maxima = [max(column) for column in zip(*(report["numbers"] for report in reports), strict=True)]
     return [maxima, bool(find_differences({rank: report["replicas"] for rank, report in enumerate(reports)}))]
-
-
-def _refuse_written(maxima: list[int]) -> None:
-    """Raise an UnsupportedCodeError on every rank if the maxima of `written_numbers.reports` show a difference."""
-    if written_numbers.differ(maxima):
-        raise UnsupportedCodeError(
-            "the ranks wrote different numbers into sharded parameters or optimizer state since they last agreed, "
-            "so their shards belong to different models now. Here the last was "
-            f"{written_numbers.describe_last_numbers()}. Reduce values that are computed from a rank's own batch "
-            "before they are used: self.all_gather(loss).mean(), or self.log(…, sync_dist=True) for values that "
-            "schedulers and callbacks read."
-        )
 
 
 def _replicated(root: nn.Module, *, parameters: bool) -> Iterator[tuple[str, Tensor]]:

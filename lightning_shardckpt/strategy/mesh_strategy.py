@@ -34,10 +34,9 @@ from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline
 from lightning_shardckpt.parallel.shard_model import Recipe, ShardedModule, shard
-from lightning_shardckpt.parallel.sharding.all_gather import all_gather_tensors
 from lightning_shardckpt.parallel.sharding.fsdp import FSDP
 from lightning_shardckpt.parallel.sharding.mesh import AXES, Meshes, Topology, build_meshes, resolve_topology
-from lightning_shardckpt.parallel.sharding.random_streams import share_rng
+from lightning_shardckpt.parallel.sharding.shared_values import all_gather_tensors, share_rng
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.model import WholeNames

@@ -24,12 +24,12 @@ from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
 from lightning_shardckpt.parallel.pipeline.runner import PipelineRunner
 from lightning_shardckpt.parallel.shard_model import ShardedModule
-from lightning_shardckpt.parallel.sharding.batch_norm import broadcast_statistics
 from lightning_shardckpt.parallel.sharding.clip_grad import RanksOf, clip_by_norm, clip_by_value, unscale_over_ranks
 from lightning_shardckpt.parallel.sharding.consistency import check_batch, check_draws, check_loss
 from lightning_shardckpt.parallel.sharding.fqn import own_parameters
 from lightning_shardckpt.parallel.sharding.fsdp import reshard
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
+from lightning_shardckpt.parallel.sharding.shared_values import broadcast_statistics
 from lightning_shardckpt.strategy.user_steps import FunctionStep, LightningStep
 from lightning_shardckpt.system.random_generators import checksum_of_states, differing_generators, get_rng_state
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from lightning_shardckpt import FSDP
-from lightning_shardckpt.parallel.tensors.peers import peers_of
+from lightning_shardckpt.parallel.tensors.placement import peers_of
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import HSDP, REPLICAS, ROUNDING, TENSOR_PARALLEL
 from tests.support.pool import run_each, selected

@@ -505,7 +505,7 @@ MUTATIONS = (
     Mutation(
         "gradients of replicas are not reduced",
         STEP,
-        "parallel/sharding/replicated_gradients.py",
+        "parallel/sharding/gradient_sync.py",
         "        if not self.accumulates:\n            self.reduce()",
         "        if not self.accumulates:\n            pass",
         ("ranks/parallel/test_replicas.py",),
@@ -513,7 +513,7 @@ MUTATIONS = (
     Mutation(
         "gradients of replicas are summed, not averaged",
         STEP,
-        "parallel/sharding/replicated_gradients.py",
+        "parallel/sharding/gradient_sync.py",
         "target.copy_(total.mul_(reduction.scale).view(target.shape))",
         "target.copy_(total.view(target.shape))",
         ("ranks/parallel/test_replicas.py",),
@@ -545,7 +545,7 @@ MUTATIONS = (
     Mutation(
         "ranks that must draw the same random numbers draw their own",
         STEP,
-        "parallel/sharding/random_streams.py",
+        "parallel/sharding/shared_values.py",
         "        set_rng_state(self._begin)\n",
         "",
         ("ranks/parallel/test_parallel.py::test_ranks_draw_alike_where_they_must_and_apart_elsewhere",),

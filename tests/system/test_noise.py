@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
-from lightning_shardckpt.parallel.sharding.random_streams import share_optimizer_rng
+from lightning_shardckpt.parallel.sharding.shared_values import share_optimizer_rng
 from tests.support import tiny
 from tests.support.pool import run_ranks
 

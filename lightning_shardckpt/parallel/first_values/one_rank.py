@@ -35,8 +35,8 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.parallel.first_values.meta_tensors import MetaTensors
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_rng
-from lightning_shardckpt.parallel.sharding.references import REGISTRIES, refuse_shared_memory, replace_in_attributes
+from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
+from lightning_shardckpt.parallel.tensors.parameters import REGISTRIES, refuse_shared_memory, replace_in_attributes
 from lightning_shardckpt.system.tensor_digest import byte_view
 from lightning_shardckpt.system.text import list_some
 

@@ -26,7 +26,7 @@ from lightning_shardckpt.compat.torch_tensors import (
 from lightning_shardckpt.distributed.host_numbers import gather_numbers
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
-from lightning_shardckpt.parallel.sharding.user_hooks import is_of_user
+from lightning_shardckpt.parallel.sharding.replaced_functions import is_of_user
 
 _BITS = 62  # flags per int64
 

@@ -56,7 +56,6 @@ from lightning_shardckpt.parallel.sharding.proxy_modules import (
     ProxyModule,
     ProxyRoot,
 )
-from lightning_shardckpt.parallel.tensors.autocast_weights import is_autocast
 from lightning_shardckpt.parallel.tensors.gather import (
     GATHERED,
     RECEIVER,
@@ -66,8 +65,8 @@ from lightning_shardckpt.parallel.tensors.gather import (
     refuse_batched,
     refuse_sparse,
 )
-from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.saved_parameters import uses_other_hooks, version_key
+from lightning_shardckpt.parallel.tensors.gathered_weights import is_autocast, uses_other_hooks, version_key
+from lightning_shardckpt.parallel.tensors.placement import Peers
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor, new_like
 
 

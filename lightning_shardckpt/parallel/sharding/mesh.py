@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shardckpt.distributed.host_numbers import any_rank, notices
 from lightning_shardckpt.errors import TopologyError
-from lightning_shardckpt.parallel.tensors.peers import READ_TIMEOUT_S, build_peers
+from lightning_shardckpt.parallel.tensors.placement import READ_TIMEOUT_S, build_peers
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the root mesh, outermost first; ranks are laid out row-major."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single
 from lightning_shardckpt.compat.torch_tensors import with_torch_function
-from lightning_shardckpt.parallel.tensors.peers import Peers
+from lightning_shardckpt.parallel.tensors.placement import Peers
 
 
 class Call:

@@ -64,9 +64,14 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     was_data_read,
 )
 from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
-from lightning_shardckpt.parallel.tensors.autocast_weights import LAYERS, CastWeight, cast_weights, has_cast_weight
+from lightning_shardckpt.parallel.tensors.gathered_weights import (
+    LAYERS,
+    CastWeight,
+    SavedParameters,
+    cast_weights,
+    has_cast_weight,
+)
 from lightning_shardckpt.parallel.tensors.placement import local_part
-from lightning_shardckpt.parallel.tensors.saved_parameters import SavedParameters
 from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
 from lightning_shardckpt.parallel.tensors.values import check_equal_on_ranks, gather_whole, sharding_of
 from lightning_shardckpt.parallel.tensors.views import connect_to_shards

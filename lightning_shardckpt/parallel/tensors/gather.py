@@ -20,8 +20,7 @@ from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dt
 from lightning_shardckpt.compat.torch_autograd import after_backward, backward_number, in_backward, is_batched
 from lightning_shardckpt.compat.torch_distributed import reduce_scatter_single
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.peers import Peers
-from lightning_shardckpt.parallel.tensors.placement import Sharding, describe, model_shape, resolve_sharding
+from lightning_shardckpt.parallel.tensors.placement import Peers, Sharding, describe, model_shape, resolve_sharding
 
 PARTIAL = "_shardckpt_partial"
 """Attribute of a parameter: the tensor-parallel group on whose ranks its gradients are partial sums."""

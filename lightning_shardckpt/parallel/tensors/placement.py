@@ -1,22 +1,45 @@
-"""The part of a tensor that each rank holds: rows over the data axes (FSDP), any placement over the others.
+"""The part of a tensor that each rank holds, and the ranks that hold the others.
 
-The data axes are "replicate" and "shard"; the others are tensor-parallel. A rank's tensor-parallel part is split over
-"shard" along dim 0, into equal runs of rows as by ``torch.chunk``. Tensors without dims stay plain.
+A tensor is sharded by rows over the data axes (FSDP), with any placement over the others. The data axes are "replicate"
+and "shard"; the others are tensor-parallel. A rank's tensor-parallel part is split over "shard" along dim 0, into equal
+runs of rows as by ``torch.chunk``. Tensors without dims stay plain.
+
+Ranks that run different code (a layer that only one of them uses, ``if rank == 0: print(weight.norm())``) enter
+different collectives. Since collectives are matched by their order, tensors would be mixed silently, or the ranks would
+hang. So ranks announce the next collective over a separate gloo group:
+
+* a gather or reduction of a module, if it differs from the one at this position of the previous step;
+* a read by user code, always, with the line of code that reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_shardckpt.compat.dtensor import DTensorSpec, StridedShard, TensorMeta, join_meshes, local_tensor
-from lightning_shardckpt.parallel.tensors.peers import Peers, peers_of
+from lightning_shardckpt.compat.torch_distributed import (
+    Store,
+    all_gather_single,
+    get_if_set,
+    group_of_name,
+    prefix_store,
+)
+from lightning_shardckpt.distributed.host_numbers import host_group, new_gloo_group, notices, wait_for
+from lightning_shardckpt.distributed.world import current_world
+from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 
 DATA_AXES = ("replicate", "shard")
 NAME = "_shardckpt_name"
@@ -130,3 +153,274 @@ def local_part(whole: Tensor, sharding: Sharding) -> Tensor:
 def model_shape(shape: torch.Size, sharding: Sharding) -> torch.Size:
     """Return the shape of this rank's tensor-parallel part."""
     return model_part(torch.empty(shape, device="meta"), sharding).shape
+
+
+# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+READ_TIMEOUT_S = 300.0
+_FRAMEWORKS = (
+    *("torch.", "lightning_shardckpt.compat."),
+    *("lightning_shardckpt.parallel.tensors.", "lightning_shardckpt.parallel.sharding."),
+)
+_TEXT_BYTES = 240
+_INLINE = 4  # numbers that fit into an announcement
+_peers: dict[DeviceMesh, Peers] = {}
+
+
+@dataclass(slots=True)
+class Peers:
+    """The ranks of one mesh axis. Groups are stored by name, so that they can be destroyed.
+
+    Attributes:
+        group_name: the group for gathers of modules and reductions of gradients.
+        reads_name: the gloo group for announcements and reads of user code.
+        timeout_s: the time that a read waits for the other ranks.
+    """
+
+    group_name: str
+    reads_name: str
+    timeout_s: float = READ_TIMEOUT_S
+    _entered: list[str] = field(default_factory=list)
+    _entered_before: list[str] = field(default_factory=list)
+    _announcements: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return group_of_name(self.group_name)
+
+    @property
+    def reads(self) -> dist.ProcessGroup:
+        return group_of_name(self.reads_name)
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    # --- collectives of modules ---
+
+    def enter(self, purpose: str) -> None:
+        """Announce the next collective, unless it is the one at this position of the previous step.
+
+        A rank that announces waits here; ranks that don't find its notice in `wait`.
+
+        Raises:
+            UnsupportedCodeError: on every rank, if the ranks announce different collectives.
+        """
+        position = len(self._entered)
+        self._entered.append(purpose)
+        if self._entered_before[position : position + 1] != [purpose]:
+            self._announce(purpose, (), is_read=False)
+
+    def end_step(self, *, is_alike: bool) -> None:
+        """Begin the next step; ``is_alike``: the ranks have verified that they entered the same collectives."""
+        self._entered_before, self._entered = self._entered if is_alike else [], []
+
+    def compare(self, done: str, *numbers: float, before: int = 0) -> list[list[float]]:
+        """Compare ``done`` on all ranks, and return every rank's numbers, at most four.
+
+        Args:
+            done: what this rank did last.
+            numbers: of this rank.
+            before: a digest of what it did before, which is compared, too.
+
+        Raises:
+            UnsupportedCodeError: on every rank, if ``done`` differs, or a rank reads a value instead.
+        """
+        return self._announce(done, numbers, is_read=False, before=before)
+
+    def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
+        """Wait for a collective; on a GPU, only the current stream waits.
+
+        Raises:
+            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
+                CPUs.
+        """
+        self._wait(work, purpose, device, number=None)
+
+    # --- reads of user code ---
+
+    def share(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank, for a read by the running line of user code.
+
+        Raises:
+            UnsupportedCodeError: on every rank, if the ranks read different values.
+            RankError: if a rank does not read within the timeout.
+        """
+        is_wide = len(values) > _INLINE
+        every = self._announce(what, [float(len(values)), *(() if is_wide else values)])
+        if not is_wide:
+            return [numbers[1 : 1 + len(values)] for numbers in every]
+        own = torch.tensor(values, dtype=torch.float64)
+        return [part.tolist() for part in self.gather_read(own, what).view(self.size, -1)]
+
+    def announce(self, what: str) -> None:
+        """Check that all ranks read the same value; raises as `share` does."""
+        self._announce(what, ())
+
+    def gather_read(self, flat: Tensor, what: str) -> Tensor:
+        """Return the flat tensors of all ranks, concatenated. Collective. Call `announce` before."""
+        group = self.reads if flat.device.type == "cpu" else self.group
+        every = flat.new_empty(self.size * flat.numel())
+        work = all_gather_single(every, flat.contiguous(), group=group, async_op=True)
+        self._wait(work, what, flat.device, number=self._announcements)
+        return every
+
+    def broadcast_read(self, flat: Tensor, what: str) -> None:
+        """Broadcast a CPU tensor from the first rank. Collective. Call `announce` before."""
+        work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
+        self._wait(work, what, flat.device, number=self._announcements)
+
+    def _announce(
+        self, what: str, numbers: Sequence[float], *, is_read: bool = True, before: int = 0
+    ) -> list[list[float]]:
+        self._announcements += 1
+        line = f" ({calling_line()})" if is_read else ""
+        marks = [float(self._announcements), float(zlib.crc32(line.encode())), float(zlib.crc32(what.encode(), before))]
+        own = torch.zeros(len(marks) + 1 + _INLINE, dtype=torch.float64)
+        own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
+        gathered = own.new_empty(self.size * own.numel())
+        work = all_gather_single(gathered, own, group=self.reads, async_op=True)
+        self._wait(work, f"{what}{line}", own.device, number=self._announcements, is_read=is_read)
+        every = gathered.view(self.size, -1).tolist()
+        if any(row[: len(marks)] != every[0][: len(marks)] for row in every):
+            self._refuse(f"{what}{line}", is_read=is_read)
+        return [row[len(marks) :] for row in every]
+
+    def _refuse(self, what: str, *, is_read: bool) -> None:
+        own = torch.zeros(1 + _TEXT_BYTES, dtype=torch.uint8)
+        text = what.encode()[:_TEXT_BYTES]
+        own[0], own[1 : 1 + len(text)] = is_read, torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gathered = own.new_empty(self.size * own.numel())
+        wait_for(all_gather_single(gathered, own, group=self.reads, async_op=True), what, self.ranks)
+        rows = [bytes(row.tolist()) for row in gathered.view(self.size, -1)]
+        texts = [row[1:].rstrip(b"\0").decode(errors="replace") for row in rows]
+        if len({*rows}) == 1:
+            raise UnsupportedCodeError(f"the ranks ran different modules before {texts[0]}. {_SAME_MODULES}")
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
+        if any(row[0] for row in rows):
+            problem, advice = "the ranks ask for values of different sharded tensors at a time", _SAME_READS
+        else:
+            problem, advice = "the ranks gather parameters of different modules at a time", _SAME_MODULES
+        raise UnsupportedCodeError(f"{problem}: {each}. {advice}")
+
+    def _wait(
+        self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None, is_read: bool = True
+    ) -> None:
+        """Wait for the announcement ``number`` or the read after it; None for other collectives.
+
+        Only reads have a timeout.
+        """
+        assert work is not None  # this rank is in the group
+        if device.type != "cpu":  # no timeout: NCCL would abort the communicator, and a late rank end the run
+            work.wait()
+            return
+        begun = time.monotonic()
+
+        def look() -> None:
+            assert number is not None
+            self._post_notice(what, number, is_read=is_read)
+            if is_read and time.monotonic() - begun > self.timeout_s:
+                raise RankError(
+                    f"rank {dist.get_rank()} asks for {what}, but within {self.timeout_s:g} s not all of the ranks "
+                    f"{self.ranks} did. {_SAME_READS}"
+                )
+
+        wait_for(work, what, self.ranks, None if number is None else look)
+
+    def _post_notice(self, what: str, number: int, *, is_read: bool) -> None:
+        """Post to the store where this rank waits; raise if another rank has found that it waits elsewhere."""
+        verb, advice = ("asks for", _SAME_READS) if is_read else ("has come to", _SAME_MODULES)
+        self._store.set(f"waits/{number}", f"{dist.get_rank()}\n{verb} {what}\n{advice}")
+        if (conflict := get_if_set(self._store, f"conflict/{number}")) is not None:
+            raise UnsupportedCodeError(conflict.decode())
+
+    def raise_if_awaited(self, purpose: str, ranks: Collection[int], seen: set[str]) -> None:
+        """Look for the notice of a rank that waits in the next announcement, which this rank has not made.
+
+        Args:
+            purpose: of the wait of this rank.
+            ranks: for which this rank waits.
+            seen: notices that an earlier look of this wait has found.
+
+        Raises:
+            UnsupportedCodeError: for a notice of one of ``ranks`` that was there before: the wait is no delay.
+        """
+        following = self._announcements + 1
+        notice = get_if_set(self._store, f"waits/{following}")
+        if notice is None:
+            return
+        rank, waits, advice = notice.decode().split("\n")
+        key = f"{self.reads_name}/{following}"
+        if int(rank) in ranks and key in seen:
+            message = f"rank {rank} {waits}, while rank {dist.get_rank()} waits for it in {purpose}. {advice}"
+            self._store.set(f"conflict/{following}", message)
+            notices.remove(self.raise_if_awaited)  # said once: nobody reads values here any more
+            raise UnsupportedCodeError(message)
+        seen.add(key)
+
+    @property
+    def _store(self) -> Store:
+        return prefix_store(current_world().store, f"shardckpt-reads-{self.reads_name}")
+
+
+_SAME_MODULES = (
+    "All ranks that share parameters must run the same modules in the same order: control flow that depends on a rank, "
+    "its batch or its random numbers (such as layer dropout) must decide alike on all of them."
+)
+_SAME_READS = (
+    "Reading a sharded parameter is collective: every rank must execute that line, not only rank zero. So read it on "
+    "every rank, and print or log it on one"
+)
+
+
+def build_peers(mesh: DeviceMesh, timeout_s: float = READ_TIMEOUT_S) -> None:
+    """Create the gloo group for announcements and reads on every axis of ``mesh``, a mesh of the world.
+
+    Collective: every rank of the world must call it.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    ranks = mesh.mesh
+    for dim, name in enumerate(names):
+        if ranks.shape[dim] == 1 or name == "pipeline":
+            continue
+        own = mesh[name]
+        for row in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
+            if dist.get_rank() in row:
+                group = new_gloo_group(row, timeout_s=4 * timeout_s)
+                _add_peers(own, Peers(own.get_group().group_name, group.group_name, timeout_s))
+
+
+def peers_of(mesh: DeviceMesh) -> Peers:
+    """Return the ranks of a mesh of one axis, the same object for the same mesh.
+
+    Collective the first time, for a mesh without groups from `build_peers`.
+    """
+    if mesh not in _peers:
+        group = mesh.get_group()
+        _add_peers(mesh, Peers(group.group_name, host_group(group).group_name))
+    return _peers[mesh]
+
+
+def _add_peers(mesh: DeviceMesh, peers: Peers) -> None:
+    _peers[mesh] = peers
+    notices.append(peers.raise_if_awaited)
+
+
+def calling_line() -> str:
+    """Return the running line of user code, as ``file:number``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

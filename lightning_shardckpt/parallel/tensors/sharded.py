@@ -11,7 +11,7 @@ assignments to ``data``. In contrast:
 * An in-place operation, also on a view, changes the shards. All ranks must write the same values.
 * Random values are the ones that a single process would draw.
 
-All ranks must therefore run the same operations in the same order; ``peers`` detects when they don't.
+All ranks must therefore run the same operations in the same order; ``placement.Peers`` detects when they don't.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from lightning_shardckpt.compat.torch_tensors import (
     without_torch_function,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.tensors.autocast_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.gather import RECEIVER, RowsToRead, takes_gradients_late
+from lightning_shardckpt.parallel.tensors.gathered_weights import cast_arguments
 from lightning_shardckpt.parallel.tensors.kinds import Kind, kind_of
 from lightning_shardckpt.parallel.tensors.placement import ASSIGNMENTS, DATA_AXES, NAME, local_part
 from lightning_shardckpt.parallel.tensors.values import Scatter, check_equal_on_ranks, gather_whole, sharding_of

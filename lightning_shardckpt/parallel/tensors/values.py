@@ -2,6 +2,10 @@
 
 Every function that communicates is collective: every rank that has a shard must call it, with the same tensors in the
 same order.
+
+Tensors are compared when they are written into sharded ones. For a number (``w.mul_(loss.item())``, a learning rate
+computed from a rank's own loss) that would cost too much: all numbers are hashed into one, which ranks compare from
+time to time.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from lightning_shardckpt.compat.torch_tensors import version_of
 from lightning_shardckpt.distributed.host_numbers import broadcast_object, host_group, wait_for
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import GATHERED, Gather, GatherItem
-from lightning_shardckpt.parallel.tensors.peers import Peers
 from lightning_shardckpt.parallel.tensors.placement import (
+    Peers,
     Sharding,
     axis_peers,
     describe,
@@ -250,3 +254,54 @@ def _model_axes(sharding: Sharding) -> list[tuple[Peers, bool]]:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     axes = zip(names, sharding.model, mesh.shape, strict=True)
     return [(axis_peers(mesh, name), not placement.is_replicate()) for name, placement, size in axes if size > 1]
+
+
+# ── numbers that code writes into sharded tensors ───────────────────────────────────────────────────────────────────
+
+_BITS = (1 << 62) - 1
+_NOTHING = -(1 << 62)  # less than any hash or its negative
+
+
+class _Numbers:
+    mark = 0
+    last: tuple[str, Sequence[float], Sequence[int]] | None = None
+
+
+def record_numbers(name: str, shape: Sequence[int], values: Sequence[Any]) -> None:
+    """Record the numbers among the values that the function ``name`` is about to write into a tensor of ``shape``."""
+    numbers = [value for value in values if type(value) in (float, int)]
+    if numbers:
+        _Numbers.last = name, numbers, shape
+        _Numbers.mark = hash((_Numbers.mark, *numbers)) & _BITS
+
+
+def report_numbers(stage: int, stages: int) -> list[int]:
+    """Return numbers for `refuse_different_numbers`, which takes their maxima over the ranks of all pipeline stages."""
+    own = [_NOTHING] * (2 * stages)
+    own[2 * stage], own[2 * stage + 1] = _Numbers.mark, -_Numbers.mark
+    return own
+
+
+def refuse_different_numbers(maxima: Sequence[int]) -> None:
+    """Raise if ranks of a stage recorded different numbers.
+
+    >>> refuse_different_numbers([5, -5, _NOTHING, _NOTHING])
+
+    Raises:
+        UnsupportedCodeError: on every rank, with the last write on this one.
+    """
+    if all(a == -b for a, b in zip(maxima[::2], maxima[1::2], strict=True) if a != _NOTHING):
+        return
+    name, numbers, shape = _Numbers.last or ("nothing", (), ())
+    raise UnsupportedCodeError(
+        "the ranks wrote different numbers into sharded parameters or optimizer state since they last agreed, so their "
+        f"shards belong to different models now. Here the last was {name}({', '.join(map(repr, numbers))}) into a "
+        f"tensor of shape {tuple(shape)}. Reduce values that are computed from a rank's own batch before they are "
+        "used: self.all_gather(loss).mean(), or self.log(…, sync_dist=True) for values that schedulers and callbacks "
+        "read."
+    )
+
+
+def reset_numbers() -> None:
+    """Forget all recorded numbers; every rank must do so at the same point of the run."""
+    _Numbers.mark, _Numbers.last = 0, None

@@ -19,7 +19,7 @@ from lightning_shardckpt.parallel.sharding.clip_grad import clip_by_norm, clip_b
 from lightning_shardckpt.parallel.sharding.fqn import named_modules, parameter_names
 from lightning_shardckpt.parallel.sharding.fsdp import choose_units, trunk_layers
 from lightning_shardckpt.parallel.sharding.mesh import Topology, resolve_topology
-from lightning_shardckpt.parallel.sharding.random_streams import broadcast_rng, share_rng
+from lightning_shardckpt.parallel.sharding.shared_values import broadcast_rng, share_rng
 from lightning_shardckpt.parallel.sharding.tensor_parallel import PARTIAL, resolve_plan
 from tests.support.nets import PLAN, Net, llama, qwen3
 from tests.support.pool import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.gradient_sync import Reduction, ReplicatedGradients
 from tests.support.pool import run_each, run_ranks
 
 WIDTH, LAYERS = 8, 6

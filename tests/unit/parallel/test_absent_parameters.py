@@ -19,7 +19,7 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
-from lightning_shardckpt.parallel.sharding.replicated_gradients import Reduction, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.gradient_sync import Reduction, ReplicatedGradients
 from tests.support.pool import RankFailure, run_ranks
 
 

@@ -1,0 +1,229 @@
+"""Values beside parameters that ranks share: random numbers, statistics of norms, and tensors of ``self.all_gather``.
+
+Ranks that build the same weights, or hold parts of one activation, must draw the same numbers; data-parallel ranks need
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shardckpt.compat.torch_distributed import all_gather_single
+from lightning_shardckpt.compat.torch_modules import BatchNorm, NormWithStatistics
+from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, gather_numbers
+from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
+from lightning_shardckpt.parallel.sharding.fqn import walk_modules
+from lightning_shardckpt.parallel.tensors.gather import refuse_batched
+from lightning_shardckpt.system.random_generators import differing_generators, get_rng_state, set_rng_state
+
+_T = TypeVar("_T")
+_DRAWS = "_shardckpt_draws"
+"""Attribute of an optimizer, equal on all ranks: whether its first step drew random numbers on any rank."""
+
+
+@contextmanager
+def share_rng() -> Iterator[None]:
+    """Inside, every rank draws rank 0's random numbers; afterwards, generators that differed get their states back.
+
+    Collective: every rank of the world must enter it.
+    """
+    stream = _SharedStream(None)
+    stream.enter()
+    try:
+        yield
+    finally:
+        stream.leave()
+
+
+@contextmanager
+def share_optimizer_rng(
+    optimizer: Optimizer, closure: Callable[[], _T], group: dist.ProcessGroup | None
+) -> Iterator[Callable[[], _T]]:
+    """Inside, a step of ``optimizer`` draws the random numbers of the first rank of ``group``.
+
+    Otherwise each rank would add its own noise to a replicated parameter. Yields the closure for the step, within
+    which each rank draws its own numbers. An optimizer whose first step draws nothing on any rank is left alone from
+    then on; a step that a GradScaler skips does not count as the first.
+
+    Collective: every rank of ``group`` must call it. A group of None means that there are no other ranks.
+    """
+    draws: bool | None = getattr(optimizer, _DRAWS, None)  # None before the first step
+    if group is None or group.size() == 1 or draws is False:
+        yield closure
+        return
+    stream = _SharedStream(group)
+
+    def run_closure() -> _T:
+        stream.leave()
+        result = closure()
+        stream.enter()
+        return result
+
+    steps = list[Any]()
+    handle = optimizer.register_step_post_hook(lambda *call: steps.append(None)) if draws is None else None
+    stream.enter()
+    try:
+        yield run_closure
+    finally:
+        stream.leave()
+        if handle is not None:
+            handle.remove()
+    if draws is None:  # a rank with empty shards may draw nothing, but must take part if others draw
+        drew = any_rank(stream.drew, group)
+        if drew or steps:  # a GradScaler skips a step on all ranks
+            setattr(optimizer, _DRAWS, drew)
+
+
+class _SharedStream:
+    """The random numbers of the first rank of a group, between ``enter`` and ``leave``."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._own, self._begin = group, dict[str, Any](), dict[str, Any]()
+        self.drew = False
+
+    def enter(self) -> None:
+        self._own = get_rng_state(every_device=False)
+        self._begin = _broadcast(self._own, self._group)
+        set_rng_state(self._begin)
+
+    def leave(self) -> None:
+        """Give generators that differed from the first rank's their states back. Does nothing if left already."""
+        if self._begin:
+            now = get_rng_state(every_device=False)
+            self.drew = self.drew or bool(differing_generators(self._begin, now))
+            set_rng_state(now | differing_generators(self._own, self._begin))
+            self._begin = {}
+
+
+def broadcast_rng(group: dist.ProcessGroup | None) -> None:
+    """Give every rank of ``group``, or of the world, the first rank's random state.
+
+    Collective: every rank of ``group`` must call it.
+    """
+    set_rng_state(_broadcast(get_rng_state(every_device=False), group))
+
+
+def _broadcast(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return state
+    first: dict[str, Any] = broadcast_object(state, group=group)
+    return first
+
+
+# ── running statistics of norms ─────────────────────────────────────────────────────────────────────────────────────
+
+
+# A norm collects statistics of its rank's batches. As under DDP, the statistics of the first data-parallel rank count:
+# they are broadcast after the backward, so that all ranks and checkpoints have the same.
+
+
+@torch.no_grad()
+def broadcast_statistics(root: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast the first rank's statistics of norms in training mode.
+
+    Collective: every rank of ``group`` must call it.
+    """
+    if group.size() == 1:
+        return
+    norms = [m for _, m in walk_modules(root) if isinstance(m, NormWithStatistics) and m.training]
+    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    if not statistics:
+        return
+    flat = torch.cat([buffer.double().reshape(-1) for buffer in statistics])  # exact for every narrower dtype
+    dist.broadcast(flat, group=group, group_src=0)
+    for buffer, values in zip(statistics, torch.split(flat, [b.numel() for b in statistics]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
+def synchronize_batch_norms(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Convert the batch norms inside ``root`` to torch.nn.SyncBatchNorm, for ``sync_batchnorm=True``.
+
+    SyncBatchNorm runs only on GPUs; this project has not run it.
+
+    Raises:
+        TopologyError: on CPUs, if there are batch norms.
+    """
+    norms = [name for name, module in root.named_modules() if isinstance(module, BatchNorm)]
+    if not norms:
+        return
+    if device.type == "cpu":
+        raise TopologyError(
+            f"Trainer(sync_batchnorm=True): torch.nn.SyncBatchNorm, which would replace {norms[0]}, does not run on "
+            "CPUs. Use GPUs, or a norm that does not depend on the batch, such as GroupNorm."
+        )
+    nn.SyncBatchNorm.convert_sync_batchnorm(root, group)  # type: ignore[no-untyped-call]  # torch's
+
+
+# ── all_gather ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_NDIM = 7  # shapes are compared up to so many dims
+
+
+class _AllGather(torch.autograd.Function):
+    """Stacks the tensors of all ranks. The backward of torch's own does not run on a gloo group of some ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.detach().contiguous()
+        parts = tensor.new_empty(group.size(), *tensor.shape)
+        all_gather_single(parts, tensor, group=group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _ReduceScatter.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Sums the stacked parts of all ranks, and returns this rank's part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        refuse_batched(parts)
+        total = parts.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllGather.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+
+
+def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:
+    """Return the tensors of all ranks, stacked along a new first dim.
+
+    Collective: every rank of ``group`` must call it.
+
+    Args:
+        tensor: this rank's tensor, with the same shape on all ranks.
+        group: the ranks.
+        sync_grads: whether the result is differentiable; the gradient of ``tensor`` is then the sum over all ranks.
+    """
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        if group.size() == 1:
+            return torch.stack([tensor])
+        _check_shapes(tensor, group)
+        gathered: Tensor = _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch's
+    return gathered
+
+
+def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if shapes differ between ranks: collectives would mix memory, or hang."""
+    own = torch.tensor([tensor.ndim, *tensor.shape[:_NDIM], *[0] * (_NDIM - tensor.ndim)])
+    shapes = [tuple(numbers[1 : 1 + numbers[0]]) for numbers in gather_numbers(own, group).tolist()]
+    if any(shape != shapes[0] for shape in shapes):
+        raise UnsupportedCodeError(
+            f"all_gather of tensors of other shapes on other ranks: {', '.join(map(str, dict.fromkeys(shapes)))}. "
+            "The samples of the last batch may be divided unevenly: set drop_last=True in the DataLoader, or gather "
+            "tensors that have the same shape on all ranks"
+        )
