@@ -424,7 +424,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
             self._own_steps.reset()
         if self._run is not None:
             self._run.leave()
-        self._ranks.leave(exception)
         self.checkpoint_io.leave(exception)
         abort_unfinished(self.root_device, self.tuning)
 

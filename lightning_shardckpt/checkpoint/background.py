@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lightning_shardckpt.checkpoint.staging import HostMemory
-from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
-from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.distributed.ranks import ErrorReport, Ranks, rebuild_error, report_error
 from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.system.threads import WRITERS, NoThreadError, Worker
 
@@ -130,12 +129,11 @@ class Background:
                 self._changed.wait(_CHECK_S)
 
     def leave(self, error: BaseException) -> None:
-        """Finish the queue, then tell the other ranks that this one saves no more; see ``Ranks.leave``.
+        """Finish the queue, on a rank that takes no further step with the others.
 
         A failure that was not raised yet is added to ``error`` as a note. Not collective.
         """
         self.drain()
-        self._ranks.leave(error)
         if self._is_pending and (failure := self._failure()) is not None:
             error.add_note(f"a save in the background had failed: {type(failure).__name__}: {failure}")
         self._collect()

@@ -23,8 +23,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     pickle_to_tensors,
     unpickle_tensors,
 )
-from lightning_shardckpt.distributed.error_report import is_collective_failure
-from lightning_shardckpt.distributed.world import current_world, find_lost, raise_if_lost
+from lightning_shardckpt.distributed.world import current_world, find_lost, is_collective_failure, raise_if_lost
 from lightning_shardckpt.errors import RankError
 
 _WAIT_TIMED_OUT = "Operation timed out!"

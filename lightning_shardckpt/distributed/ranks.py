@@ -8,22 +8,23 @@ the others live, and answers in the place of those that are gone, so that no ran
 
 from __future__ import annotations
 
-import atexit
+import builtins
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import torch.distributed as dist
 
+from lightning_shardckpt import errors
 from lightning_shardckpt.compat.torch_distributed import Store, get_if_set, prefix_store, put_bytes
-from lightning_shardckpt.distributed.error_report import ErrorReport, rebuild_error, report_error
 from lightning_shardckpt.distributed.host_numbers import look_for_notices
 from lightning_shardckpt.distributed.world import World, current_world, raise_if_lost, watch_run
 from lightning_shardckpt.errors import MismatchError, RankError, ShardCkptError
+from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 T = TypeVar("T")
@@ -32,10 +33,43 @@ _instances = itertools.count()
 _group_instances: dict[str, itertools.count[int]] = {}  # by name of the group, since only its ranks count them
 _PAUSE_PER_RANK_S = 2e-5  # at most 50,000 requests of all ranks per second: a server takes 11 µs for each
 _LONGEST_PAUSE_PER_RANK_S = 1e-4  # at most 10,000 per second after a while
-_CHECK_PER_RANK_S = 2e-4  # at most 5,000 checks of processes by all ranks per second
 _KEYS = 512  # in a request
 _LISTED = 32  # ranks in a message
-_WAITS_AT_EXIT = 16  # more instances than take a step at one time
+
+
+# ── errors as JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ErrorReport(TypedDict):
+    """An error of a rank, which other ranks can raise."""
+
+    type: str
+    message: str
+    errno: int | None
+    ranks: NotRequired[list[int]]
+    """The failed ranks; the error is that of the first one."""
+
+
+def report_error(error: BaseException) -> ErrorReport:
+    """Return an error of any class as a report."""
+    try:
+        message = str(error)
+    except Exception:  # a user's class whose __str__ raises
+        message = "(it has no message)"
+    return {"type": type(error).__name__, "message": message, "errno": getattr(error, "errno", None)}
+
+
+def rebuild_error(report: ErrorReport, message: str) -> Exception:
+    """Return an exception of the reported class if that is a ShardCkptError or an OSError, else a RankError."""
+    cls = getattr(errors, report["type"], None) or getattr(builtins, report["type"], None)
+    if isinstance(cls, type) and issubclass(cls, ShardCkptError | OSError):
+        if not issubclass(cls, ShardCkptError) and report["errno"] is not None:
+            return cls(report["errno"], message)
+        return cls(message)
+    return RankError(message)
+
+
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Ranks:
@@ -47,7 +81,7 @@ class Ranks:
         store: shared by the ranks; None for a single process.
         rank: of this process.
         world: the number of ranks.
-        timeout_s: of each step.
+        timeout_s: of the work of a rank in a step.
         name: of this instance, the same on all ranks; by default its number.
         tuning: intervals and waits.
         members: the ranks in the default process group, which has registered their processes; None for ranks of
@@ -68,11 +102,10 @@ class Ranks:
         tuning: Tuning = TUNING,
         members: Sequence[int] | None = None,
     ) -> None:
-        self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store: Store | None = None
-        self._tuning = tuning
+        self.rank, self.world, self._timeout_s, self._tuning = rank, world, timeout_s, tuning
         self._members, self.is_background = members, False
-        self._count, self._in_step = 0, False  # steps begun; True until the last one has ended on this rank
+        self._count = self._answered = 0  # steps that have begun; the last one that rank 0, if this is it, has answered
+        self._store: Store | None = None
         if store is not None:
             self._store = prefix_store(store, f"shardckpt-{next(_instances) if name is None else name}")
             self._watched = World(self._store, rank, world) if members is None else current_world()
@@ -99,28 +132,6 @@ class Ranks:
         members = dist.get_process_group_ranks(group)
         return cls(current_world().store, group.rank(), group.size(), timeout_s, name=name, members=members)
 
-    def _gone(self) -> dict[int, str]:
-        """Return the ranks that have ended, with a sentence for each."""
-        self._watched.look()
-        members, gone = self._members or range(self.world), self._watched.gone
-        return {rank: gone[member] for rank, member in enumerate(members) if member in gone}
-
-    def wait_until_read(self, timeout_s: float = 10.0) -> None:
-        """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
-
-        Not collective. Called at the end of a run, and at exit except in processes of Python's multiprocessing. Waits
-        the whole time if a rank has left, or its process on another host is gone.
-        """
-        if self._store is None or self.rank != 0 or self._in_step:
-            return
-        deadline = time.monotonic() + timeout_s
-        with suppress(RuntimeError):  # the store's: its server is in another process, and gone
-            for rank in range(1, self.world):
-                while self._store.check([f"{self._count}/{rank}"]) and rank not in self._gone():
-                    if time.monotonic() >= deadline:
-                        return
-                    time.sleep(self._tuning.rank_longest_poll_s)
-
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which all ranks of the world notice that a rank is lost; every rank must enter it.
 
@@ -140,7 +151,7 @@ class Ranks:
             phase: completes the sentence "rank 3 failed while …"; its first word must be the same on all ranks.
             work: returns this rank's result, as JSON.
             lead: called on rank 0 with the list of results by rank, when all ranks have done their work; returns JSON.
-            timeout_s: of this step, in place of the instance's.
+            timeout_s: of the work of a rank in this step, in place of the instance's.
 
         Returns:
             The value that ``lead`` returned, on every rank.
@@ -151,14 +162,16 @@ class Ranks:
         """
         if self._store is None:
             return lead([work()])
-        self._count, self._in_step = self._count + 1, True
+        store, self._count = self._store, self._count + 1
         cause: BaseException | None = None
         try:
             text = _json({"value": work(), "phase": phase})
         except BaseException as error:
             text, cause = _json({"error": report_error(error), "phase": phase}), error
+        put_bytes(store, f"{self._count}/{self.rank}", text)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        answer = self._exchange(self._store, phase, text, lead, wait_s)
+        answer = self._lead(store, phase, lead, wait_s) if self.rank == 0 else self._get_answer(store, phase, wait_s)
+        store.delete_key(f"{self._count}/{self.rank}")  # which says that this rank has read the answer
         if "error" in answer:
             self.wait_until_read(self._tuning.error_delivery_s)  # the error may end this process, which keeps the store
         if cause is not None and not isinstance(cause, Exception):
@@ -193,124 +206,110 @@ class Ranks:
             time.sleep(self._tuning.look_again_s)
         return answer
 
-    def leave(self, error: BaseException) -> None:
-        """Tell the other ranks that this one takes no further step, and why: the step in which they wait fails on all.
+    def wait_until_read(self, timeout_s: float = 10.0) -> None:
+        """Wait on rank 0, whose process may keep the store, until the others have read the answer to the last step.
 
-        Not collective. Does nothing if the store is gone.
+        Not collective. Called at the end of a run; at exit, the world waits for all ranks. Waits the whole time if a
+        rank's process on another host is gone.
         """
-        if self._store is None:
+        if self._store is None or self.rank != 0:
             return
-        self._count, self._in_step = self._count + (not self._in_step), True
-        text = _json({"error": {**report_error(error), "ranks": [self.rank]}, "phase": ""})
-        with suppress(RuntimeError):  # the process of the store's server has left before
-            put_bytes(self._store, f"{self._count}/{self.rank}", text)
-            if self.rank == 0:
-                put_bytes(self._store, f"{self._count}/answer", text)
-
-    def _exchange(
-        self, store: Store, phase: str, report: bytes, lead: Callable[[list[T]], R], timeout_s: float
-    ) -> dict[str, Any]:
-        number = self._count
-        put_bytes(store, f"{number}/{self.rank}", report)
-        if self.rank == 0:
-            try:
-                text = _json(self._lead(store, phase, lead, timeout_s))
-            except BaseException as error:
-                text = _json({"error": {**report_error(error), "ranks": [0]}})
-                if not isinstance(error, Exception):
-                    put_bytes(store, f"{number}/answer", text)
-                    raise
-            put_bytes(store, f"{number}/answer", text)
-            if self._members is not None and dist.is_initialized():
-                _wait_at_exit(self.wait_until_read)
-        else:
-            text = self._get_answer(store, phase, timeout_s)
-        answer: dict[str, Any] = json.loads(text)
-        self._in_step = False
-        store.delete_key(f"{number}/{self.rank}")
-        if self.rank == 0:
-            store.delete_key(f"{number}/leading")
-            if number > 1:
-                store.delete_key(f"{number - 1}/answer")  # all ranks have read it, since they have all answered later
-        return answer
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):  # the store's: its server is in another process, and gone
+            for rank in range(1, self.world):
+                while self._store.check([f"{self._answered}/{rank}"]) and rank not in self._gone():
+                    if time.monotonic() >= deadline:
+                        return
+                    time.sleep(self._tuning.rank_longest_poll_s)
 
     def _lead(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
-        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
-        blocks = [keys[at : at + _KEYS] for at in range(0, self.world, _KEYS)]
-        absent = list(blocks)
+        """Answer a step on rank 0."""
+        interrupt: BaseException | None = None
+        try:
+            text = _json(self._collect(store, phase, lead, timeout_s))
+        except BaseException as error:
+            text = _json({"error": {**report_error(error), "ranks": [0]}})
+            interrupt = None if isinstance(error, Exception) else error
+        put_bytes(store, f"{self._count}/answer", text)
+        if self._answered:
+            store.delete_key(f"{self._answered}/answer")  # all ranks have read it, since they have all answered later
+        self._answered = self._count
+        if interrupt is not None:
+            raise interrupt
+        answer: dict[str, Any] = json.loads(text)
+        return answer
 
-        def are_present() -> Literal[True] | None:
-            while absent and store.check(absent[0]):
-                del absent[0]
+    def _collect(self, store: Store, phase: str, lead: Callable[[list[T]], R], timeout_s: float) -> dict[str, Any]:
+        keys = [f"{self._count}/{rank}" for rank in range(self.world)]
+        absent = list(keys)
+
+        def are_present() -> bool | None:
+            while absent and store.check(absent[:_KEYS]):
+                del absent[:_KEYS]
             return None if absent else True
 
         if self._wait(store, are_present, timeout_s, phase) is None:
-            missing = [int(key.rpartition("/")[2]) for block in absent for key in _absent_keys(store, block)]
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise RankError(
                 f"rank(s) {_ranks_text(missing)} of {self.world} did not answer within {timeout_s:g} s while {phase}: "
                 "they hang, are stopped, did not enter this call, or their machine is lost"
             )
-        texts = [value for block in blocks for value in store.multi_get(block)]
+        texts = [text for at in range(0, self.world, _KEYS) for text in store.multi_get(keys[at : at + _KEYS])]
         reports = json.loads(b"[" + b",".join(texts) + b"]")
         failed = [rank for rank, report in enumerate(reports) if "error" in report]
         if failed:
-            return {"error": {**reports[failed[0]]["error"], "ranks": failed[:_LISTED], "count": len(failed)}}
+            return {"error": {**reports[failed[0]]["error"], "ranks": failed}}
         calls: dict[str, str] = {}
         for rank, report in enumerate(reports):
             calls.setdefault(report["phase"].split(" ")[0], f"rank {rank} is {report['phase']}")
         if len(calls) > 1:
             raise MismatchError(f"the ranks are in different calls: {', '.join(calls.values())}")
-        put_bytes(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
-    def _get_answer(self, store: Store, phase: str, timeout_s: float) -> bytes:
-        key, started = f"{self._count}/answer", time.monotonic()
-        reports = [f"{self._count}/0", f"{self._count}/leading"]
+    def _get_answer(self, store: Store, phase: str, timeout_s: float) -> dict[str, Any]:
+        """Wait for the answer of rank 0, which has time for its own work, for that of the others, and to lead."""
+        look, longest_s = partial(get_if_set, store, f"{self._count}/answer"), 3 * timeout_s + self._tuning.rank_grace_s
         try:
-            look, longest_s = partial(get_if_set, store, key), timeout_s + self._tuning.rank_grace_s
-            if (text := self._wait(store, look, longest_s, phase, reports)) is not None:
-                return text
-            problem = "it hangs, is stopped, or did not enter this call"
+            if (text := self._wait(store, look, longest_s, phase)) is not None:
+                answer: dict[str, Any] = json.loads(text)
+                return answer
+            problem = f"after {longest_s:g} s: it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
             raise
         except RuntimeError as error:  # the store's
-            problem = f"it died, and the store with it: {error}"
-        waited = time.monotonic() - started
-        raise RankError(f"rank {self.rank} got no answer from rank 0 after {waited:.0f} s while {phase}: {problem}")
+            problem = f": it died, and the store with it: {error}"
+        raise RankError(f"rank {self.rank} got no answer from rank 0 while {phase}, {problem}")
 
-    def _wait(
-        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, reports: Iterable[str] = ()
-    ) -> T | None:
+    def _wait(self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Each key of ``reports``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits
-        for this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
-        busy, and it serves a request of rank 0 only after one of each other rank. Rank 0 polls as often as one of few
-        ranks.
+        Looks whether a rank is lost, or waits for this one elsewhere. The more ranks poll, the longer each pauses:
+        together they would keep the store's server busy, and it serves a request of rank 0 only after one of each other
+        rank. Rank 0 polls as often as one of few ranks.
         """
-        reports, seen = list(reports), set[str]()
-        checked_at = time.monotonic()
-        began, deadline = checked_at, checked_at + timeout_s
-        polling = self.world if self.rank else 1
+        seen = set[str]()
+        began = checked_at = time.monotonic()
+        deadline, polling = began + timeout_s, self.world if self.rank else 1
         shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
         longest = max(self._tuning.rank_longest_poll_s, polling * _LONGEST_PAUSE_PER_RANK_S)
-        check_s = max(self._tuning.host_look_s, polling * _CHECK_PER_RANK_S)
         while (value := look()) is None:  # not store.wait: a TCPStore prints warnings for each one that times out
             raise_if_lost()
             now = time.monotonic()
-            if now - checked_at >= check_s or now >= deadline:
+            if now - checked_at >= self._tuning.host_look_s or now >= deadline:
                 checked_at = now
                 self._answer_for_gone_ranks(store)
                 if self._members is not None and not self.is_background:
                     look_for_notices(phase, self._members, seen)
-                while reports and store.check([reports[0]]):
-                    del reports[0]
-                    deadline = now + timeout_s
             if now >= deadline:
                 return look()
-            pause = min(max(shortest, (now - began) / 20), longest)
-            time.sleep(max(min(pause, deadline - now), 0))
+            time.sleep(max(min(max(shortest, (now - began) / 20), longest, deadline - now), 0))
         return value
+
+    def _gone(self) -> dict[int, str]:
+        """Return the ranks that have ended, with a sentence for each."""
+        self._watched.look()
+        members, gone = self._members or range(self.world), self._watched.gone
+        return {rank: gone[member] for rank, member in enumerate(members) if member in gone}
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
         """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
@@ -335,53 +334,22 @@ def refuse_unusable_world(ranks: Ranks) -> None:
     if not all(every):
         waited = [rank for rank, is_usable in enumerate(every) if not is_usable]
         raise RankError(
-            f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited[:_LISTED], len(waited))} in a "
+            f"this run cannot begin: an earlier one ended on rank(s) {_ranks_text(waited)} in a "
             "collective that another rank never entered, because it had failed alone. The connections of the process "
             "group are of no use after that: start the processes again, from the last checkpoint"
         )
-
-
-def _wait_at_exit(wait: Callable[[], None]) -> None:
-    """Call ``wait`` when this process exits, unless the process group has ended before.
-
-    Only the waits of the last instances are kept, which they keep alive: their callers may have dropped them.
-    """
-    waits = current_world().waits_at_exit
-    if not waits:
-        atexit.unregister(_wait_for_readers)
-        atexit.register(_wait_for_readers)
-    elif wait in waits:
-        waits.remove(wait)
-    waits.append(wait)
-    del waits[:-_WAITS_AT_EXIT]
-
-
-def _wait_for_readers() -> None:
-    if dist.is_initialized():
-        for wait in current_world().waits_at_exit:
-            wait()
 
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _absent_keys(store: Store, keys: list[str]) -> list[str]:
-    """Return the ``keys`` that are absent from the store. Each absent key costs a few requests."""
-    if store.check(keys):
-        return []
-    half = len(keys) // 2
-    return keys if half == 0 else [*_absent_keys(store, keys[:half]), *_absent_keys(store, keys[half:])]
-
-
-def _ranks_text(ranks: list[int], count: int | None = None) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     """Return the first ranks of a list and the number of further ones, as text: every rank prints the message."""
-    more = (count or len(ranks)) - len(ranks[:_LISTED])
-    text = ", ".join(map(str, ranks[:_LISTED]))
-    return f"[{text}, … and {more:,} more]" if more > 0 else f"[{text}]"
+    return f"[{list_some([*map(str, ranks)], _LISTED)}]"
 
 
 def _rebuild(report: ErrorReport, phase: str) -> Exception:
-    ranks = report["ranks"]
-    others = f" (and rank(s) {_ranks_text(ranks[1:], report.get('count', len(ranks)) - 1)})" if len(ranks) > 1 else ""
-    return rebuild_error(report, f"rank {ranks[0]}{others} failed while {phase}: {report['type']}: {report['message']}")
+    first, *others = report["ranks"]
+    also = f" (and rank(s) {_ranks_text(others)})" if others else ""
+    return rebuild_error(report, f"rank {first}{also} failed while {phase}: {report['type']}: {report['message']}")

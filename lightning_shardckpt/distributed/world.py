@@ -1,4 +1,4 @@
-"""The ranks of the default process group, and whether they live: a dead or failed rank ends what waits for it.
+"""The ranks of a process group, and whether they live: a dead or failed rank ends what waits for it.
 
 NCCL does not notice that a peer is gone: the others would wait in a collective until the timeout of the process group.
 So each rank looks every few seconds, in a daemon thread from its first run or ``fabric.launch`` to its end, whether the
@@ -10,7 +10,8 @@ process group, but waits of this package end. A rank that is slow, stopped or in
 machine whose processes no other rank sees: the launcher ends the job then.
 
 A rank whose epoch is over waits for the others, and says so in the store; one that has begun another batch of this
-epoch, which can't end without it, reports that.
+epoch, which can't end without it, reports that. Processes are looked up in Linux's /proc; without it, all count as
+alive.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import atexit
 import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -38,8 +43,6 @@ from lightning_shardckpt.compat.torch_distributed import (
     get_if_set,
     put_bytes,
 )
-from lightning_shardckpt.distributed.error_report import is_collective_failure
-from lightning_shardckpt.distributed.liveness import Process, host
 from lightning_shardckpt.errors import RankError, ShardCkptError
 from lightning_shardckpt.system.text import one_line
 from lightning_shardckpt.system.threads import NoThreadError, Worker
@@ -47,41 +50,19 @@ from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LEAVING_S = 1.0
 _STORE_FAILURES = 2  # in a row, after which the store is gone
-_CHECKED = 64  # processes per call; with more ranks on a host, each checks some of them, and together they check all
+_CHECKED = 64  # processes that a rank checks; with more on a host, each checks the next ones, and together all
+_COLLECTIVE_MESSAGES = re.compile(r"gloo|nccl|connection closed|connection reset|broken pipe|timed out", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
-class HostProcesses:
-    """The processes of the ranks on this host, which register in a store.
+def is_collective_failure(error: BaseException) -> bool:
+    """Return True if a training collective raised ``error``, perhaps because a rank is gone.
 
-    Args:
-        store: shared by all ranks.
-        rank: of this process, which is registered.
+    Also matches messages, since gloo has no exception class of its own.
     """
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._host = store, f"host/{host()}"
-        self._processes: list[tuple[int, Process]] = []  # in the order of registration
-        self._gone: dict[int, Process] = {}
-        this = Process.this()
-        number = self._next = store.add(self._host, 1)
-        put_bytes(store, f"{self._host}/{number}", json.dumps([rank, this.pid, this.started]).encode())
-
-    def gone(self) -> dict[int, Process]:
-        """Return the processes that have ended, by rank, as found by this call and earlier ones.
-
-        Checks at most 64 processes. Not for concurrent use.
-        """
-        while (entry := get_if_set(self._store, f"{self._host}/{len(self._processes) + 1}")) is not None:
-            rank, pid, started = json.loads(entry)
-            self._processes.append((rank, Process(pid, started)))
-        count = len(self._processes)
-        for number in range(self._next, self._next + min(count, _CHECKED)):
-            rank, process = self._processes[number % count]
-            if process.is_gone():
-                self._gone[rank] = process
-        self._next += _CHECKED
-        return dict(self._gone)
+    return isinstance(error, RuntimeError) and not isinstance(error, ShardCkptError) and (
+        isinstance(error, dist.DistError) or _COLLECTIVE_MESSAGES.search(str(error)) is not None
+    )
 
 
 class World:
@@ -91,42 +72,38 @@ class World:
         store: shared by the ranks, through a connection of its own. All of this package use it: more connections would
             cost a file descriptor each on this rank, and one on the rank that keeps the store. Requests of several
             threads take turns, and none of them waits for another rank.
-        rank: of this process.
+        rank: of this process, which is registered.
         size: the number of ranks.
 
     Attributes:
         is_usable: False once this rank has left a collective that may never end.
-        waits_at_exit: of the process, for the last steps of the ranks.
         gone: the ranks whose processes have ended, with a sentence for each, as of the last ``look``.
         batch: the epoch of this rank's run, and the number of its batches that have begun.
+        tuning: the times.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
-        self.is_usable, self.waits_at_exit = True, list[Callable[[], None]]()
-        self.gone, self.batch = dict[int, str](), (0, 0)
-        self._processes, self._left = HostProcesses(store, rank), list[int]()
+        self.store, self.rank, self.size, self.tuning = store, rank, size, TUNING
+        self.is_usable, self.gone, self.batch = True, dict[int, str](), (0, 0)
         self._looking = threading.RLock()  # reentrant: a signal handler may save
-        self._runs, self._run_count = list[tuple[int, int, tuple[int, int]]](), 0  # with what was true before
+        self._processes, self._left = list[tuple[int, int, str]](), list[int]()  # rank, process and its start time
+        self._host = f"host/{_host_id()}"
+        self._number = store.add(self._host, 1)
+        process = json.dumps([rank, os.getpid(), _start_time(os.getpid())])
+        put_bytes(store, f"{self._host}/{self._number}", process.encode())
+        self._run = self._run_count = 0  # 0 between runs
         self._epochs_over = 0  # in this run; a trial run and the run after it have epochs of the same number
         self._lost: str | None = None  # for all time
-        self._failed: tuple[int, str] | None = None  # in a run
+        self._failed: str | None = None  # in this run
         self._reports = dict[str, float]()  # the time since which a report is there
         self._is_logged = self._has_left = False
-        self._tuning = TUNING
         self._running = threading.Lock()  # held until `end`; taken and released in one step each
         self._thread = Worker(lambda: None, name="shardckpt-watch", daemon=True)
 
     @property
     def lost(self) -> str | None:
         """A sentence with the lost rank and the reason; None if no rank is lost."""
-        failed = self._failed
-        return failed[1] if failed is not None and failed[0] == self._run else self._lost
-
-    @property
-    def _run(self) -> int:
-        """The number of the innermost run; 0 between runs."""
-        return self._runs[-1][0] if self._runs else 0
+        return self._failed or self._lost
 
     # --- the life of a rank ---
 
@@ -137,41 +114,56 @@ class World:
             tuning: the times; a later call changes them.
             has_group: returns False once this rank has destroyed the process group, which ends the watch.
         """
-        self._tuning = tuning
+        self.tuning = tuning
         if not self._running.locked() and not self._has_left:
             self._running.acquire()
             self._thread = Worker(partial(self._watch, has_group), name="shardckpt-watch", daemon=True)
             with suppress(NoThreadError):
                 self._thread.start()
-            atexit.register(self._end_with_process, os.getpid())
 
-    def begin_run(self) -> None:
-        """Begin a run, perhaps inside another one. Every rank must begin the same runs."""
-        self._run_count += 1
-        self._runs.append((self._run_count, self._epochs_over, self.batch))
-        self._epochs_over, self.batch = 0, (0, 0)
-        self._is_logged = self._is_logged and self._lost is not None
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Report an error that leaves the context to the ranks inside it; a run inside another one is a part of it.
 
-    def end_run(self, error: BaseException | None = None) -> str | None:
-        """End the innermost run, and report the error with which this rank leaves it to the ranks that are in it.
+        Every rank must enter the same runs.
 
-        Returns:
-            The sentence of ``lost``, perhaps found just now.
+        Raises:
+            RankError: naming the lost rank, in place of the collective's own error.
         """
-        lost = self.find_lost() if error is not None and is_collective_failure(error) else self.lost
-        if error is not None and lost is None:
-            with suppress(RuntimeError):  # the store's: it is gone
-                self._report(f"failed/{self._run}", self.rank, _failure_text(error))
-        _, self._epochs_over, self.batch = self._runs.pop()
-        return lost
+        if self._run:
+            yield
+            return
+        self._run_count += 1
+        self._begin(self._run_count)
+        try:
+            yield
+        except BaseException as error:
+            is_collective = is_collective_failure(error)
+            lost = self.find_lost() if is_collective else self.lost
+            if lost is None:
+                with suppress(RuntimeError):  # the store's: it is gone
+                    self._report(f"failed/{self._run}", self.rank, _failure_text(error))
+            if lost is not None or is_collective:
+                self.is_usable = False
+            if lost is not None and isinstance(error, Exception) and not isinstance(error, ShardCkptError):
+                raise RankError(lost) from error
+            raise
+        else:
+            if self.lost is not None:  # the outputs of an aborted collective are invalid
+                raise RankError(self.lost)
+        finally:
+            self._begin(0)
+
+    def _begin(self, run: int) -> None:
+        with self._looking:
+            self._run, self._epochs_over, self._failed, self.batch = run, 0, None, (0, 0)
+            self._is_logged = self._is_logged and self._lost is not None
 
     @contextmanager
     def epoch_over(self) -> Iterator[None]:
         """Inside, this rank waits for the others after its last batch of the epoch; every rank must enter it."""
-        key, mine = f"over/{self._run}/{self._epochs_over}", json.dumps([*self.batch, self.rank])
-        known = self.store.compare_set(key, "", mine).decode()
-        while json.loads(known)[1] > self.batch[1]:  # the least counts
-            known = self.store.compare_set(key, known, mine).decode()
+        key = f"over/{self._run}/{self._epochs_over}"
+        put_bytes(self.store, key, json.dumps([*self.batch, self.rank]).encode())
         yield
         self._epochs_over += 1
         if self.rank == 0:
@@ -187,16 +179,17 @@ class World:
         self._thread.has_ended(_LEAVING_S)
         if error is not None and is_collective_failure(error):
             self._lost = self.find_lost()
-        deadline = time.monotonic() + self._tuning.watch_s + self._tuning.error_delivery_s
+        deadline = time.monotonic() + self.tuning.watch_s + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: its server is in another process, and gone
             self._leave(error)
             while self.rank == 0 and len(self.gone) < self.size - 1 and time.monotonic() < deadline:
-                time.sleep(self._tuning.look_again_s)
+                time.sleep(self.tuning.look_again_s)
                 self.look()
 
-    def _end_with_process(self, pid: int) -> None:
+    def end_with_process(self, pid: int) -> None:
+        """End at the exit of process ``pid``, with the uncaught exception that Python has printed, if there is one."""
         if os.getpid() == pid:  # else a fork
-            self.end(getattr(sys, "last_value", None))  # the uncaught exception that Python has printed
+            self.end(getattr(sys, "last_value", None))
             self._log_lost()
 
     def _leave(self, error: BaseException | None = None) -> None:
@@ -218,38 +211,42 @@ class World:
             RuntimeError: if the store can't be reached.
         """
         with self._looking:
-            ended = self._processes.gone()
+            ended = self._ended_processes()
             while (left := get_if_set(self.store, f"left/{len(self._left) + 1}")) is not None:
                 self._left.append(int(left))
-                text = "it has left: its process, or its process group, has ended"
-                self.gone |= {int(left): text} if int(left) != self.rank else {}
-            for rank, process in ended.items():
-                text = f"its process, pid {process.pid} on {os.uname().nodename}, is gone: it was killed, or it left"
+                if int(left) != self.rank:
+                    self.gone[int(left)] = "it has left: its process, or its process group, has ended"
+            for rank, pid in ended.items():
+                text = f"its process, pid {pid} on {os.uname().nodename}, is gone: it was killed, or it left"
                 self.gone.setdefault(rank, text)
                 if self._running.locked() and rank not in self._left:
                     self._report("lost", rank, f"is lost: {text}")
             self._compare_batches()
-            for key in ("lost", f"failed/{self._run}"):
-                self._read_report(key, at_once)
+            self._lost = self._read_report("lost", at_once) or self._lost
+            self._failed = self._failed or (self._read_report(f"failed/{self._run}", at_once) if self._run else None)
 
-    def _read_report(self, key: str, at_once: bool) -> None:
-        report = get_if_set(self.store, key) if key != "failed/0" else None
+    def _ended_processes(self) -> dict[int, int]:
+        """Return the ids of ended processes by rank, of those that this rank checks."""
+        while (entry := get_if_set(self.store, f"{self._host}/{len(self._processes) + 1}")) is not None:
+            self._processes.append(tuple(json.loads(entry)))
+        count = len(self._processes)
+        checked = [self._processes[(self._number + i) % count] for i in range(min(count, _CHECKED))]
+        return {rank: pid for rank, pid, started in checked if started and _start_time(pid) != started}
+
+    def _read_report(self, key: str, at_once: bool) -> str | None:
+        report = get_if_set(self.store, key)
         if report is None:
-            return
+            return None
         rank, text = json.loads(report)
         waited_s = time.monotonic() - self._reports.setdefault(key, time.monotonic())
         # this rank may yet end with an error of its own
-        if rank == self.rank or (rank is not None and not at_once and waited_s < self._tuning.exception_agreement_s):
-            return
-        sentence = text if rank is None else f"rank {rank} {text}"
-        if key == "lost":
-            self._lost = sentence
-        else:
-            self._failed = self._run, sentence
+        if rank == self.rank or (rank is not None and not at_once and waited_s < self.tuning.exception_agreement_s):
+            return None
+        return str(text) if rank is None else f"rank {rank} {text}"
 
     def _compare_batches(self) -> None:
         """Report if this rank has begun a batch of an epoch that is over on another one."""
-        over = get_if_set(self.store, f"over/{self._run}/{self._epochs_over}") if self._runs else None
+        over = get_if_set(self.store, f"over/{self._run}/{self._epochs_over}") if self._run else None
         if over is not None:
             (epoch, batches, rank), (own_epoch, begun) = json.loads(over), self.batch
             if epoch == own_epoch and begun > batches:
@@ -265,11 +262,11 @@ class World:
 
         Looks for as long as ``error_delivery_s``, since the connections of a process end before the process.
         """
-        deadline = time.monotonic() + self._tuning.error_delivery_s
+        deadline = time.monotonic() + self.tuning.error_delivery_s
         with suppress(RuntimeError):  # the store's: it is gone
             self.look(at_once=True)
             while self.lost is None and not self.gone and time.monotonic() < deadline:
-                time.sleep(self._tuning.look_again_s)
+                time.sleep(self.tuning.look_again_s)
                 self.look(at_once=True)
         return self.lost or next((f"rank {rank} is lost: {text}" for rank, text in self.gone.items()), None)
 
@@ -277,7 +274,7 @@ class World:
 
     def _watch(self, has_group: Callable[[], bool]) -> None:
         failures = 0
-        while not self._running.acquire(timeout=self._tuning.watch_s):
+        while not self._running.acquire(timeout=self.tuning.watch_s):
             try:
                 if not has_group():
                     self._leave()
@@ -317,6 +314,59 @@ def unequal_batches_text(epoch: int, rank: int, batches: int, other: int, begun:
     )
 
 
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _host_id() -> str:
+    """Return a text that is equal for two processes if they can look each other up in /proc."""
+    with suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):  # the /proc of this pid namespace
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+            return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
+    return uuid.uuid4().hex
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since boot: the system reuses ids. Empty if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return b"python" in os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
+    except OSError:
+        return False
+
+
+_PARENT = os.getppid() if _is_python(os.getppid()) else None  # Lightning's launcher, which is rank 0 or one of the host
+
+
+def wait_for_launcher(address: str, port: int, rank: int, timeout_s: float) -> None:
+    """Wait until rank 0 listens, in a process that its launcher has started; for ``timeout_s``, and in vain if need be.
+
+    torch's own wait does not notice that rank 0 has ended before it listened.
+
+    Raises:
+        RankError: if the process that started this one has ended.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, 0.2
+    while _PARENT is not None and time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection((address, port), timeout=pause_s).close()
+            return
+        if os.getppid() != _PARENT:
+            raise RankError(
+                f"rank {rank} can't join the process group: the process that started it, pid {_PARENT}, which "
+                f"is rank 0 or the first rank of this host, is gone, and nobody listens at {address}:{port}"
+            )
+        time.sleep(pause_s)
+
+
 # ── the world of the default process group ────────────────────────────────────────────────────────────────────────────
 
 
@@ -332,6 +382,7 @@ def current_world() -> World:
         store = default_store()
         world = World(clone_store(store, "shardckpt"), dist.get_rank(), dist.get_world_size())
         _worlds[group] = world, store
+        atexit.register(world.end_with_process, os.getpid())
     return _worlds[group][0]
 
 
@@ -367,20 +418,8 @@ def watch_run(tuning: Tuning = TUNING) -> Iterator[None]:
         yield
         return
     watch_world(tuning)
-    world = current_world()
-    world.begin_run()
-    try:
+    with current_world().run():
         yield
-    except BaseException as error:
-        lost = world.end_run(error)
-        if lost is not None or is_collective_failure(error):
-            world.is_usable = False
-        if lost is not None and isinstance(error, Exception) and not isinstance(error, ShardCkptError):
-            raise RankError(lost) from error
-        raise
-    else:
-        if (lost := world.end_run()) is not None:  # the outputs of an aborted collective are invalid
-            raise RankError(lost)
 
 
 def note_batch(epoch: int, batches: int) -> None:

@@ -27,9 +27,8 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint_io import PickleByArguments, ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
 from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
-from lightning_shardckpt.distributed.liveness import wait_for_launcher
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.distributed.world import watch_world
+from lightning_shardckpt.distributed.world import wait_for_launcher, watch_world
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.pipeline.build import Pipeline

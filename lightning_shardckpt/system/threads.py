@@ -57,6 +57,15 @@ def _raise_all(signals: list[int]) -> None:
         signal.raise_signal(number)
 
 
+def cores_per_rank() -> int:
+    """Return this rank's share of the host's cores, by the launcher's variables; at least one.
+
+    A lower bound if only WORLD_SIZE is set.
+    """
+    size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return max(len(os.sched_getaffinity(0)) // max(int(size) if size.isdecimal() else 1, 1), 1)
+
+
 # ── workers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
-from lightning_shardckpt.distributed.liveness import cores_per_rank
 from lightning_shardckpt.errors import CorruptionError
 from lightning_shardckpt.format.box import Box, Shape, iterate_indices
 from lightning_shardckpt.format.checksum import DIGITS, checksum_blocks, slice_checksums
@@ -28,7 +27,7 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.memory import allocate_pages
-from lightning_shardckpt.system.threads import run_tasks
+from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
 
 _GAP_SHARE = 16  # one in this many bytes that are read may lie in a gap between needed ones
 _NUMPY_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # only the size matters; numpy copies these fastest

@@ -9,6 +9,7 @@ import atexit
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 
 from lightning_shardckpt.compat.torch_distributed import Store, clone_store, default_store
-from lightning_shardckpt.distributed.liveness import host
-from lightning_shardckpt.distributed.world import HostProcesses, World
+from lightning_shardckpt.distributed.world import World
+from lightning_shardckpt.errors import RankError
 from lightning_shardckpt.fabric import ShardedStrategy
 from lightning_shardckpt.system.tuning import Tuning
 from tests.support.pool import run_ranks
@@ -49,11 +50,10 @@ def test_a_rank_that_fails_is_named_with_its_error(worlds: list[World]) -> None:
 
 
 def test_a_rank_that_fails_in_a_run_is_named_in_this_run_alone(worlds: list[World]) -> None:
-    for world in worlds[:3]:
-        world.begin_run()
-    worlds[2].end_run(ValueError("of mine"))
-    assert sentences(worlds) == ["rank 2 failed: ValueError: of mine"] * 2 + [None, None]
-    assert worlds[0].end_run() == "rank 2 failed: ValueError: of mine"
+    with pytest.raises(RankError, match="rank 2 failed: ValueError: of mine"), worlds[0].run():
+        with worlds[1].run(), pytest.raises(ValueError, match="of mine"), worlds[2].run(), worlds[2].run():
+            raise ValueError("of mine")
+        assert sentences(worlds) == ["rank 2 failed: ValueError: of mine", None, None, None]
     assert worlds[0].lost is None
 
 
@@ -67,27 +67,23 @@ def test_ranks_that_have_left_are_gone_but_not_lost(worlds: list[World]) -> None
 def test_a_rank_that_begins_a_batch_of_an_epoch_that_is_over_on_another_is_named(
     ends: int, begun: int, is_named: bool, worlds: list[World]
 ) -> None:
-    for world in worlds:
-        world.begin_run()
-        world.batch = 2, 6
-    worlds[1].batch, worlds[2].batch = (2, ends), (2, begun)
-    with worlds[3].epoch_over(), worlds[1].epoch_over():
-        found = sentences([worlds[2]])
+    with suppress(RankError), worlds[1].run(), worlds[2].run():
+        worlds[1].batch, worlds[2].batch = (2, ends), (2, begun)
+        with worlds[1].epoch_over():
+            found = sentences([worlds[2]])
     expected = f"epoch 2 of the training ended after {ends} batches on rank 1, but rank 2 has begun {begun}: "
     assert (found[0] or "").startswith(expected) if is_named else found == [None]
 
 
-def test_the_next_epoch_and_other_runs_are_not_compared(worlds: list[World]) -> None:
-    for world in worlds:
-        world.begin_run()
-        world.batch = 0, 4
-    worlds[3].begin_run()
-    worlds[3].batch = 0, 9
-    for world in worlds[:3]:
-        with world.epoch_over():
-            worlds[3].look()
-        world.batch = 1, 9
-    assert sentences(worlds) == [None] * SIZE
+def test_the_next_epoch_and_the_next_run_are_not_compared(worlds: list[World]) -> None:
+    with worlds[1].run():
+        pass
+    with worlds[0].run(), worlds[1].run():
+        worlds[0].batch, worlds[1].batch = (0, 4), (0, 9)
+        with worlds[0].epoch_over():
+            worlds[1].look()
+        worlds[0].batch = 1, 9
+        assert sentences(worlds) == [None] * SIZE
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,27 +94,23 @@ CROWD = 200
 def crowded() -> list[int]:
     """Two processes play the even and the odd ranks; the odd one is killed."""
     store, mine = default_store(), dist.get_rank()
-    everyone = [HostProcesses(store, rank) for rank in range(mine, CROWD, 2)]
+    everyone = [World(store, rank, CROWD) for rank in range(mine, CROWD, 2)]
     store.set(f"registered/{mine}", "")
     store.wait(["registered/0", "registered/1"])
     if mine == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for processes in everyone:
-        while len(processes.gone()) < CROWD // 2:
-            pass
-    return sorted(everyone[0].gone())
+    found = set[int]()
+    while len(found) < CROWD // 2:
+        for world in everyone:
+            world.look()
+            found |= world.gone.keys()
+    return sorted(found)
 
 
-def test_each_of_many_ranks_of_a_host_finds_all_that_have_ended() -> None:
+def test_many_ranks_of_a_host_find_all_that_have_ended() -> None:
     first, second = run_ranks(2, crowded, expect_errors=True, grace_s=60)
     assert second.killed
     assert first.value == list(range(1, CROWD, 2))
-
-
-def test_a_host_without_an_id_of_its_boot_has_a_name_of_this_process(tmp_path: Path) -> None:
-    (tmp_path / "boot_id").write_text("one\n")
-    assert host(tmp_path / "none") == f"{os.uname().nodename}-{os.getpid()}"
-    assert host(tmp_path / "boot_id").startswith(f"{os.uname().nodename}-one-")
 
 
 def fails_in_a_script(who: int) -> None:
