@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.support.nets import LENGTH, VOCABULARY, Block, Net, optimizer_of
 
-WIDTH, LABELS, PATIENCE = 12, 5, 2
+WIDTH, PATIENCE = 12, 2
 SHORT = (12,) * 4
 RAGGED = (12, 8, 12, 5, 3, 2, 1)  # the default number of microbatches is 4
 VALIDATION = (12, 8, 6)
@@ -113,33 +113,14 @@ def hugging_face(kind: str, layers: int = 3, **options: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        intermediate_size=20,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=8,
-        num_labels=LABELS,
-    )
-    return BertForSequenceClassification(config)
-
-
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "tied net": lambda: Net(tied=True),
     "tied deep net": lambda: Deep(tied=True),
     "recomputed": Recomputed,
-    "head first": HeadFirst,
     "adapted": Adapted,
     "conditioned": Conditioned,
     "tied llama": lambda: hugging_face("Llama", tie_word_embeddings=True),
-    "bert": bert,
 }
 
 # ── data and losses ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,16 +134,10 @@ class Answer(NamedTuple):
 
 def next_token(net: nn.Module, batch: list[Tensor]) -> Answer:
     """Targets of -100 don't count: with them it is no mean of the samples' means."""
-    tokens, targets, *masks = batch
-    output = net(tokens, *masks)
+    tokens, targets = batch
+    output = net(tokens)
     logits = output if isinstance(output, Tensor) else output.logits
     return Answer(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits, targets)
-
-
-def label(net: nn.Module, batch: dict[str, Tensor]) -> Answer:
-    """As Hugging Face models are used: they get the batch by keywords and return the loss."""
-    output = net(**batch)
-    return Answer(output.loss, output.logits, batch["labels"])
 
 
 def token_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
@@ -177,18 +152,6 @@ def masked_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor
         yield tokens, targets.masked_fill(hidden, -100)
 
 
-def padded_rows(count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    for tokens, targets in token_rows(count, generator):
-        length = torch.randint(1, LENGTH + 1, (), generator=generator)
-        yield tokens, targets, torch.arange(LENGTH) >= length
-
-
-def labelled_rows(count: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    for tokens, _, padding in padded_rows(count, generator):
-        chosen = torch.randint(LABELS, (), generator=generator)
-        yield {"input_ids": tokens, "attention_mask": (~padding).long(), "labels": chosen}
-
-
 class Task(NamedTuple):
     rows: Callable[[int, torch.Generator], Iterator[Any]]
     answer: Callable[[nn.Module, Any], Answer]
@@ -197,7 +160,6 @@ class Task(NamedTuple):
 TASKS = {
     "tokens": Task(token_rows, next_token),
     "masked": Task(masked_rows, next_token),
-    "labels": Task(labelled_rows, label),
 }
 
 # ── one way to train ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,10 +185,6 @@ class Case:
         task = TASKS[self.task]
         rows = iter(task.rows(sum(sizes), torch.Generator().manual_seed(seed)))
         return [default_collate([next(rows) for _ in range(size)][part::parts]) for size in sizes]
-
-
-def size_of(batch: Any) -> int:
-    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
 
 
 def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
@@ -256,13 +214,11 @@ class Pipe(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = self.answer(batch).loss
-        # Lightning takes the size of a list of tensors from the batch; in a dict with strings it would warn.
-        size = size_of(batch) if isinstance(batch, dict) else None
-        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("val", self.answer(batch).loss, sync_dist=True, batch_size=size_of(batch))
+        self.log("val", self.answer(batch).loss, sync_dist=True, batch_size=len(batch[0]))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         self.returned.append(outputs)
@@ -353,7 +309,7 @@ class Measured(Pipe):
         self.log("steps", float(self.global_step), sync_dist=True)
 
     def test_step(self, batch: Any, index: int) -> None:
-        self.log("test", self.answer(batch).loss, sync_dist=True, batch_size=size_of(batch))
+        self.log("test", self.answer(batch).loss, sync_dist=True, batch_size=len(batch[0]))
 
     def predict_step(self, batch: Any, index: int) -> Tensor:
         return self.answer(batch).logits

@@ -181,48 +181,6 @@ def test_errors_say_what_to_do_and_reductions_count_each_batch_once() -> None:
     run_ranks(2, errors_and_reductions)
 
 
-def two_networks(options: dict[str, Any]) -> dict[str, Tensor]:
-    """A generator and a critic, each with its optimizer, where one's loss goes through the other."""
-    fabric = fabric_of("64-true", **options)
-    torch.manual_seed(1)
-    nets_ = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets_]
-    (first, one), (second, other) = (fabric.setup(n, o) for n, o in zip(nets_, optimizers, strict=True))
-    for step in range(3):
-        noise = torch.ones(2, 3) * (step + 1) + fabric.strategy.distributed_sampler_kwargs["rank"]
-        fabric.backward(-second(first(noise)).square().mean())
-        one.step()
-        other.zero_grad()
-        fabric.backward(second(first(noise).detach()).square().mean())
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
-    return {f"{n}.{k}": v for n, net in enumerate((first, second)) for k, v in full_state(net).items()}
-
-
-def plain_two_networks() -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    first, second = (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
-    first, second = first.double(), second.double()
-    one, other = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (first, second))
-    for step in range(3):
-        noise = torch.cat([torch.ones(2, 3).double() * (step + 1) + rank for rank in range(2)])
-        (-second(first(noise)).float().double().square().mean()).backward()
-        one.step()
-        other.zero_grad()
-        second(first(noise).detach()).square().mean().backward()
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
-    return {f"{n}.{k}": v for n, net in enumerate((first, second)) for k, v in full_state(net).items()}
-
-
-def test_two_networks_train_against_each_other_as_in_plain_torch() -> None:
-    expected = plain_two_networks()
-    for rank in run_ranks(2, two_networks, {}):
-        assert_close(rank, expected, 1e-6)  # between them, Fabric's 64-true passes float32
-
-
 def by_name() -> str:
     fabric = Fabric(accelerator="cpu", strategy="sharded", devices=dist.get_world_size())
     with pytest.raises(RuntimeError, match=r"call fabric.launch\(\)"):

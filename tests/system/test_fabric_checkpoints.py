@@ -206,21 +206,6 @@ def test_asynchronous_saves_have_the_values_of_the_call_and_tell_all_ranks_of_er
     run_ranks(2, save_in_the_background, str(tmp_path))
 
 
-def options_are_refused() -> None:
-    fabric = fabric_of("32-true")
-    state = script(fabric, 1, 0)
-    with pytest.raises(ValueError, match="storage_options are for URLs, and 'a' is not a URL"):
-        fabric.strategy.save_checkpoint("a", {"model": state["model"]}, storage_options={"x": 1})
-    with pytest.raises(TypeError, match="was not set up"):
-        fabric.strategy._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)
-    with pytest.raises(ValueError, match="filter keys"):
-        fabric.save("a", {"model": state["model"]}, filter={"other": lambda name, _: True})
-
-
-def test_what_has_no_meaning_is_refused() -> None:
-    run_ranks(1, options_are_refused)
-
-
 # ── loaders ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -306,35 +291,3 @@ def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> 
     path = str(tmp_path / "counted by two")
     assert run_ranks(2, count, path, False) == [8, 8]
     assert run_ranks(2, count, path, True) == [16, 16]
-
-
-def count_on(path: str) -> float:
-    fabric = fabric_of()
-    fabric.save(path, {"model": fabric.setup(WithoutMetric())})
-    module: Any = fabric.setup(WithMetric())
-    module.seen.update(8 / fabric.world_size)
-    with warnings.catch_warnings():  # on rank 0: the metric is in the model only
-        warnings.simplefilter("ignore")
-        fabric.load(path, {"model": module}, strict=False)
-        return float(module.seen.compute())
-
-
-class WithoutMetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-
-def test_a_metric_that_a_load_leaves_out_keeps_what_all_ranks_counted(tmp_path: Path) -> None:
-    assert run_ranks(2, count_on, str(tmp_path / "counted")) == [8, 8]
-
-
-def count_alike() -> float:
-    fabric = fabric_of(data_parallel_shard_size=1, tensor_parallel_size=2)
-    metric = SumMetric()
-    metric.update(8 * fabric.world_size // 2)
-    return float(metric.compute())
-
-
-def test_ranks_of_a_tensor_group_count_once() -> None:
-    assert run_ranks(2, count_alike) == [8, 8]

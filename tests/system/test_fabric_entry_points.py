@@ -203,18 +203,3 @@ def test_functions_read_what_any_door_saved(saved: Path, saved_by: str) -> None:
 
 
 # ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def save_in_the_background(path: str) -> None:
-    fabric = fabric_by("own", ShardCkptIO(use_async=True))
-    state = script(fabric, 1, 2)
-    full = whole_of(state)
-    fabric.save(path, state)
-    again = script(fabric, 2, 1)
-    assert fabric.load(path, again) == {}  # on the other rank, too, which has nothing to wait for
-    assert differing(whole_of(again), full) == []
-
-
-@pytest.mark.slow
-def test_a_load_waits_for_asynchronous_saves_of_the_first_rank(tmp_path: Path) -> None:
-    run_ranks(2, save_in_the_background, str(tmp_path / "a"))

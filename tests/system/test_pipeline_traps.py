@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from torchmetrics import MaxMetric, MeanMetric, MetricTracker
+from torchmetrics import MeanMetric, MetricTracker
 
 from lightning_shardckpt import Pipeline, load
 from tests.support.nets import full_state
@@ -96,33 +96,6 @@ class ChangesBatch(Plain):
         return super().loss(batch)
 
 
-class Distance(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MSELoss()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, torch.zeros_like(x))
-
-
-class ModuleOfAStep(Plain):
-    """A module without state that the last stage alone makes, before modules of other levels that change."""
-
-    def build(self) -> None:
-        self.seen = nn.ModuleDict({"of": nn.ModuleDict({"mean": MeanMetric(), "most": MaxMetric()})})
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if not hasattr(self, "distance"):
-            self.distance = Distance()
-        for metric in self.seen["of"].values():
-            metric.update(self.distance(loss.detach()))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log_dict({name: metric.compute() for name, metric in self.seen["of"].items()})
-
-
 class MetricsOfEpochs(Plain):
     """Metrics that come while the module trains, one for each epoch."""
 
@@ -141,14 +114,6 @@ class MetricsOfEpochs(Plain):
         self.log("tracked", self.tracker.compute())
 
 
-class PopsFromBatch(Plain):
-    def collate(self, samples: list[Any]) -> Any:
-        return dict(enumerate(default_collate(samples)))
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss([batch.pop(0), batch.pop(1)])
-
-
 class DictLayers(Plain):
     class Layer(Layer):
         def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
@@ -158,16 +123,6 @@ class DictLayers(Plain):
         mask = (batch[0] > 2).double().unsqueeze(-1)
         found = self.trunk({"x": self.embed(batch[0]), "mask": mask})
         return entropy(self.head(found["x"] * found["mask"]), batch[1])
-
-
-class KeywordsOnly(Plain):
-    def build(self) -> None:
-        self.layers = nn.ModuleDict({f"z{9 - index}": layer for index, layer in enumerate(self.layers)})
-
-    def trunk(self, x: Any) -> Any:
-        for layer in self.layers.values():
-            x = layer(x=x)
-        return x
 
 
 class SharedBias(Plain):
@@ -259,11 +214,6 @@ class ThawsAtStart(Plain):
         return super().training_step(batch, index)
 
 
-class DetachedHead(Plain):
-    def trunk(self, x: Any) -> Any:
-        return super().trunk(x).detach()
-
-
 class DetachedBetween(Plain):
     def trunk(self, x: Any) -> Any:
         for index, layer in enumerate(self.layers):
@@ -278,10 +228,6 @@ class NoGradLayers(Plain):
                 y = layer(x)
             x = y if index % 2 else x + y
         return x
-
-
-class OnlyHead(Plain):
-    trained = "head"
 
 
 class ScalesLoss(Plain):
@@ -300,15 +246,6 @@ class SetsLearningRate(Plain):
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
         self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (index + 1)
-        return loss
-
-
-class SetsClipping(Plain):
-    """Sets after the layers what the optimizer step reads on every stage."""
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        self.trainer.gradient_clip_val = 0.05 if index else None
         return loss
 
 
@@ -336,13 +273,6 @@ class TwoDropouts(Plain):
     def loss(self, batch: Any) -> Tensor:
         loss, ones = super().loss(batch), torch.ones(100)
         self.kept = len({tuple(drop(ones).tolist()) for drop in (self.first, self.second, self.first)})
-        return loss
-
-
-class ChangesLogged(Plain):
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        loss += 1.0
         return loss
 
 
@@ -374,16 +304,6 @@ class Named(Plain):
     """The checkpoint of such a module is loaded into one that is whole, too."""
 
 
-class TwiceAfter(Named):
-    """As N-BEATS has it."""
-
-    def build(self) -> None:
-        self.forecast = self.backcast = nn.Linear(WIDTH, WIDTH)
-
-    def trunk(self, x: Any) -> Any:
-        return self.backcast(self.forecast(super().trunk(x)))
-
-
 class TwiceBefore(Named):
     def build(self) -> None:
         layers, head = self.layers, self.head
@@ -402,16 +322,6 @@ class OnBothSides(TwiceBefore):
 
     def trunk(self, x: Any) -> Any:
         return self.third(super().trunk(x))
-
-
-class OfTheList(Named):
-    def build(self) -> None:
-        self.blocks = self.layers
-
-    def trunk(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Trunk(nn.Module):
@@ -441,16 +351,6 @@ class OfAll(Named):
         return self.backbone(x)
 
 
-class Steps(Named):
-    """Layers that are attributes, too, and registered as such first."""
-
-    def build(self) -> None:
-        head, (self.one, self.two, self.three, self.four) = self.head, self.layers
-        del self.layers, self.head
-        self.layers = nn.Sequential(self.one, self.two, nn.Tanh(), self.three, self.four)
-        self.head = head
-
-
 class PartsInCommon(Named):
     """One norm in the layers of both stages, one linear in two modules after them."""
 
@@ -476,15 +376,10 @@ class Hybrid(Named):
 
 # ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+BASES = (Named, TwoResults, TwiceBefore)  # of which others are a kind
 NAMED = (*Named.__subclasses__(), OnBothSides)
-ALL = (*(kind for kind in Plain.__subclasses__() if kind is not Named), UsesSecondResult, *NAMED)
+ALL = (*(kind for kind in (*Plain.__subclasses__(), UsesSecondResult, *NAMED) if kind not in BASES),)
 KINDS = {kind.__name__: kind for kind in ALL}
-SWEPT = (  # of which others are a kind
-    *("Plain", "TwoResults", "OfTheList", "TwiceBefore", "TwiceAfter", "PopsFromBatch", "SetsClipping", "DetachedHead"),
-    *("KeywordsOnly", "OnlyHead", "Steps", "ModuleOfAStep", "ChangesLogged"),
-)
-
-
 class Trained(NamedTuple):
     returned: list[float]
     kept: Any
@@ -526,9 +421,7 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Pairs:
     return {name: (alone[name], [rank[name] for rank in ranks]) for name in names}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.sweep) if kind in SWEPT else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_over_two_stages_equals_one_process(kind: str, trained: Pairs, folder: Path) -> None:
     alone, ranks = trained[kind]
     state = {name: value for rank in ranks for name, value in rank.state.items()}

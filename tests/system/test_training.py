@@ -46,9 +46,7 @@ from tests.support.nets import (
     optimizer_of,
     trainer_for,
 )
-from tests.support.pool import ROOT, run_each, run_ranks
-from tests.support.warm_python import Run
-from tests.sweeps.twins.base import CLASSES, WIDTH, Natural
+from tests.support.pool import run_each, run_ranks
 
 TOLERANCE = 1e-12  # sums of float64 in another order
 State = dict[str, Tensor]
@@ -147,27 +145,6 @@ def test_every_rank_skips_the_step_in_which_one_overflows(found: dict[Any, Any])
     for state, scale_and_steps in found[train_with_scaler]:
         assert scale_and_steps == [512, 3]  # halved once; three of four steps
         assert all(value.isfinite().all() for value in state.values())
-
-
-def train_with_optimizers() -> list[State]:
-    out = []
-    for flags in ({"foreach": True}, {"fused": True}):
-        pl.seed_everything(3, verbose=False)
-        module = Module(Case("qwen3"))
-        module.configure_optimizers = partial(adamw, module, flags)  # type: ignore[method-assign]
-        fit(module, ShardedStrategy(tensor_parallel_size=2), limit_train_batches=2, limit_val_batches=0)
-        out.append(full_state(module))
-    return out
-
-
-def adamw(module: nn.Module, flags: dict[str, bool]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **flags)
-
-
-@pytest.mark.slow
-def test_foreach_and_fused_optimizers_take_parameters_of_different_meshes(found: dict[Any, Any]) -> None:
-    foreach, fused = found[train_with_optimizers][0]
-    assert_close(fused, foreach)
 
 
 # ── Trainer's other entry points ────────────────────────────────────────────────────────────────────────────────────
@@ -412,7 +389,7 @@ def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any], 
 
 # ── one start for all ───────────────────────────────────────────────────────────────────────────────────────────────
 
-ON_TWO = [train_with_options, train_in_bfloat16, train_with_scaler, train_with_optimizers, run_stages, train_batch_norm]
+ON_TWO = [train_with_options, train_in_bfloat16, train_with_scaler, run_stages, train_batch_norm]
 ON_FOUR = [seeds_of_workers, train_with_dropout, train_what_shards_itself]
 ALONE = [train_in_bfloat16, train_feedforward, train_sequence_parallel]
 
@@ -426,22 +403,6 @@ def found() -> dict[Any, list[Any]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[Any, list[Any]]:
     return run_each({fn: (1, fn) for fn in ALONE})
-
-
-def train_a_new_head(devices: int) -> State:
-    pl.seed_everything(3, verbose=False)
-    module = Natural().double()
-    for _ in range(2):
-        trainer_for(ShardedStrategy() if devices > 1 else "auto", devices).fit(module)
-        torch.manual_seed(5)
-        trained, module.net.head = full_state(module), nn.Linear(WIDTH, CLASSES).double()
-    return trained
-
-
-def test_a_head_that_is_replaced_after_a_fit_trains_in_the_next_one() -> None:
-    (expected,) = run_ranks(1, train_a_new_head, 1, init_process_group=False)
-    for got in run_ranks(2, train_a_new_head, 2):
-        assert_close(got, expected)
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -562,26 +523,3 @@ def run_cli() -> tuple[bool, int]:
 
 def test_an_optimizer_that_lightning_cli_builds_steps_the_sharded_parameters() -> None:
     assert run_ranks(2, run_cli) == [(True, 9)] * 2
-
-
-SCRIPT = """
-import lightning.pytorch as pl
-import lightning_shardckpt.pytorch
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="sharded", max_steps=2, limit_val_batches=1, **quiet)
-trainer.fit(BoringModel())
-print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.topology.shape}", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_the_trainer_starts_the_processes_of_a_script(python: Run, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = python([script], env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if "rank" in line and "of 2" in line) == [
-        f"rank {rank} of 2: (1, 1, 2, 1)" for rank in range(2)
-    ]
