@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO as TrainerCkptIO
+from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.lightning_fabric import (
     FabricScriptLauncher,
     disable_backward_guard,
@@ -183,6 +184,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Seed workers by data-parallel rank: ranks of one tensor group must draw the same batches."""
         refuse_batches_of_batches(dataloader)
+        draw_orders_by_epoch(dataloader)
         init_fn = dataloader.worker_init_fn
         if isinstance(init_fn, partial) and init_fn.func is pl_worker_init_function:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.meshes.data_parallel_rank)

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
+from lightning_shardckpt.compat.data_loading import draw_orders_by_epoch
 from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_fabric import optimizer_to_device
 from lightning_shardckpt.compat.lightning_loops import (
@@ -74,7 +75,7 @@ from lightning_shardckpt.strategy.lightning_module import (
     whole_names,
 )
 from lightning_shardckpt.strategy.mesh_strategy import MeshStrategy
-from lightning_shardckpt.strategy.resume import DataShare, StopPosition, finish_loaders
+from lightning_shardckpt.strategy.resume import DataShare, StopPosition
 from lightning_shardckpt.strategy.run_checkpoints import Preemption, RunCheckpoints
 from lightning_shardckpt.strategy.steps import (
     StepContext,
@@ -293,6 +294,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by data-parallel rank, since the ranks of a tensor group must draw the same batches."""
         refuse_batches_of_batches(dataloader)
+        draw_orders_by_epoch(dataloader)
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)  # type: ignore[attr-defined]
@@ -438,8 +440,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.checkpoint_io.teardown()
         # this rank may host the store, without which the others would end a complete run with an error
         self._ranks.wait_until_read()
-        if self._run is not None:
-            finish_loaders(self._trainer)
+        if self._run is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._run.stop_position.keep(self._trainer)
         self._undo_training.close()
         self._undo_setup.close()
         if self._meshes is not None and not self._failed and dist.is_initialized():

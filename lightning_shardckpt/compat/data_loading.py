@@ -5,11 +5,10 @@ Checked with torch 2.12 to 2.15, Lightning 2.5.6 and 2.6.6."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -27,16 +26,6 @@ from torch.utils.data import (
 from lightning_shardckpt.system.random_generators import seed_temporarily
 
 
-class IndexSource(Protocol):
-    """The source of a DataLoader's iterators: yields indices, or lists of indices if the loader makes batches."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch."""
-
-    def __len__(self) -> int:
-        """Return the number of indices or lists."""
-
-
 class IndexedLoader(DataLoader[Any]):
     """A DataLoader whose subclass may replace the source of indices.
 
@@ -48,10 +37,9 @@ class IndexedLoader(DataLoader[Any]):
     def _index_sampler(self) -> Any:
         return self.index_source(super()._index_sampler)
 
-    def index_source(self, sampler: Any) -> IndexSource:
-        """Return the source of indices; by default the DataLoader's sampler or batch sampler itself."""
-        source: IndexSource = sampler
-        return source
+    def index_source(self, sampler: Any) -> Any:
+        """Return an iterable of indices, or of lists of them, that has a length; by default the sampler itself."""
+        return sampler
 
 
 def sampler_of(loader: Any) -> Any:
@@ -118,24 +106,31 @@ def show_samplers(loader: object) -> Iterator[None]:
             given.__class__ = kind
 
 
-@contextmanager
-def seed_by_epoch(sampler: DistributedSampler[Any]) -> Iterator[None]:
-    """Seed all global generators with the seed and the epoch of a sampler inside the context; restore them on exit.
+def draw_orders_by_epoch(loader: object) -> None:
+    """Make the sampler within a loader's DistributedSamplerWrapper draw each order from the wrapper's seed and epoch.
 
-    So ranks whose generators are in different states draw the same order.
-    """
-    with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
-        yield
-
-
-def draw_alike(loader: object) -> None:
-    """Make the user's sampler in a loader that Lightning made draw the same orders on all ranks.
-
-    A sampler with its own ``generator`` does so anyway.
+    The generators of the process, and the sampler's own ``generator``, are seeded while it draws, and restored then. So
+    ranks whose generators are in different states draw the same order, and a resumed run draws that of its epoch again.
+    Does nothing for other samplers. Relies on ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls
+    first.
     """
     sampler = sampler_of(loader)
-    if own_generator(sampler) is None:
-        draw_orders_within(sampler, partial(seed_by_epoch, sampler))
+    if type(sampler) is not DistributedSamplerWrapper:
+        return
+    dataset: Any = sampler.dataset
+
+    def reset() -> None:
+        generator = own_generator(sampler)
+        own = None if generator is None else generator.get_state()
+        with seed_temporarily(zlib.crc32(f"{sampler.seed} {sampler.epoch}".encode())):
+            if generator is not None:
+                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
+            type(dataset).reset(dataset)
+        dataset.has_order = True
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+    dataset.reset = reset
 
 
 def makes_plain_batches(batch_sampler: object) -> bool:
@@ -152,28 +147,12 @@ def wrapped_sampler(sampler: object) -> Any | None:
 
 
 def last_order(sampler: object) -> list[Any] | None:
-    """Return the order that the sampler within a DistributedSamplerWrapper drew last; None for other samplers.
+    """Return the order that a sampler of `draw_orders_by_epoch` drew last; None before, and for other samplers.
 
     Relies on ``DistributedSamplerWrapper.dataset``, whose items are the order.
     """
-    return [*sampler.dataset] if type(sampler) is DistributedSamplerWrapper else None  # type: ignore[misc]  # it is one
-
-
-def draw_orders_within(sampler: object, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make the sampler within a DistributedSamplerWrapper draw each order inside the context ``around``.
-
-    Replaces the context of an earlier call; does nothing for other samplers. Relies on
-    ``DistributedSamplerWrapper.dataset.reset``, which each iteration calls first.
-    """
-    if type(sampler) is not DistributedSamplerWrapper:
-        return
-    dataset: Any = sampler.dataset
-
-    def reset() -> None:
-        with around():
-            type(dataset).reset(dataset)
-
-    dataset.reset = reset
+    dataset: Any = getattr(sampler, "dataset", None)
+    return [*dataset] if getattr(dataset, "has_order", False) else None
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[Any]:

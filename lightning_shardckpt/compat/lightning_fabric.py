@@ -24,7 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
+from lightning_shardckpt.compat.data_loading import show_samplers
 
 
 class FabricScriptLauncher(_SubprocessScriptLauncher):
@@ -38,8 +38,8 @@ _original_setup = Fabric._setup_dataloader
 def show_samplers_of(strategy: object) -> None:
     """Let the Fabric of ``strategy`` see the samplers that a loader was given, before it makes the loader again.
 
-    These draw alike on all ranks. Ends with the last such strategy, since Fabric has no teardown. Relies on
-    ``Fabric._setup_dataloader``, which makes each loader again, and on ``_FabricDataLoader._dataloader``.
+    Ends with the last such strategy, since Fabric has no teardown. Relies on ``Fabric._setup_dataloader``, which makes
+    each loader again.
     """
     _showing.add(id(strategy))
     weakref.finalize(strategy, _end_showing, id(strategy)).atexit = False
@@ -58,10 +58,7 @@ def _setup_shown_dataloader(
     if not use_distributed_sampler or id(self.strategy) not in _showing:
         return _original_setup(self, dataloader, use_distributed_sampler, move_to_device)
     with show_samplers(dataloader):
-        made: Any = _original_setup(self, dataloader, move_to_device=move_to_device)
-    if made._dataloader is not dataloader:
-        draw_alike(made)
-    return made  # type: ignore[no-any-return]
+        return _original_setup(self, dataloader, move_to_device=move_to_device)
 
 
 def init_process_group(

@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.loops.loop import _Loop
+
+from lightning_shardckpt.system.random_generators import preserve_rng
 
 EndBatch = Callable[[], None]
 
@@ -39,7 +40,6 @@ def cycles_loaders(trainer: pl.Trainer) -> bool:
     """
     loader = trainer.fit_loop._combined_loader
     return loader is not None and "cycle" in loader._mode
-
 
 
 def begin_loaders(trainer: pl.Trainer) -> None:
@@ -149,7 +149,6 @@ def take_back_step(fit_loop: dict[str, Any]) -> None:
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-
 def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None]) -> Callable[[], None]:
     """Wrap the end of a batch after its last callback, where the loop validates, logs and counts; return the undo.
 
@@ -253,6 +252,27 @@ def resume_validation(trainer: pl.Trainer) -> Callable[[], None]:
     return undo
 
 
+def skip_validation_without_draws(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep the random state when a resumed run skips a validation that its checkpoint has done; return the undo.
+
+    Lightning begins the loaders of that validation, which draws numbers. Relies on
+    ``_EvaluationLoop.increment_progress_to_evaluation_end``.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    original = loop.increment_progress_to_evaluation_end
+
+    def increment_progress_to_evaluation_end() -> None:
+        with preserve_rng(every_device=True):
+            original()
+
+    loop.increment_progress_to_evaluation_end = increment_progress_to_evaluation_end  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop.__dict__.pop("increment_progress_to_evaluation_end", None)
+
+    return undo
+
+
 def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
     """Change the state of a fit loop so that an unfinished last batch of an epoch is drawn again.
 
@@ -261,20 +281,12 @@ def repeat_last_batch(fit_loop: dict[str, Any]) -> None:
     fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
-def set_loaders_begun(trainer: pl.Trainer, begun: bool) -> None:
-    """Set whether the loaders have begun the next epoch; if not, Lightning begins them with the epoch.
-
-    Relies on ``_FitLoop._resuming_from_checkpoint``.
-    """
-    trainer.fit_loop._resuming_from_checkpoint = begun
-
-
-
 def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
-    """Make Lightning begin a new epoch, as after a finished epoch.
+    """Make Lightning begin a new epoch with its loaders, as after a finished epoch.
 
     With ``max_steps``, it would resume the finished epoch for one more batch or none. Relies on
-    ``_batches_that_stepped`` and the setter of ``_Loop.restarting``, beside public progress counters.
+    ``_batches_that_stepped``, ``_FitLoop._resuming_from_checkpoint`` ``_restarting``, beside public progress
+    counters.
 
     Args:
         trainer: with loops that have loaded their state.
@@ -287,6 +299,7 @@ def begin_next_epoch(trainer: pl.Trainer, epochs: int, *, ended: bool) -> None:
         progress.ready = progress.started = progress.processed = progress.completed = done  # type: ignore[attr-defined]
     if not ended:
         loop._batches_that_stepped += 1  # the last batch of an epoch always steps, and is counted after its hooks
-    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]  # its own setter sets True with a max_steps
+    fit._resuming_from_checkpoint = False  # otherwise, loaders are not begun for the epoch
+    loop.restarting = fit._restarting = False  # the setter of ``restarting`` sets True with a max_steps
     for each in (fit, loop, loop.val_loop):
         each.reset_restart_stage()

@@ -40,7 +40,7 @@ from torchmetrics import Metric, metric
 from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_shardckpt.compat.data_loading import draw_alike, show_samplers
+from lightning_shardckpt.compat.data_loading import show_samplers
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -64,7 +64,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
     believes a loader's argument ``shuffle=False`` rather than a RandomSampler beside it.
 
     If one rank has all data, a training loader with its own state keeps its sampler, which is part of the state.
-    Samplers and batch samplers that a loader was given yield the same as on one process, and draw alike on all ranks.
+    Samplers and batch samplers that a loader was given yield the same as on one process.
 
     Relies on ``_DataConnector._prepare_dataloader``, which takes (loader, whether to shuffle, stage).
     """
@@ -87,10 +87,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
             return dataloader
         with show_samplers(dataloader):
             shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
-            prepared = prepare(connector, dataloader, shuffle, mode)
-        if prepared is not dataloader:
-            draw_alike(prepared)
-        return prepared
+            return prepare(connector, dataloader, shuffle, mode)
 
     connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]  # of this Trainer only
     return partial(_restore_methods, connector, "_prepare_dataloader")

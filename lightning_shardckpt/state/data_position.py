@@ -1,7 +1,8 @@
 """The position of a DataLoader in an epoch, and resuming there.
 
-With a DistributedSampler, seed and epoch determine the order of all ranks together. A position in it is a number of
-samples, from which another number of ranks with the same global batch can continue: ``GlobalBatches``.
+With a DistributedSampler, seed and epoch determine the order of all ranks together (`draw_orders_by_epoch` for a
+sampler within it). A position in it is a number of samples, from which another number of ranks with the same global
+batch can continue: ``GlobalBatches``.
 
 Another sampler draws the order from the random state at the start of the epoch; dropout draws from the state at the
 save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them, for
@@ -14,8 +15,9 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
 from typing import Any
@@ -25,13 +27,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
-    IndexSource,
     is_strided,
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
     sampler_of,
-    seed_by_epoch,
     wrapped_sampler,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -64,6 +64,15 @@ def set_random_state(loader: Any, state: dict[str, Any]) -> None:
     """Restore the result of ``random_state``."""
     set_rng_state(state["process"])
     set_own_states(loader, state["own"])
+
+
+@contextmanager
+def _preserve_random_state(loader: Any) -> Iterator[None]:
+    state = random_state(loader)
+    try:
+        yield
+    finally:
+        set_random_state(loader, state)
 
 
 def own_states(loader: Any) -> list[torch.Tensor]:
@@ -168,88 +177,52 @@ _REPEATED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where the next iteration of a loader resumes.
+class Beginning:
+    """Where an iteration begins.
 
     Attributes:
-        batches: the number of batches to skip.
-        samples: the number of samples that all ranks have used, of an order of all ranks.
-        checksum: of the order of all ranks, for comparison.
-        start: the result of ``random_state`` when the interrupted iteration drew its order; None to draw another one.
-        restore: called before the first batch, to restore the process's random state.
+        batches: the number of earlier batches of its epoch.
+        samples: the number of samples that all ranks have used in them, of an order of all ranks.
+        checksum: of the order of all ranks; None if it is not known.
+        start: the result of ``random_state`` when the order of this rank was drawn; None if it was not drawn yet.
     """
 
-    batches: int
-    samples: int
-    checksum: int | None
-    start: dict[str, Any] | None
-    restore: Callable[[], None]
+    batches: int = 0
+    samples: int = 0
+    checksum: int | None = None
+    start: dict[str, Any] | None = None
 
 
 class ResumableLoader(IndexedLoader):
-    """The class that ``make_resumable`` puts before a DataLoader's own."""
+    """The class that ``make_resumable`` puts before a DataLoader's own.
 
-    _resumption: Resumption | None = None
-    _skips_iteration = False
-    _epoch_start: dict[str, Any] | None = None
+    Attributes:
+        waits: whether iterations are empty, until the position to resume from is known.
+    """
+
+    waits = False
+    _current = Beginning()
+    _upcoming: Beginning | None = None  # of the next iteration; it leaves random states as they are
     _draws_random_numbers = False
-    _deals = False
-    _begun = (0, 0)  # the batches, and samples of all ranks, before this iteration
-    _checksum: int | None = None
 
     def __iter__(self) -> Any:
-        self._epoch_start, self._begun, self._checksum = None, (0, 0), None
-        skips, self._skips_iteration = self._skips_iteration, False
-        if skips and not self.persistent_workers:  # they start now, as before the epoch in the uninterrupted run
+        if self.waits:
             return iter(())
-        if not skips and self._resumption is None:
-            return self._iterate()
-        current, resumption = random_state(self), self._resumption
-        try:
-            iterator = self._iterate()
-        finally:
-            set_random_state(self, current)
-        return iterator if resumption is None else call_before(resumption.restore, iterator)
+        self._current = Beginning()
+        with nullcontext() if self._upcoming is None else _preserve_random_state(self):
+            return self._iterate_over_stream() if isinstance(self.dataset, IterableDataset) else super().__iter__()
 
-    def _iterate(self) -> Iterator[Any]:
-        if not isinstance(self.dataset, IterableDataset):
-            return super().__iter__()
-        resumption, self._resumption = self._resumption, None
-        if resumption is not None and resumption.start is not None:
-            set_random_state(self, resumption.start)
-        self._epoch_start, self._draws_random_numbers = random_state(self), False
+    def _iterate_over_stream(self) -> Iterator[Any]:
+        begins, self._upcoming = self._upcoming or Beginning(), None
+        if begins.start is not None:
+            set_random_state(self, begins.start)
+        self._current, self._draws_random_numbers = Beginning(start=random_state(self)), False
         iterator: Iterator[Any] = super().__iter__()
         if not self.num_workers:
             iterator = self._note_draws(iterator)
-        for _ in islice(iterator, 0 if resumption is None else resumption.batches):
+        for _ in islice(iterator, begins.batches):
             pass
         return iterator
-
-    def index_source(self, sampler: Any) -> IndexSource:
-        """Return a source that resumes, for a map-style dataset; else the sampler."""
-        if isinstance(self.dataset, IterableDataset):
-            return super().index_source(sampler)
-        return _ResumableIndices(self, sampler)
-
-    def begin(self, sampler: Any) -> Iterator[Any]:
-        """Yield the indices of a new epoch, or the rest of an interrupted one, which leaves random states unchanged."""
-        resumption, self._resumption = self._resumption, None
-        if (division := self.global_batches()) is not None:
-            yield from self._deal(division, resumption)
-            return
-        current = random_state(self)
-        if resumption is not None and resumption.start is not None:
-            set_random_state(self, resumption.start)
-        self._epoch_start = random_state(self)
-        indices = iter(sampler)
-        if resumption is not None:
-            first = next(islice(indices, resumption.batches, None), _END)
-            if resumption.start is not None:
-                set_random_state(self, current)
-            if first is _END:
-                return
-            yield first
-        yield from indices
 
     def _note_draws(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a stream, and note if it draws from the process's generators after its first batch."""
@@ -263,20 +236,33 @@ class ResumableLoader(IndexedLoader):
             self._draws_random_numbers |= watches and before != rng_checksum()
             yield batch
 
+    def index_source(self, sampler: Any) -> Any:
+        """Return a source that resumes, for a map-style dataset; else the sampler."""
+        return sampler if isinstance(self.dataset, IterableDataset) else _ResumableIndices(self, sampler)
+
+    def draw_indices(self, sampler: Any) -> Iterator[Any]:
+        """Yield the indices of a new epoch, or the rest of an interrupted one, which leaves random states unchanged."""
+        begins, self._upcoming = self._upcoming or Beginning(), None
+        if (division := self.global_batches()) is not None:
+            yield from self._deal(division, begins)
+            return
+        with nullcontext() if begins.start is None else _preserve_random_state(self):
+            if begins.start is not None:
+                set_random_state(self, begins.start)
+            self._current, indices = Beginning(start=random_state(self)), iter(sampler)
+            first = next(islice(indices, begins.batches, None), _END)
+        if first is not _END:
+            yield first
+            yield from indices
+
     # --- an order of all ranks together ---
 
-    def deal_global_order(self) -> None:
-        """Deal the order of all ranks, if it is known, without repeating samples. For loaders of training."""
-        self._deals = True
-
     def global_batches(self) -> GlobalBatches | None:
-        """Return the division of the order of all ranks into steps; None if the order is unknown or not dealt."""
-        sampler = sampler_of(self)
-        is_known = self._deals and is_strided(sampler) and makes_plain_batches(self.batch_sampler)
-        if not is_known or isinstance(self.dataset, IterableDataset):
+        """Return the division of the order of all ranks into steps; None if the order is unknown."""
+        sampler, batches = sampler_of(self), self.batch_sampler
+        if not (is_strided(sampler) and makes_plain_batches(batches)) or isinstance(self.dataset, IterableDataset):
             return None
-        batches: Any = self.batch_sampler
-        size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
+        size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
         return GlobalBatches(sampler.num_replicas, size, drop_last, sampler.drop_last)
 
     @property
@@ -294,18 +280,16 @@ class ResumableLoader(IndexedLoader):
         except TypeError:
             return None
 
-    def _deal(self, division: GlobalBatches, resumption: Resumption | None) -> Iterator[Any]:
-        """Yield this rank's indices of a new or a resumed epoch."""
+    def _deal(self, division: GlobalBatches, begins: Beginning) -> Iterator[Any]:
+        """Yield this rank's indices of a new or a resumed epoch, without repeating samples."""
         sampler = sampler_of(self)
-        order = _draw_order_of_all_ranks(sampler)
-        self._checksum = checksum_of(order)
-        if resumption is not None:
-            self._begun = resumption.batches, resumption.samples
-            if resumption.checksum not in (None, self._checksum) and sampler.rank == 0:
-                kind = type(wrapped_sampler(sampler) or sampler).__name__
-                warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
-        left = order[self._begun[1] :]
-        if resumption is not None and (repeated := division.repeats(len(left))) and sampler.rank == 0:
+        order = order_of_all_ranks(sampler)
+        self._current = replace(begins, checksum=checksum_of(order))
+        left, is_first = order[begins.samples :], sampler.rank == 0
+        if begins.checksum not in (None, self._current.checksum) and is_first:
+            kind = type(wrapped_sampler(sampler) or sampler).__name__
+            warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
+        if begins.batches and (repeated := division.repeats(len(left))) and is_first:
             warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
         batches_of_rank = division.deal(left, sampler.rank)
         yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
@@ -325,66 +309,46 @@ class ResumableLoader(IndexedLoader):
         Args:
             batches: that this loader has yielded for training since it last began.
         """
-        waiting, division = self._resumption, self.global_batches()
+        begun, division = self._upcoming or self._current, self.global_batches()
         position = {"own": own_states(self), "seed": seed_of(self), "batches": batches}
         position |= {"samples": self.samples, "batch_size": self.samples_of_batch}
         if isinstance(self.dataset, IterableDataset):
             position["draws_random_numbers"] = self._draws_random_numbers
         if division is None or self.samples is None:
-            start = self._epoch_start if waiting is None else waiting.start
-            return position | {"epoch_start": start}
-        (done, used), checksum = self._begun, self._checksum
-        if waiting is not None:  # saved before its first batch
-            done, used, checksum = waiting.batches, waiting.samples, waiting.checksum
-        used += division.used(self.samples - used, batches - done)
-        return position | {"order": {"used": used, "checksum": checksum}}
+            return position | {"epoch_start": begun.start}
+        used = begun.samples + division.used(self.samples - begun.samples, batches - begun.batches)
+        return position | {"order": {"used": used, "checksum": begun.checksum}}
 
-    def resume(self, position: Mapping[str, Any], restore: Callable[[], None], *, same_ranks: bool) -> None:
-        """Begin the next iteration after the used batches.
+    def resume(self, position: Mapping[str, Any] | None, *, is_over: bool, same_ranks: bool) -> None:
+        """Begin the next iteration after the used batches, or anew without a position.
 
         Args:
-            position: of the loader that is resumed.
-            restore: called before the first batch.
+            position: of the interrupted run.
+            is_over: whether the position is the end of an epoch, so that the next iteration is that of the next epoch.
             same_ranks: whether this rank has the data of the rank that saved; else no random state fits.
         """
-        self._restore_states(position, same_ranks=same_ranks)
-        order, start = position.get("order", {}), position.get("epoch_start") if same_ranks else None
-        checksum = order.get("checksum") if position["samples"] == self.samples else None
-        self._resumption = None
-        if order or start is not None or position["batches"]:
-            used = order.get("used", 0)
-            self._resumption = Resumption(position["batches"], used, checksum, start, restore)
-
-    def follow(self, position: Mapping[str, Any], *, same_ranks: bool, skips: bool) -> None:
-        """Begin a new epoch after a finished one.
-
-        Args:
-            position: at the end of the finished epoch.
-            same_ranks: as for ``resume``.
-            skips: whether the next iteration is not that of the new epoch: Lightning begins one before it.
-        """
-        self._restore_states(position, same_ranks=same_ranks)
-        self._resumption, self._skips_iteration = None, skips
-
-    def _restore_states(self, position: Mapping[str, Any], *, same_ranks: bool) -> None:
+        self.waits, self._upcoming = False, None
+        if is_over and self.persistent_workers:
+            with _preserve_random_state(self):
+                iter(self)  # the workers have begun, and drawn their seeds, in an earlier epoch
+        if position is None:
+            return
         set_seed(self, position["seed"])
         set_own_states(self, position["own"] if same_ranks else [])
-
-
-def call_before(function: Callable[[], None], iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of an iterator, and call a function before the first one is drawn."""
-    function()
-    yield from iterator
+        order, start = position.get("order", {}), position.get("epoch_start") if same_ranks else None
+        if not is_over and (order or start is not None or position["batches"]):
+            checksum = order.get("checksum") if position["samples"] == self.samples else None
+            self._upcoming = Beginning(position["batches"], order.get("used", 0), checksum, start)
 
 
 class _ResumableIndices:
-    """The indices of each epoch, from the loader's ``begin``. Iterators of persistent workers keep it over epochs."""
+    """The indices of each epoch, from the loader. Iterators of persistent workers keep it over epochs."""
 
     def __init__(self, loader: ResumableLoader, sampler: Any) -> None:
         self._loader, self._sampler = loader, sampler
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._loader.begin(self._sampler)  # runs when the first index is asked for
+        yield from self._loader.draw_indices(self._sampler)  # runs when the first index is asked for
 
     def __len__(self) -> int:
         division, samples = self._loader.global_batches(), self._loader.samples
@@ -422,54 +386,3 @@ def refuse_batches_of_batches(loader: object) -> None:
             "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
             "batches."
         )
-
-
-def batches_done(loops: dict[str, Any]) -> int | None:
-    """Return the number of finished batches of the epoch from Lightning's loop state; None if the epoch is over.
-
-    A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed. A last batch that an
-    exception interrupted is not finished.
-    """
-    progress, epoch = loops["fit_loop"]["epoch_loop.batch_progress"], loops["fit_loop"]["epoch_progress"]["current"]
-    current = progress["current"]
-    is_last = progress["is_last_batch"] and current["processed"] >= current["ready"]
-    if is_last or epoch["processed"] >= epoch["started"]:
-        return None
-    in_batch_end = current["processed"] == current["started"] == current["ready"] == current["completed"] + 1
-    return int(current["completed"] + in_batch_end)
-
-
-def _draw_order_of_all_ranks(sampler: Any) -> list[Any]:
-    """Return the order of all ranks, equal on all: a wrapped sampler draws from a seed made of seed and epoch.
-
-    The process's generators would give ranks that have drawn differently different orders.
-    """
-    if wrapped_sampler(sampler) is None:
-        return order_of_all_ranks(sampler)
-    generator = own_generator(sampler)
-    own = None if generator is None else generator.get_state()
-    try:
-        with seed_by_epoch(sampler):
-            if generator is not None:
-                generator.manual_seed(zlib.crc32(f"{generator.initial_seed()} {sampler.epoch}".encode()))
-            return order_of_all_ranks(sampler)
-    finally:
-        if generator is not None and own is not None:
-            generator.set_state(own)
-
-
-def batches_of_loader(loader: object, batches: int, *, cycles: bool) -> int:
-    """Return how many of an epoch's ``batches`` this loader yielded since it last began.
-
-    Args:
-        loader: any iterable.
-        batches: of the epoch, for all loaders together.
-        cycles: whether the loader begins again at its end.
-    """
-    try:
-        length = len(loader)  # type: ignore[arg-type]  # if it has one
-    except TypeError:
-        return batches
-    if not cycles or batches <= length:
-        return min(batches, length)
-    return (batches - 1) % length + 1

@@ -12,16 +12,13 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from lightning_shardckpt.compat.data_loading import draw_orders_within, last_order, sampler_of, wrapped_sampler
+from lightning_shardckpt.compat.data_loading import last_order, sampler_of, wrapped_sampler
 from lightning_shardckpt.state.data_position import (
     OTHER_ORDER,
-    call_before,
     checksum_of,
     own_states,
     random_state,
@@ -30,7 +27,7 @@ from lightning_shardckpt.state.data_position import (
     set_random_state,
     set_seed,
 )
-from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
+from lightning_shardckpt.system.random_generators import preserve_rng, rng_checksum
 
 _KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
@@ -54,28 +51,22 @@ class Watch:
     Attributes:
         kind: the loader's own class.
         count: returns the number of the epoch, and of its drawn batches.
-        begun: random states before the current iteration drew its order, or began; None before the first iteration.
-        order: a checksum of the order that a sampler within Lightning's DistributedSamplerWrapper drew then.
+        begun: random states when the current iteration began; None before the first one.
         draws: the last draws.
-        failed: a draw that raised, after which the loader's state is unusable.
-        ended: the position of a loader that was shut down after training.
-        resumption: the position to resume the next iteration from, and a function to call before its first batch.
-        is_next_empty: whether the next iteration is empty, since Lightning begins one before that of a new epoch.
+        upcoming: the position at which the next iteration begins; None to begin anew.
+        waits: whether iterations are empty, until the position to resume from is known.
     """
 
     kind: Any
     count: Callable[[], tuple[int, int]]
     begun: dict[str, Any] | None = None
-    order: int | None = None
     draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    failed: _Draw | None = None
-    ended: dict[str, Any] | None = None
-    resumption: tuple[dict[str, Any], Callable[[], None]] | None = None
-    is_next_empty: bool = False
+    upcoming: dict[str, Any] | None = None
+    waits: bool = False
 
 
 class StatefulLoader:
-    """A loader whose ``__iter__``, ``state_dict`` and ``load_state_dict`` are replaced by ``watch_state``.
+    """A loader whose ``__iter__`` is replaced by ``watch_state``.
 
     It is a base after the loader's own class, since Python refuses the assignment to ``__class__`` otherwise.
     """
@@ -92,13 +83,12 @@ def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:
         count: returns the number of the current epoch, and of its drawn batches.
     """
     if isinstance(loader, StatefulLoader):
-        loader.shardckpt_watch.count = count
+        type(loader).shardckpt_watch = Watch(loader.shardckpt_watch.kind, count)
         return True
     kind = type(loader)
-    methods = {"__iter__": _iterate, "state_dict": _state_dict, "load_state_dict": _load_state_dict}
-    added = {"__module__": kind.__module__, "shardckpt_watch": Watch(kind, count)}
+    added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_watch": Watch(kind, count)}
     try:
-        loader.__class__ = type(kind.__name__, (kind, StatefulLoader), methods | added)
+        loader.__class__ = type(kind.__name__, (kind, StatefulLoader), added)
     except TypeError:  # a class with __slots__, or an extension type
         return False
     return True
@@ -112,133 +102,84 @@ def position_of(loader: StatefulLoader, used: int | None) -> dict[str, Any] | No
         used: the number of used batches of the epoch; None if the epoch is over.
     """
     watch = loader.shardckpt_watch
-    if watch.ended is not None:
-        return watch.ended
-    if watch.resumption is not None:
-        return watch.resumption[0]
+    if watch.upcoming is not None:
+        return watch.upcoming
     first = None if used is None else (watch.count()[0], used)
     unused = [] if first is None else [draw for draw in watch.draws if draw.number >= first]
-    if watch.is_next_empty or (unused and unused[0].number != first):
+    if watch.waits or (unused and unused[0].number != first):
         return None
+    order = {"order": checksum_of(last_order(sampler_of(loader)) or [])}
     if unused:
-        return unused[0].position | {"draws_random_numbers": any(draw.is_random for draw in unused)}
-    return _current_position(loader) if watch.failed is None else watch.failed.position
+        return unused[0].position | order | {"draws_random_numbers": any(draw.is_random for draw in unused)}
+    return _current_position(loader) | order
 
 
-def finish(loader: StatefulLoader, used: int | None) -> None:
-    """Keep the position of a loader that Lightning is about to shut down."""
-    loader.shardckpt_watch.ended = position_of(loader, used)
-
-
-def resume(loader: StatefulLoader, position: dict[str, Any], restore: Callable[[], None]) -> None:
-    """Resume the next iteration at ``position``, and call ``restore`` before its first batch."""
-    loader.shardckpt_watch.resumption = position, restore
-
-
-def follow(loader: StatefulLoader, position: dict[str, Any] | None, *, skips: bool) -> None:
-    """Begin a new epoch after a finished one.
+def resume(loader: StatefulLoader, position: dict[str, Any] | None, *, is_over: bool) -> None:
+    """Begin the next iteration at ``position``, or anew without one.
 
     Args:
         loader: a watched loader.
-        position: at the end of the finished iteration, which the next one follows; None to begin anew.
-        skips: whether the next iteration is not that of the new epoch: Lightning begins one before it.
+        position: of the interrupted run.
+        is_over: whether the position is the end of an epoch, so that the next iteration is that of the next epoch.
     """
-    loader.shardckpt_watch.resumption, loader.shardckpt_watch.is_next_empty = None, skips
-    if position is None:
-        return
-    with preserve_rng():
-        _continue(loader, position)
-    set_own_states(loader, position["own"])
+    watch = loader.shardckpt_watch
+    watch.waits, watch.upcoming = False, None if is_over else position
+    if is_over and position is not None:
+        with preserve_rng():
+            _continue(loader, position)  # the iteration that is over
+        set_own_states(loader, position["own"])
 
 
 def _iterate(loader: StatefulLoader) -> Iterator[Any]:
     watch = loader.shardckpt_watch
-    if watch.is_next_empty:
-        watch.is_next_empty = False
+    if watch.waits:
         return iter(())
-    watch.ended = watch.failed = None
-    resumption, watch.resumption = watch.resumption, None
-    if resumption is None:
-        watch.begun, watch.order = random_state(loader), None
-        draw_orders_within(sampler_of(loader), partial(_drawing_order, loader))
-        iterator = watch.kind.__iter__(loader)
-        return _draw_all(loader, iterator)
-    position, restore = resumption
+    position, watch.upcoming = watch.upcoming, None
+    if position is None:
+        watch.begun = random_state(loader)
+        return _draw_all(loader, watch.kind.__iter__(loader))
     with preserve_rng(every_device=True):
         iterator = _continue(loader, position)
     set_own_states(loader, position["own"])
-    return call_before(restore, _draw_all(loader, iterator))
-
-
-def _state_dict(loader: StatefulLoader) -> Any:
-    """Return the loader's own state; after Lightning has shut the loader down, the state at the end of training."""
-    watch = loader.shardckpt_watch
-    return watch.kind.state_dict(loader) if watch.ended is None else watch.ended["state"]
-
-
-def _load_state_dict(loader: StatefulLoader, state: Any) -> None:
-    watch = loader.shardckpt_watch
-    watch.ended = watch.failed = None
-    watch.kind.load_state_dict(loader, state)
+    return _draw_all(loader, iterator, position["order"])
 
 
 def _continue(loader: StatefulLoader, position: dict[str, Any]) -> Iterator[Any]:
     watch = loader.shardckpt_watch
     set_seed(loader, position["seed"])
-    start = position["epoch_start"] or random_state(loader)
-    set_random_state(loader, start)
-    watch.begun = start
-    draw_orders_within(sampler_of(loader), partial(_drawing_order, loader, again=position))
+    watch.begun = position["epoch_start"] or random_state(loader)
+    set_random_state(loader, watch.begun)
     watch.kind.load_state_dict(loader, position["state"])
     iterator: Iterator[Any] = watch.kind.__iter__(loader)
     return iterator
 
 
-@contextmanager
-def _drawing_order(loader: StatefulLoader, again: dict[str, Any] | None = None) -> Iterator[None]:
-    """Around the draw of a sampler's order, record the random states; or restore them and compare the order with
-    ``again``'s.
+def _draw_all(loader: StatefulLoader, iterator: Iterator[Any], order: int | None = None) -> Iterator[Any]:
+    """Yield all batches. A draw that raises is kept, since the loader's state is unusable after it.
 
-    Loaders draw when they begin, or at their first batch; torchdata's draws some orders that it drops. The last counts.
+    Args:
+        loader: a watched loader.
+        iterator: of the loader's own class.
+        order: the checksum of the order of the interrupted iteration, for comparison.
     """
-    watch, process = loader.shardckpt_watch, get_rng_state(every_device=False)
-    if again is None:
-        watch.begun = random_state(loader)
-    elif watch.begun is not None:
-        set_random_state(loader, watch.begun)
-    yield
-    sampler = sampler_of(loader)
-    watch.order = checksum_of(last_order(sampler) or [])
-    if again is not None:
-        set_rng_state(process)
-        if again["order"] not in (None, watch.order):
-            again["order"] = None  # warn once
-            warnings.warn(OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler)).__name__), stacklevel=2)
-
-
-def _draw_all(loader: StatefulLoader, iterator: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        try:
-            batch = _draw(loader, iterator, loader.shardckpt_watch.count())
-        except StopIteration:
-            return
-        yield batch
-
-
-def _draw(loader: StatefulLoader, iterator: Iterator[Any], number: tuple[int, int]) -> Any:
     watch = loader.shardckpt_watch
-    draw, before = _Draw(number, _current_position(loader)), rng_checksum()
-    try:
-        batch = next(iterator)
-    except BaseException as error:
-        watch.failed = None if isinstance(error, StopIteration) else draw
-        raise
-    draw.is_random = before != rng_checksum()
-    watch.draws.append(draw)
-    return batch
+    while True:
+        draw, before = _Draw(watch.count(), _current_position(loader)), rng_checksum()
+        watch.draws.append(draw)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            watch.draws.pop()
+            return
+        draw.is_random = before != rng_checksum()
+        if order is not None:
+            sampler, expected, order = sampler_of(loader), order, None
+            if checksum_of(last_order(sampler) or []) != expected:
+                warnings.warn(OTHER_ORDER.format(sampler=type(wrapped_sampler(sampler)).__name__), stacklevel=2)
+        yield batch
 
 
 def _current_position(loader: StatefulLoader) -> dict[str, Any]:
     watch = loader.shardckpt_watch
     position = {"epoch_start": watch.begun, "own": own_states(loader), "seed": seed_of(loader)}
-    return position | {"order": watch.order, "state": deepcopy(watch.kind.state_dict(loader))}
+    return position | {"state": deepcopy(watch.kind.state_dict(loader))}

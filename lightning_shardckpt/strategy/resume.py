@@ -6,15 +6,16 @@ validation may have changed. So ``StopPosition`` records the position if a run e
 of its epoch, and that is saved instead. Effects of user code at the end of the run, such as in ``on_train_epoch_end``,
 are not undone.
 
-A resumed run gives each loader its position when Lightning prepares it (`ResumePoint.resume_loader`), before it begins
-to iterate; loops and random state follow when training starts (`ResumePoint.resume_training`).
+Lightning begins loaders when it prepares them, which may be before a checkpoint is loaded. In a run that resumes they
+are empty until training starts: then ``ResumePoint`` restores loops, loaders and random state, in this order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,17 +23,20 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
+from lightning_shardckpt.compat.data_loading import sampler_of
 from lightning_shardckpt.compat.lightning_loops import (
     EndBatch,
+    batches_drawn,
     begin_loaders,
     begin_next_epoch,
     cycles_loaders,
     ends_within_epoch,
     is_accumulating,
     is_batch_begun,
+    is_stateful,
     is_validation_interrupted,
     resume_validation,
-    set_loaders_begun,
+    skip_validation_without_draws,
     take_back_step,
     train_loaders,
     would_validate,
@@ -40,10 +44,10 @@ from lightning_shardckpt.compat.lightning_loops import (
 )
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.data_position import ResumableLoader, batches_done, batches_of_loader
-from lightning_shardckpt.state.stateful_loader import StatefulLoader, finish, follow, position_of, resume
+from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
+from lightning_shardckpt.state.stateful_loader import StatefulLoader, position_of, resume, watch_state
 from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
-from lightning_shardckpt.system.random_generators import get_rng_state, reseed_by_rank, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
 _INEXACT = (
     "resuming after {batches} batches of an epoch, but the order of its data can't be continued exactly, so samples of "
@@ -121,8 +125,8 @@ class Position:
 def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
     """Return the current position in training."""
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
-    used, cycles = _count_used(state), cycles_loaders(trainer)
-    loaders = [_position(loader, used, cycles=cycles) for loader in train_loaders(trainer)]
+    used = batches_done({"fit_loop": state}) if state["epoch_progress"]["current"]["started"] else 0
+    loaders = [_position(loader, used, cycles=cycles_loaders(trainer)) for loader in train_loaders(trainer)]
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
@@ -134,12 +138,39 @@ def _position(loader: object, used: int | None, *, cycles: bool) -> dict[str, An
         return position_of(loader, used)
     if not isinstance(loader, ResumableLoader):
         return None
-    return loader.position(batches_of_loader(loader, used or 0, cycles=cycles))
+    return loader.position(_batches_of_loader(loader, used or 0, cycles=cycles))
 
 
-def _count_used(fit_loop: Mapping[str, Any]) -> int | None:
-    """Return the number of used batches of the current epoch; None if it is over."""
-    return batches_done({"fit_loop": fit_loop}) if fit_loop["epoch_progress"]["current"]["started"] else 0
+def batches_done(loops: Mapping[str, Any]) -> int | None:
+    """Return the number of finished batches of the epoch from Lightning's loop state; None if the epoch is over.
+
+    A save in ``on_train_batch_end`` happens before Lightning counts the batch as completed. A last batch that an
+    exception interrupted is not finished.
+    """
+    progress, epoch = loops["fit_loop"]["epoch_loop.batch_progress"], loops["fit_loop"]["epoch_progress"]["current"]
+    current = progress["current"]
+    is_last = progress["is_last_batch"] and current["processed"] >= current["ready"]
+    if is_last or epoch["processed"] >= epoch["started"]:
+        return None
+    in_batch_end = current["processed"] == current["started"] == current["ready"] == current["completed"] + 1
+    return int(current["completed"] + in_batch_end)
+
+
+def _batches_of_loader(loader: Any, batches: int, *, cycles: bool) -> int:
+    """Return how many of an epoch's ``batches`` this loader yielded since it last began.
+
+    Args:
+        loader: any DataLoader.
+        batches: of the epoch, for all loaders together.
+        cycles: whether the loader begins again at its end.
+    """
+    try:
+        length = len(loader)
+    except TypeError:
+        return batches
+    if not cycles or batches <= length:
+        return min(batches, length)
+    return (batches - 1) % length + 1
 
 
 class StopPosition:
@@ -155,6 +186,10 @@ class StopPosition:
     def reset(self) -> None:
         """Forget the recorded position. Call it when training starts or continues."""
         self._recorded = None
+
+    def keep(self, trainer: pl.Trainer) -> None:
+        """Keep the position. Call it at the end of a fit, before Lightning shuts the loaders down."""
+        self._recorded = self.position(trainer)
 
     def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
         """Record the position at the end of the run; return the undo. Call it when training starts."""
@@ -182,13 +217,6 @@ class StopPosition:
             self._recorded = record_position(trainer, state)
 
 
-def finish_loaders(trainer: pl.Trainer) -> None:
-    """Keep the positions of loaders at the end of a run, before their teardown."""
-    for loader in train_loaders(trainer):
-        if isinstance(loader, StatefulLoader):
-            finish(loader, _count_used(trainer.fit_loop.state_dict()))
-
-
 def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
     """Change loop state to that of ``on_train_batch_end``, from which Lightning resumes with the next batch."""
     for progress in (state["epoch_loop.batch_progress"][key] for key in ("current", "total")):
@@ -197,6 +225,44 @@ def _as_in_batch_end(state: dict[str, Any]) -> dict[str, Any]:
 
 
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepare_loader(trainer: pl.Trainer, loader: Any, *, waits: bool) -> None:
+    """Make a loader of training resumable. Call it before Lightning begins it.
+
+    Args:
+        trainer: of the run.
+        loader: of training.
+        waits: whether the run resumes, so that the loader is empty until `start_loaders`.
+    """
+    if make_resumable(loader):
+        loader.waits = waits
+    elif is_stateful(loader) and watch_state(loader, lambda: batches_drawn(trainer)):
+        loader.shardckpt_watch.waits = waits
+
+
+def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, same_ranks: bool) -> bool:
+    """Give the loaders of training their positions; return False if none can have one.
+
+    Args:
+        trainer: with the loaders.
+        positions: of each loader, with None for one without.
+        is_over: whether the epoch of the positions is over.
+        same_ranks: whether this rank has the data of the rank that saved.
+    """
+    loaders = train_loaders(trainer)
+    for loader, position in zip_longest(loaders, positions[: len(loaders)]):
+        if isinstance(loader, StatefulLoader):
+            resume(loader, position if same_ranks and _has_state(position) else None, is_over=is_over)
+        elif isinstance(loader, ResumableLoader):
+            fitting = None if _has_state(position) else position
+            loader.resume(fitting, is_over=is_over, same_ranks=same_ranks)
+    return any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)
+
+
+def _has_state(position: Any) -> bool:
+    """Return whether a position is that of a loader with its own state."""
+    return position is not None and "state" in position
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,96 +320,46 @@ class ResumePoint:
         """A sentence with the numbers of data-parallel ranks."""
         return f"the number of data-parallel ranks was {self.saved.data_size}, and is {self.share.data_size}"
 
-    @property
-    def is_within_epoch(self) -> bool:
-        """True if the checkpoint is from an epoch that had begun and had not ended."""
-        return self.epoch["started"] > self.epoch["processed"]
-
-    def is_over(self, trainer: pl.Trainer) -> bool:
-        """Return whether the run begins a new epoch: the interrupted one is over, by the limits of either run."""
-        limit = trainer.fit_loop.max_batches
-        return self.epoch["started"] > 0 and (self.batches is None or self.batches >= limit)
-
-    # --- when Lightning prepares the loaders ---
-
-    def resume_loader(
-        self, loader: Any, number: int, restore: Callable[[], None], *, has_begun: bool = False
-    ) -> None:
-        """Give a loader its position. Call it for each one, before Lightning begins it.
-
-        Args:
-            loader: of training.
-            number: of the loader among those of training.
-            restore: called before the first batch of a loader, whose draws follow those of the interrupted run.
-            has_begun: whether Lightning has begun it already, before the load.
-        """
-        set_rng_state(self.rng)  # for loaders that begin now
-        position = self.positions[number] if number < len(self.positions) else None
-        if self.batches is None:  # Lightning begins the loaders of a new epoch again, unless it is the first one
-            self._follow(loader, position, skips=self.epoch["started"] > 0 and not has_begun)
-        elif isinstance(loader, StatefulLoader):
-            if position is not None and self._has_state(position):
-                resume(loader, position, restore)
-        elif isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
-            loader.resume(position, restore, same_ranks=self.same_data)
-            for owner in (loader, getattr(loader, "batch_sampler", None)):
-                sampler: Any = getattr(owner, "sampler", None)
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(self.epoch["processed"])
-
-    def _follow(self, loader: Any, position: Any, *, skips: bool) -> None:
-        """Let a loader begin a new epoch, after the one at whose end it has a position."""
-        begin_anew(loader, skips=skips)
-        if isinstance(loader, StatefulLoader) and position is not None and self._has_state(position):
-            follow(loader, position, skips=skips)
-        elif isinstance(loader, ResumableLoader) and position is not None and "state" not in position:
-            loader.follow(position, same_ranks=self.same_data, skips=skips)
-
-    def _has_state(self, position: Any) -> bool:
-        return self.same_data and position is not None and "state" in position
-
-    # --- when training starts ---
-
-    def resume_training(self, trainer: pl.Trainer, *, begin: bool) -> Callable[[], None]:
-        """Restore random state and loops; return the undo. The loaders have begun, no batch was drawn for this epoch.
+    def resume_training(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """Restore loops, loaders and random state when training starts; return the undo.
 
         Args:
             trainer: with the loops that have loaded their state.
-            begin: begin the loaders again, which have got their positions after they began.
 
         Raises:
             MismatchError: for another global batch in the middle of an epoch.
         """
-        loaders, undo, over = train_loaders(trainer), ExitStack(), self.is_over(trainer)
+        undo, has_ended = ExitStack(), self.epoch["processed"] >= self.epoch["started"]
+        limit = trainer.fit_loop.max_batches  # of this run
+        is_over = self.epoch["started"] > 0 and (self.batches is None or self.batches >= limit)
         unfreeze(trainer, self.trained)
         if self.batches:
             resume_epoch_callbacks(trainer)
-        if self.validates:
-            undo.callback(resume_validation(trainer))
-        self._tell_missing(loaders, trainer, over=over)
-        begun = not any(isinstance(loader, ResumableLoader | StatefulLoader) for loader in loaders)
-        if not (over and begun):
-            set_rng_state(self.rng)
-        if (begin or not self.positions) and not (over or begun):  # LearningRateFinder has begun them in isolate_rng
-            begin_loaders(trainer)
+        undo.callback(resume_validation(trainer) if self.validates else skip_validation_without_draws(trainer))
+        self._tell_missing(trainer, is_over=is_over)
+        for sampler in map(sampler_of, train_loaders(trainer)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch["processed"])
+        can_begin = start_loaders(
+            trainer, self.positions, is_over=is_over or self.batches is None, same_ranks=self.same_data
+        )
+        set_rng_state(self.rng)
+        if not is_over and can_begin:
+            with preserve_rng() if self.positions else nullcontext():  # they had begun before the save
+                begin_loaders(trainer)
+        elif is_over and (has_ended or not self.validates):
+            begin_next_epoch(trainer, self.epoch["started"], ended=has_ended)
         if self.share.data_rank >= self.saved.data_size:  # more ranks than before must not draw the same numbers
             reseed_by_rank(self.share.data_rank)
-        if over:
-            if self.batches is not None and len(loaders) == len(self.positions):  # by a limit of this run
-                for loader, position in zip(loaders, self.positions, strict=True):
-                    self._follow(loader, position, skips=False)
-            if not self.validates or self.epoch["processed"] >= self.epoch["started"]:
-                ended = self.epoch["processed"] >= self.epoch["started"]
-                begin_next_epoch(trainer, self.epoch["started"], ended=ended)
-                set_loaders_begun(trainer, begun)
         return undo.close
 
-    def _tell_missing(self, loaders: list[Any], trainer: pl.Trainer, *, over: bool) -> None:
+    def _tell_missing(self, trainer: pl.Trainer, *, is_over: bool) -> None:
         """Warn of what the resumed run does not continue exactly.
 
         Raises:
             MismatchError: for another global batch in the middle of an epoch.
         """
+        loaders = train_loaders(trainer)
         configs = trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else []
         completed = self.epoch["completed"] >= self.epoch["started"]
         if not completed and any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
@@ -352,11 +368,12 @@ class ResumePoint:
                 "checkpoint is: Lightning does not step it at the end of an epoch that began in an earlier run"
             )
         for loader, position in zip(loaders, self.positions, strict=False):
-            if isinstance(loader, StatefulLoader) and not self._has_state(position) and self.epoch["started"] > 0:
-                saved = position is not None and "state" in position
-                reason = f"it was saved by a single rank, and {self.sizes}" if saved else "none was saved"
+            if isinstance(loader, StatefulLoader) and self.epoch["started"] > 0:
+                if self.same_data and _has_state(position):
+                    continue
+                reason = self.sizes if _has_state(position) else "none was saved"
                 rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
-        if over or not self.batches:
+        if is_over or not self.batches:
             return
         rank_zero_info(
             f"metrics that are logged for the whole of epoch {self.epoch['started'] - 1} will be partial, over its "
@@ -380,11 +397,11 @@ class ResumePoint:
         """
         kind = type(loader).__name__
         if isinstance(loader, StatefulLoader):
-            draws = self._has_state(position) and position.get("draws_random_numbers")
+            draws = self.same_data and _has_state(position) and position.get("draws_random_numbers")
             return _RANDOM.format(kind=kind) if draws else None
         if not isinstance(loader, ResumableLoader):
             return f"{kind} is no torch DataLoader, and has no state that can be saved"
-        if position is None or "state" in position:
+        if position is None or _has_state(position):
             return "another kind of loader was used instead of a DataLoader"
         self._refuse_other_batches(position["batch_size"], loader.samples_of_batch)
         if position["samples"] != loader.samples:
@@ -416,20 +433,6 @@ class ResumePoint:
 
 
 _EPOCH = ("ready", "started", "processed", "completed")
-
-
-def begin_anew(loader: object, *, skips: bool) -> bool:
-    """Let a loader begin a new epoch without a position; return False for a loader that can't skip an iteration.
-
-    Args:
-        loader: of training.
-        skips: whether its next iteration is empty, since Lightning begins it before its position is known.
-    """
-    if isinstance(loader, StatefulLoader):
-        follow(loader, None, skips=skips)
-    elif isinstance(loader, ResumableLoader):
-        loader.follow({"seed": None, "own": []}, same_ranks=False, skips=skips)
-    return isinstance(loader, StatefulLoader | ResumableLoader)
 
 
 def _explain_order(loader: ResumableLoader) -> str:

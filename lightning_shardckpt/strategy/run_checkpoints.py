@@ -34,12 +34,9 @@ from lightning_shardckpt.checkpoint.partly_loaded import check_loaded, is_partly
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.compat.dtensor import copy_state_dict
 from lightning_shardckpt.compat.lightning_loops import (
-    batches_drawn,
     begin_loaders,
-    is_stateful,
     repeat_last_batch,
     skip_sigterm_broadcast,
-    train_loaders,
 )
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
@@ -50,14 +47,19 @@ from lightning_shardckpt.compat.lightning_trainer import (
     stored_metrics,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.state.data_position import ResumableLoader, batches_done, make_resumable
-from lightning_shardckpt.state.stateful_loader import watch_state
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups
-from lightning_shardckpt.strategy.resume import DataShare, ResumePoint, StopPosition, begin_anew
+from lightning_shardckpt.strategy.resume import (
+    DataShare,
+    ResumePoint,
+    StopPosition,
+    batches_done,
+    prepare_loader,
+    start_loaders,
+)
 from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, describe_trainer, load_checkpoint
-from lightning_shardckpt.system.random_generators import get_rng_state, set_rng_state
+from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
 
 
@@ -161,9 +163,8 @@ class RunCheckpoints:
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
         self._loaded: Loaded | None = None
         self._resumes: Callable[[], ResumePoint] | None = None
-        self._loaders, self._are_early = 0, False  # that Lightning has prepared, and whether they wait for the load
+        self._loaders_wait = False  # for the position to resume from
         self._validation_rng: Mapping[str, Any] | None = None
-        self._training_rng: Mapping[str, Any] | None = None
         if self._is_fit:
             stop_position.reset()
 
@@ -210,7 +211,7 @@ class RunCheckpoints:
             loops = checkpoint.get("loops")
             if loops is not None and batches_done(loops) is not None:
                 repeat_last_batch(loops["fit_loop"])
-            self._resumes, self._loaders = partial(ResumePoint.of, checkpoint, rank_state, self._share), 0
+            self._resumes = partial(ResumePoint.of, checkpoint, rank_state, self._share)
         return checkpoint
 
     def finish_load(self, module: pl.LightningModule, state_dict: dict[str, Any]) -> None:
@@ -251,19 +252,10 @@ class RunCheckpoints:
     # --- training ---
 
     def begin_loader(self, loader: object) -> None:
-        """Make a training loader resumable, and give it its position. Call it for every loader, in order."""
-        resumable, trainer = make_resumable(loader), self._trainer
-        if not (trainer.training and self._is_fit):
-            return
-        if isinstance(loader, ResumableLoader):
-            loader.deal_global_order()
-        elif not resumable and is_stateful(loader):
-            watch_state(loader, partial(batches_drawn, trainer))
-        if self._resumes is not None:
-            self._resumes().resume_loader(loader, self._loaders, self._restore_rng)
-        elif self._will_resume():  # before the load, for estimated_stepping_batches
-            self._are_early = begin_anew(loader, skips=True) or self._are_early
-        self._loaders += 1
+        """Make a training loader resumable. Call it for every loader, before Lightning begins it."""
+        if self._trainer.training and self._is_fit:
+            self._loaders_wait = self._resumes is not None or self._will_resume()
+            prepare_loader(self._trainer, loader, waits=self._loaders_wait)
 
     def start_training(self) -> Callable[[], None]:
         """Restore the position of the checkpoint, and record that of the run's end; return the undo."""
@@ -271,23 +263,13 @@ class RunCheckpoints:
         undo.callback(self.stop_position.watch(trainer))
         if self._resumes is not None:
             point, self._resumes = self._resumes(), None
-            if self._are_early:
-                for number, loader in enumerate(train_loaders(trainer)):
-                    point.resume_loader(loader, number, self._restore_rng, has_begun=True)
-            undo.callback(point.resume_training(trainer, begin=self._are_early))
+            undo.callback(point.resume_training(trainer))
             self._validation_rng = point.rng if point.validates else None
-            if point.is_within_epoch and not point.is_over(trainer):
-                self._training_rng = get_rng_state()  # a validation, which Lightning may repeat first, draws numbers
-        elif self._are_early:
+        elif self._loaders_wait:
+            start_loaders(trainer, [], is_over=False, same_ranks=False)
             begin_loaders(trainer)
-        self._are_early = False
+        self._loaders_wait = False
         return undo.close
-
-    def _restore_rng(self) -> None:
-        """Restore the random state with which training has started, once."""
-        if self._training_rng is not None:
-            set_rng_state(self._training_rng)
-            self._training_rng = None
 
     def start_validation(self) -> None:
         """Restore the random state of an interrupted validation. Call it when a validation starts.

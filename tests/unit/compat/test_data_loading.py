@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,16 +20,13 @@ from torch.utils.data import (
 
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
-    IndexSource,
-    draw_alike,
-    draw_orders_within,
+    draw_orders_by_epoch,
     is_strided,
     last_order,
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
     sampler_of,
-    seed_by_epoch,
     show_samplers,
     wrapped_sampler,
 )
@@ -54,7 +49,7 @@ class Backwards(IndexedLoader):
         self.began: list[int] = []
         super().__init__(*args, **kwargs)
 
-    def index_source(self, sampler: Any) -> IndexSource:
+    def index_source(self, sampler: Any) -> Any:
         return Reversed(sampler, self.began)
 
 
@@ -83,24 +78,6 @@ KINDS: dict[str, Any] = {
     "even": lambda **place: DistributedSampler(range(11), drop_last=True, **place),  # type: ignore[arg-type]
     "wrapped": lambda **place: DistributedSamplerWrapper(SUBSET, **place),
 }
-
-
-def test_the_order_of_a_wrapped_sampler_is_known_and_can_be_drawn_again() -> None:
-    sampler = KINDS["wrapped"](num_replicas=1, rank=0, shuffle=False)
-
-    @contextmanager
-    def seeded() -> Iterator[None]:
-        GENERATOR.manual_seed(4)
-        yield
-
-    draw_orders_within(sampler, seeded)
-    first, again = list(sampler), list(sampler)
-    assert first == again == last_order(sampler)
-    draw_orders_within(sampler, nullcontext)
-    assert list(sampler) != first
-    plain = KINDS["in order"](num_replicas=1, rank=0)
-    draw_orders_within(plain, seeded)
-    assert last_order(plain) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,22 +136,28 @@ def test_a_sampler_tells_the_rows_of_a_dataset_without_a_length() -> None:
         assert sorted(loader.sampler) == [0, 1, 2, 3] and not isinstance(loader.sampler, RandomSampler)
 
 
-def test_ranks_that_have_drawn_differently_draw_one_order() -> None:
+@pytest.mark.parametrize("own", [None, GENERATOR], ids=["of the process", "its own generator"])
+def test_a_wrapped_sampler_draws_the_order_of_its_epoch_whatever_ranks_have_drawn(own: Any) -> None:
+    GENERATOR.manual_seed(4)
     epochs: list[list[int]] = [[], []]
     for rank in range(2):
-        few = RandomSampler(range(99), num_samples=8)
+        few = RandomSampler(range(99), num_samples=8, generator=own)
         sampler = DistributedSamplerWrapper(few, 2, rank, shuffle=False)
-        loader = DataLoader(range(99), sampler=sampler)  # type: ignore[arg-type]  # a Sequence does
-        draw_alike(loader)
+        assert last_order(sampler) is None
+        draw_orders_by_epoch(DataLoader(range(99), sampler=sampler))  # type: ignore[arg-type]  # a Sequence does
         torch.manual_seed(rank)
-        before = torch.get_rng_state()
+        before = torch.get_rng_state(), GENERATOR.get_state()
         for epoch, order in enumerate(epochs):
             sampler.set_epoch(epoch)
             order += sampler
-        assert torch.equal(torch.get_rng_state(), before)
-        with seed_by_epoch(sampler_of(loader)):
-            assert list(few)[rank::2] == epochs[1][-4:]
+            assert sorted(last_order(sampler)[rank::2]) == sorted(order[-4:])  # type: ignore[index]
+        assert all(map(torch.equal, before, (torch.get_rng_state(), GENERATOR.get_state())))
+        sampler.set_epoch(0)
+        assert [*sampler] == epochs[0][-4:]
     assert [len(set(order)) for order in epochs] == [8, 8] and set(epochs[0]) != set(epochs[1])
+    plain = KINDS["in order"](num_replicas=1, rank=0)
+    draw_orders_by_epoch(DataLoader(range(11), sampler=plain))  # type: ignore[arg-type]
+    assert last_order(plain) is None and sampler_of(DataLoader(range(11), sampler=plain)) is plain  # type: ignore[arg-type]
 
 
 def test_sampler_of_the_user_and_its_generator_are_found() -> None:

@@ -209,12 +209,43 @@ def test_a_run_begins_the_next_epoch_as_if_it_had_finished_the_last_one(tmp_path
     save = Asks("on_train_epoch_end", lambda run: run.save_checkpoint(path))
     trainer(tmp_path, save, max_epochs=1, max_steps=-1, limit_val_batches=0).fit(BoringModel(), batches(3))
 
+    begun: list[int] = []
+
+    class Counts(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            begun.append(1)
+            return super().__iter__()
+
     def go_on(run: pl.Trainer) -> None:
+        begun.clear()
         compat.begin_next_epoch(run, 1, ended=False)
-        compat.set_loaders_begun(run, False)
 
     steps = Asks("on_train_batch_start", lambda run: run.fit_loop.epoch_loop.batch_idx)
     options = {"max_steps": 6, "limit_val_batches": 0}
     run = trainer(tmp_path, Asks("on_train_start", go_on), epochs, steps, **options)
-    run.fit(BoringModel(), batches(3), ckpt_path=str(path), **EXECUTES)
-    assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6
+    run.fit(BoringModel(), Counts(RandomDataset(32, 3)), ckpt_path=str(path), **EXECUTES)
+    assert epochs.found == [1] and steps.found == [0, 1, 2] and run.global_step == 6 and begun == [1]
+
+
+class Noisy(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        torch.rand(())
+        return super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_validation_that_was_done_is_skipped_without_drawing_random_numbers(tmp_path: Path) -> None:
+    path, states = tmp_path / "a.ckpt", list[torch.Tensor]()
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "max_epochs": 1, "max_steps": -1}
+    save = Asks("on_validation_end", lambda run: run.save_checkpoint(path))
+    trainer(tmp_path, save, **options | {"max_steps": 2}).fit(BoringModel(), batches(4), batches(1))
+
+    def go_on(run: pl.Trainer) -> None:
+        compat.skip_validation_without_draws(run)
+        states.append(torch.get_rng_state())
+
+    first = Asks("on_train_batch_start", lambda run: states.append(torch.get_rng_state()))
+    validated = Asks("on_validation_batch_start", lambda run: run.global_step)
+    run = trainer(tmp_path, Asks("on_train_start", go_on), first, validated, **options)
+    run.fit(BoringModel(), batches(4), Noisy(RandomDataset(32, 1)), ckpt_path=str(path), **EXECUTES)
+    assert validated.found == [4] and torch.equal(states[0], states[1])
