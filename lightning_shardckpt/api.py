@@ -20,13 +20,10 @@ import torch.distributed as dist
 
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint_options import (
-    LoadOptions,
-    Replicas,
-    SaveOptions,
-)
 from lightning_shardckpt.checkpoint.describe import SaveGroup, describe_state, run_info
+from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
+from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
@@ -141,13 +138,12 @@ def save_async(
     """
     options = SaveOptions(size_per_shard, replicas)
     group, path = _group_of(process_group), file_path(path)
-    background = _background(group, process_group)
-    background.settle(group.ranks, before=path)  # it may be saving to this path
+    group.background.settle(group.ranks, before=path)  # it may be saving to this path
     storage = StorageRouter(LocalStorage(sync_files=sync_files), storage_options=storage_options)
     describe = _prepare(group, path, state, overwrite=overwrite, prefix=prefix, storage=storage)
-    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": background}
+    kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": group.background}
     written = checkpoint.save_async(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
-    _warn(group, background.notes())
+    _warn(group, group.background.notes())
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()
 
@@ -192,14 +188,6 @@ def _refuse_existing(path: str, storage: StorageRouter) -> None:
         raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 
-def _background(group: SaveGroup, process_group: dist.ProcessGroup | None) -> Background:
-    if group.background is None:
-        ranks = Ranks.of_group(_checked_group(process_group)) if group.ranks.world > 1 else Ranks.alone()
-        ranks.is_background = True
-        group.background = Background(ranks)
-    return group.background
-
-
 def wait(process_group: dist.ProcessGroup | None = None) -> None:
     """Wait until every ``save_async`` is complete.
 
@@ -209,9 +197,8 @@ def wait(process_group: dist.ProcessGroup | None = None) -> None:
         Exception: the failure of a save, on every rank; each failure is raised once.
     """
     group = _group_of(process_group)
-    if group.background is not None:
-        group.background.settle(group.ranks)
-        _warn(group, group.background.notes())
+    group.background.settle(group.ranks)
+    _warn(group, group.background.notes())
 
 
 def load(
@@ -294,7 +281,8 @@ def _group_of(process_group: dist.ProcessGroup | None) -> SaveGroup:
     if group not in _GROUPS:
         members = tuple(dist.get_process_group_ranks(group))
         is_world = len(members) == dist.get_world_size() and members == tuple(sorted(members))
-        _GROUPS[group] = SaveGroup(Ranks.of_group(group), None if is_world else members)
+        background = Background(Ranks.of_group(group))
+        _GROUPS[group] = SaveGroup(Ranks.of_group(group), background, None if is_world else members)
     return _GROUPS[group]
 
 

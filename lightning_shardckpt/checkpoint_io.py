@@ -23,14 +23,11 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import Filling, LoadResult, leave_unmarked, load, save, save_async
-from lightning_shardckpt.checkpoint.checkpoint_options import (
-    LoadOptions,
-    Replicas,
-    SaveOptions,
-)
 from lightning_shardckpt.checkpoint.describe import RANK_STATE, SaveGroup, describe_checkpoint, run_info
 from lightning_shardckpt.checkpoint.lightning_dict import is_torch_file, load_whole
+from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets
+from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.beside_checkpoint import export_beside
@@ -159,7 +156,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if adapters_only and export is not None:
             raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
         self.is_async, self._exports = use_async, export is not None
-        self.background: Background | None = None  # while saves are asynchronous, or for exports
         self._saves_in_background = self._has_noted_waiting = False
         self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
         self.load_options = LoadOptions(verify=verify)
@@ -221,8 +217,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         Args:
             error: the exception; failures of the queued saves are added to it as notes.
         """
-        if self.background is not None:
-            self.background.leave(error)
+        self._group.background.leave(error)
         self._warn(self._notes())
         self._save_synchronously()
 
@@ -249,11 +244,9 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """
         path, group = file_path(path), self._group
         storage = self._storage_for(path, storage_options)
-        if self.background is None and self._module is None:  # otherwise the strategy enables it
+        if not self._saves_in_background and self._module is None:  # otherwise the strategy enables it
             self.enable_async(Ranks.alone())
-        if self.background is None and self._exports:
-            self.background = Background(Ranks.alone())  # for exports only
-        background, run = self.background, run_info(checkpoint, self._topology)
+        background, run = group.background, run_info(checkpoint, self._topology)
         describe = partial(self._describe, checkpoint)
         began, finished = time.monotonic(), FinishedSave(run.step)
 
@@ -265,13 +258,12 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         shared |= {"storage": storage, "plans": group.plans, "on_complete": complete}
         saved = list[str]()
         try:
-            if background is not None and self._saves_in_background:
+            if self._saves_in_background:
                 save_async(path, describe, background=background, **shared)
             else:
-                if background is not None:
-                    background.settle(group.ranks, before=path)
+                background.settle(group.ranks, before=path)
                 saved += save(path, describe, **shared)
-            if background is not None and self._exports and group.ranks.rank == 0:
+            if self._exports and group.ranks.rank == 0:
                 export = partial(export_beside, absolute_path(path), storage)
                 background.follow(path, export, "not exported for transformers")
         finally:
@@ -314,12 +306,11 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             ranks: the ranks that save together; for exclusive use by the writing thread.
         """
         if self.is_async:
-            if self.background is not None:
-                self.background.drain()
-            self.background, self._saves_in_background = Background(ranks), True
+            self._group.background.drain()
+            self._group.background, self._saves_in_background = Background(ranks), True
 
     def _save_synchronously(self) -> None:
-        self.background, self._saves_in_background = None, False
+        self._group.background, self._saves_in_background = Background(Ranks.alone()), False
 
     def wait(self) -> None:
         """Wait until all asynchronous saves are complete (durable with ``sync_files``) and all removals are done.
@@ -330,17 +321,14 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
             Exception: the failure of a save, on every rank; each failure is raised once.
         """
         try:
-            if self.background is not None:
-                self.background.settle(self._group.ranks)
+            self._group.background.settle(self._group.ranks)
         finally:
             self._warn(self._notes())
 
     def _notes(self) -> list[str]:
         """Return what the background has noted for the user since the last call, as one text, or none."""
-        if self.background is None:
-            return []
-        notes = self.background.notes()
-        if self.background.waited and not self._has_noted_waiting:
+        notes = self._group.background.notes()
+        if self._group.background.waited and not self._has_noted_waiting:
             self._has_noted_waiting = True
             notes.append(
                 "a save waited until the one before was written: saves come faster than they can be written, or two "
@@ -461,11 +449,8 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         ``path`` stays, with a warning.
         """
         remove = partial(_remove_any, absolute_path(path), self.storage)  # it may wait, and a chdir come first
-        if self.background is None:
-            self._warn(remove())
-        else:
-            self.background.remove(file_path(path), remove)
-            self._warn(self._notes())
+        self._group.background.remove(file_path(path), remove)
+        self._warn(self._notes())
 
 
 def _remove_any(path: str, storage: Storage) -> list[str]:

@@ -18,8 +18,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.serialization import MAP_LOCATION
 
-from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
 from lightning_shardckpt.checkpoint.lightning_dict import device_of, is_torch_file, load_whole
+from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint_io import as_trainer_checkpoint
 from lightning_shardckpt.compat.lightning_trainer import Loadable, construct_module

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import ErrorReport, Ranks, rebuild_error, report_error
 from lightning_shardckpt.errors import RankError
+from lightning_shardckpt.state.tensor_bytes import HostMemory
 from lightning_shardckpt.system.threads import WRITERS, NoThreadError, Worker
 
 _CHECK_S = 1.0  # between two checks that the thread is alive
@@ -40,7 +40,7 @@ class Background:
     The thread is not a daemon, so the interpreter does not exit before all jobs are done.
 
     Args:
-        ranks: the ranks that save together; for exclusive use by this object.
+        ranks: the ranks that save together; for exclusive use by this object's thread.
 
     Attributes:
         lock: held while the queue is read or changed; a forked process gets a new one.
@@ -49,9 +49,9 @@ class Background:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self.waited = ranks, False
+        ranks.is_background = True
         self._free: HostMemory | None = None
         self.forget()
-        WRITERS.add(self)
 
     def forget(self) -> None:
         """Empty the queue: at construction, and in a forked process, whose parent does the jobs."""
@@ -153,6 +153,7 @@ class Background:
         return self._writer is not None and self._writer.is_running()
 
     def _put(self, job: _Job) -> Future[list[str]]:
+        WRITERS.add(self)
         with self.lock:
             self._jobs.append(job)
             if self._writer is not None:

@@ -18,12 +18,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions, SaveOptions
-from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadState, RankComparison
+from lightning_shardckpt.checkpoint.load_job import LoadJob, LoadOptions, LoadState, RankComparison
 from lightning_shardckpt.checkpoint.match import LoadTargets
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache
 from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_differences
-from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveJob
+from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
 from lightning_shardckpt.sources.assemble import assemble
@@ -130,7 +128,8 @@ def save_async(
     with gc_paused(), ExitStack() as unfinished:
         unfinished.enter_context(job)
         agreed = _agree(job, describe, ranks)
-        background.note(job.take_notes())
+        background.note(job.notes)
+        job.notes = []
         memory = background.memory()
         ranks.step(f"copying what to save to {path!r}", lambda: job.stage(agreed, memory), _nothing)
         with signals_deferred():  # so that exactly one thread owns the draft

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.layout import parts_of_rank
@@ -30,21 +29,21 @@ RANK_STATE = "rank_state"
 
 @dataclass(slots=True)
 class SaveGroup:
-    """The ranks that save and load together, and what their saves keep for the next one.
+    """The ranks that save and load together, their pending save, and what saves keep for the next one.
 
     Attributes:
         ranks: the ranks.
+        background: writes asynchronous saves, and does what follows saves.
         members: their ranks in the default process group; None if they are all its ranks, in order.
         plans: of the last save.
         hugging_face: makes documents of models, and caches the last one.
-        background: writes asynchronous saves; None before the first.
     """
 
     ranks: Ranks = field(default_factory=Ranks.alone)
+    background: Background = field(default_factory=lambda: Background(Ranks.alone()))
     members: tuple[int, ...] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
     hugging_face: HuggingFace = field(default_factory=HuggingFace)
-    background: Background | None = None
 
 
 def run_info(state: Mapping[str, Any], topology: Mapping[str, int]) -> RunInfo:

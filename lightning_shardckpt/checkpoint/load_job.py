@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypedDict
 
@@ -27,6 +28,21 @@ from lightning_shardckpt.system.text import count_text, list_some
 
 _LISTED = 20
 _EMPTY = Component({})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options of reading a checkpoint.
+
+    Attributes:
+        strict: raise an error for differences between checkpoint and live objects instead of loading the rest.
+        verify: compare checksums.
+        weights_only: passed to ``torch.load`` for a file of ``torch.save``.
+    """
+
+    strict: bool = True
+    verify: bool = True
+    weights_only: bool = True
 
 
 class LoadState(LiveState, Protocol):

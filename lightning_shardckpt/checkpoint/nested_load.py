@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.checkpoint import LoadResult, load
-from lightning_shardckpt.checkpoint.checkpoint_options import LoadOptions
+from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import mark_partly_loaded
 from lightning_shardckpt.compat import dtensor

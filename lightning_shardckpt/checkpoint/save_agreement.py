@@ -9,19 +9,21 @@ from typing import Any, TypedDict
 
 import torch
 
-from lightning_shardckpt.checkpoint.plan_cache import Tables
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
 from lightning_shardckpt.format.index_json import root_from_json, root_to_json
-from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, find_unheld_shards, join_holders
+from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, join_holders
 from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import merge_encoded
 from lightning_shardckpt.state.snapshot import Snapshot
-from lightning_shardckpt.state.trainer import entry_of
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text, list_some
+
+Tables = dict[str, Component]
+"""The tensors and aliases of every component, without files."""
+
 
 # ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────
 # A save takes each part of the state from one of the ranks that hold it, and distributes the parts over the ranks. If
@@ -198,8 +200,8 @@ class WriteReport(TypedDict):
     shared: Digests
     """Of tensors that other groups of ranks hold, too."""
     elements: int
-    shard_bytes: int
-    """The size of all shard files."""
+    nbytes: int
+    """The size of all files."""
     notes: list[str]
     """Sentences for the user; empty on rank 0, which keeps its own."""
 
@@ -224,18 +226,21 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
         The tables of all groups, as a root index without files, and the union of the groups' trainer states.
 
     Raises:
-        MismatchError: if two groups have different tensors under one name, or ranks lack a tensor that they share.
+        MismatchError: if two groups have different tensors under one name.
         StateError: for sharded tensors of the trainer's state that are not kept by parameter name.
     """
     roots = [root_from_json(group["tables"].encode(), "table of a rank") for group in groups]
-    tables = [root.components for root in roots]
     trainer = reduce(merge_encoded, [group["trainer"] for group in groups])
-    referred = set(stored_keys(trainer))
-    _check_trainer(tables, referred)
-    joined = _join_tables(tables)
-    _check_held(joined, world)
-    joined["trainer"] = Component({k: s for k, s in table_of(joined, "trainer").tensors.items() if k in referred})
-    return root_to_json(RootIndex(roots[0].save_id, roots[0].world_size, joined, {})).decode(), trainer
+    referred, joined = set(stored_keys(trainer)), _join_tables([root.components for root in roots])
+    tensors = table_of(joined, "trainer").tensors
+    lost = [key for key, spec in tensors.items() if not spec.pinned and key not in referred]
+    if lost:
+        raise StateError(
+            f"the trainer's state has sharded tensors under {lost}, and pipeline stages have different ones; "
+            "a callback must keep them in dicts by parameter name, in the same place on every rank"
+        )
+    joined["trainer"] = Component({key: spec for key, spec in tensors.items() if key in referred})
+    return root_to_json(RootIndex(roots[0].save_id, world, joined, {})).decode(), trainer
 
 
 def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
@@ -246,27 +251,6 @@ def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:
 def table_of(tables: Mapping[str, Component], name: str) -> Component:
     """Return one of the tables, or an empty one."""
     return tables.get(name, Component({}))
-
-
-def _check_trainer(tables: list[Tables], referred: set[str]) -> None:
-    """Raise a StateError if sharded tensors of the trainer's state would be lost or mixed up between groups."""
-    entries_of_key: dict[str, list[str | None]] = {}
-    for table in tables:
-        model = table_of(table, "model")
-        names = model.tensors.keys() | model.aliases.keys()
-        for key, spec in table_of(table, "trainer").tensors.items():
-            if not spec.pinned:
-                entries_of_key.setdefault(key, []).append(entry_of(key, names))
-    wrong = [
-        key
-        for key, entries in entries_of_key.items()
-        if key not in referred or (len(entries) > 1 and (None in entries or len(set(entries)) > 1))
-    ]
-    if wrong:
-        raise StateError(
-            f"the trainer's state has sharded tensors under {wrong}, and pipeline stages have different ones; "
-            "a callback must keep them in dicts by parameter name, in the same place on every rank"
-        )
 
 
 def _join_tables(tables: list[Tables]) -> Tables:
@@ -296,24 +280,6 @@ def _join_tables(tables: list[Tables]) -> Tables:
                     )
                 known.tensors[key] = _held_by(spec, join_holders([*other.holders, *spec.holders]))
     return joined
-
-
-def _check_held(joined: Tables, world: int) -> None:
-    """Raise a MismatchError if the state of a rank lacks a tensor of which it should have a shard."""
-    problems = []
-    for name, table in joined.items():
-        for key, spec in table.tensors.items():
-            if next(find_unheld_shards(spec.layout, spec.holders), None) is not None:
-                holders = sorted(rank for a, b in spec.holders for rank in range(a, b))
-                others = sorted(set(range(world)) - set(holders))
-                problems.append(
-                    f"{name} {key!r}: rank(s) {holders} have shards of it, rank(s) {others} have no such key"
-                )
-    if problems:
-        raise MismatchError(
-            f"the states of the ranks have different keys: {list_some(problems, 5, '; ')}. State that all "
-            "ranks hold shards of must be in the state of all of them"
-        )
 
 
 def group_ranks(requests: list[SaveRequest]) -> list[list[int]]:

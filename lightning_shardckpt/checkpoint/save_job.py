@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, Self
+from math import prod
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.plan_cache import PlanCache, SavePlan, Tables, check_new_parts, plan_rank
 from lightning_shardckpt.checkpoint.save_agreement import (
     Agreement,
     Digests,
     GroupTable,
     SaveRequest,
+    Tables,
     WriteReport,
     combine_digests,
     digest_replicas,
@@ -35,23 +32,51 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     refuse_differences,
     table_of,
 )
-from lightning_shardckpt.checkpoint.staging import HostMemory, HostWindows, copy_all
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_from_json, root_to_json, tables_to_text
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
-from lightning_shardckpt.format.plan import table_digest
+from lightning_shardckpt.format.plan import check_cover, plan_save, table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, check_readable
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name
+from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, copy_all, dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
-from lightning_shardckpt.storage.router import check_writable, is_url
-from lightning_shardckpt.system.text import size_text
-from lightning_shardckpt.transfer.writer import write_component
+from lightning_shardckpt.storage.router import check_writable
+from lightning_shardckpt.transfer.writer import FilePlan, plan_files, write_component
+
+K = TypeVar("K")
+V = TypeVar("V")
+Replicas = Literal["same", "first"]
+"""How replicas of a tensor are stored: they must be equal, or the lowest rank's is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """Options of writing a checkpoint.
+
+    Attributes:
+        size_per_shard: limit of a shard file in MB (2^20 bytes); a larger tensor gets a file of its own.
+        replicas: "same" requires equal replicas of each tensor; "first" stores the first rank's.
+
+    Raises:
+        ValueError: for an invalid value, naming the option.
+    """
+
+    size_per_shard: float = 1024
+    replicas: Replicas = "same"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size_per_shard, int | float) or not self.size_per_shard > 0:
+            raise ValueError(
+                f"size_per_shard is a size in MB (2^20 bytes) and must be a positive number, got "
+                f"{self.size_per_shard!r}: write size_per_shard=1024 for 1 GB"
+            )
+        if self.replicas not in get_args(Replicas):
+            raise ValueError(f'replicas is "same" or "first", got {self.replicas!r}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +86,82 @@ class RunInfo:
     step: int | None = None
     epoch: int | None = None
     topology: dict[str, int] = field(default_factory=dict)
+
+
+# ── plans ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LastResult(Generic[K, V]):
+    """A cache of one result, for the last key."""
+
+    def __init__(self) -> None:
+        self._last: tuple[K, V] | None = None
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the last result if its key is equal, otherwise the result of ``make``.
+
+        Neither result nor key may change afterwards.
+        """
+        if self._last is None or self._last[0] != key:
+            self._last = key, make()
+        return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The files that a rank writes, and on rank 0 the tables' text in the root index.
+
+    Attributes:
+        tables: of all ranks.
+        files: of this rank, by component.
+        elements: the number of elements that this rank writes.
+        all_elements: the number of elements of all tensors; on rank 0.
+        text: the tables in the root index; on rank 0.
+    """
+
+    tables: Tables = field(default_factory=dict)
+    files: dict[str, list[FilePlan]] = field(default_factory=dict)
+    elements: int = 0
+    all_elements: int = 0
+    text: TablesText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCache:
+    """Cached results of the last save of one caller. Holds no tensors; not for concurrent use."""
+
+    digest: LastResult[Tables, str] = field(default_factory=LastResult)
+    plan: LastResult[tuple[Tables, int, int, float], SavePlan] = field(default_factory=LastResult)
+
+
+def _plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> SavePlan:
+    """Return the plan of ``rank`` for tables that all ranks have agreed on."""
+    files: dict[str, list[FilePlan]] = {}
+    for component in filter(tables.__contains__, COMPONENTS):
+        pieces = plan_save(tables[component].tensors, rank)
+        files[component] = plan_files(component, rank, pieces, size_per_shard)
+    elements = sum(p.part.box.numel for planned in files.values() for file in planned for p in file.pieces)
+    if rank != 0:
+        return SavePlan(tables, files, elements)
+    for name, table in tables.items():
+        check_cover(name, table.tensors)
+    all_elements = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
+    text = tables_to_text(tables)
+    without_files = RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {})
+    root_from_json(root_to_json(without_files, text), ROOT_NAME)  # a loader accepts it
+    return SavePlan(tables, files, elements, all_elements, text)
+
+
+def _check_new_parts(root: RootIndex) -> None:
+    """Check that a loader accepts the parts of a root index that differ between saves of the same tables.
+
+    A root index that it refuses must not replace a good checkpoint.
+    """
+    parts = replace(root, components={n: Component({}, {}, c.indexes) for n, c in root.components.items()})
+    root_from_json(root_to_json(parts), ROOT_NAME)
+
+
+# ── the job ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +232,6 @@ class SaveJob:
         request: SaveRequest = {"path": str(self.path), "step": self._run.step, "digest": digest, "replicas": {}}
         return {**request, "replicas": combine_digests(self.replicas)}
 
-    def take_notes(self) -> list[str]:
-        """Return the notes so far, and forget them."""
-        notes, self.notes = self.notes, []
-        return notes
-
     def agree(self, requests: list[SaveRequest]) -> Agreement | None:
         """Check that paths and steps are equal, group ranks by their tensors, and begin the draft. Runs on rank 0.
 
@@ -152,8 +248,7 @@ class SaveJob:
         ranges = [[list(held) for held in as_holders(group)] for group in groups]  # short, since every rank gets it
         save_id = uuid.uuid4().hex
         draft = self._storage.draft(self.path, save_id)
-        with disk_errors(self.path):
-            draft.begin()
+        draft.begin()
         self._draft = draft  # set only after begin: if that fails, there is nothing to discard
         return {"save_id": save_id, "groups": ranges, "tables": ""}
 
@@ -193,17 +288,14 @@ class SaveJob:
         tables, shared = self._tables, Digests()
         if agreed["tables"]:
             tables = root_from_json(agreed["tables"].encode(), "joined table").components
-            if self._options.replicas == "same":
-                own_group = next(
-                    group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group)
-                )
-                size = sum(stop - start for start, stop in own_group)
-                shared = digest_replicas(find_replicas_of_groups(snapshot, tables, this_rank(), size))
+            own_group = next(group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group))
+            size = sum(stop - start for start, stop in own_group)
+            shared = digest_replicas(find_replicas_of_groups(snapshot, tables, this_rank(), size))
         elif rank == 0 and snapshot.own:
             trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
             tables = {**tables, "trainer": trainer}
         key = tables, rank, self._ranks.world, self._options.size_per_shard
-        plan = self._plans.plan.get(key, lambda: plan_rank(*key))
+        plan = self._plans.plan.get(key, lambda: _plan_rank(*key))
         tensors: dict[int, torch.Tensor] = {}
         for component, files in plan.files.items():
             aliases = tables[component].aliases
@@ -221,10 +313,6 @@ class SaveJob:
         Runs on every rank.
         """
         content = self._content = self._content or self._live_content(agreed)
-        with disk_errors(self.path, sum(file.nbytes for files in content.plan.files.values() for file in files)):
-            return self._write(content)
-
-    def _write(self, content: Content) -> WriteReport:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
@@ -237,13 +325,14 @@ class SaveJob:
         for name, (role, text) in content.documents.items():
             check_readable(role, text, f"the {role} state of rank {self._ranks.rank}")
             draft.write(name, [text])
-            documents.append(_info_to_json(FileInfo(name, len(text), checksum(text))))
+            documents.append(FileInfo(name, len(text), checksum(text)))
         return {
             "indexes": {name: _info_to_json(info) for name, info in indexes.items()},
-            "documents": documents,
+            "documents": [_info_to_json(info) for info in documents],
             "shared": content.shared,
             "elements": plan.elements,
-            "shard_bytes": sum(file.nbytes for files in plan.files.values() for file in files),
+            "nbytes": sum(file.nbytes for files in plan.files.values() for file in files)
+            + sum(info.nbytes for info in [*indexes.values(), *documents]),
             "notes": [] if draft is self._draft else draft.notes,
         }
 
@@ -296,16 +385,13 @@ class SaveJob:
             prefix=self._draft.prefix,
         )
         content = root_to_json(root, plan.text)
-        check_new_parts(root)
+        _check_new_parts(root)
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()
         self.notes += self._draft.notes
         self.notes += dict.fromkeys(note for report in reports for note in report["notes"])
         self._draft = None
-        listed = [*root.documents.values()]
-        listed += [info for component in components.values() for info in component.indexes.values()]
-        shard_bytes = sum(report["shard_bytes"] for report in reports)
-        return shard_bytes + sum(info.nbytes for info in listed) + len(content)
+        return sum(report["nbytes"] for report in reports) + len(content)
 
     def __enter__(self) -> Self:
         return self
@@ -324,30 +410,6 @@ def _pin(snapshot: Snapshot) -> Snapshot:
         if name != "trainer"
     }
     return replace(snapshot, leaves={**snapshot.leaves, **pinned})
-
-
-@contextmanager
-def disk_errors(path: str, nbytes: int = 0) -> Iterator[None]:
-    """Add the directory, the space and the remedy to errors of a full or read-only file system.
-
-    Args:
-        path: of the checkpoint.
-        nbytes: the size of the files that are written inside.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or is_url(path):
-            raise
-        directory = next(str(parent) for parent in Path(path).absolute().parents if parent.is_dir())
-        if error.errno == errno.EROFS:
-            problem = f"the file system of {directory!r} is read-only: save to another directory"
-        else:
-            needed = f"{size_text(nbytes)} are needed by this rank, " if nbytes else ""
-            free = size_text(shutil.disk_usage(directory).free)
-            problem = f"no space left for {path!r}: {needed}{free} are free in {directory!r}, or a quota is reached"
-            problem += ". Delete what is not needed there, or save to another directory"
-        raise OSError(error.errno, f"{problem} ({error})") from error
 
 
 @cache

@@ -286,9 +286,7 @@ class MeshStrategy(KnowsItsOptions):
     def _enable_async(self) -> None:
         """Start asynchronous saves, if ShardCkptIO has them."""
         if self.checkpoint_io.is_async:
-            ranks = self._new_ranks()
-            ranks.is_background = True
-            self.checkpoint_io.enable_async(ranks)
+            self.checkpoint_io.enable_async(self._new_ranks())
 
     # --- modules ---
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
-from lightning_shardckpt.checkpoint.staging import HostWindows
+from lightning_shardckpt.state.tensor_bytes import HostWindows
 from tests.accelerator import device
 from tests.accelerator.ranks import require_device, run_on_gpus
 from tests.accelerator.topologies import REPLICAS, TENSOR_PARALLEL

@@ -28,13 +28,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save_async
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.save_job import RunInfo
-from lightning_shardckpt.checkpoint.staging import HostMemory, copy_all
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.tensor_bytes import HostMemory, copy_all
 from lightning_shardckpt.state.trainer import snapshot
+from lightning_shardckpt.system.threads import WRITERS
 from tests.support import tiny, warm_python
 from tests.support.gated import TIMEOUT_S, Gated, complete, disk_error, gated_io
 from tests.support.pool import ROOT, run_ranks
@@ -532,7 +532,7 @@ def told_of_waiting(directory: str) -> list[str]:
     run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
 
     def waits() -> bool:
-        return io.background is not None and io.background.waited
+        return any(isinstance(writer, Background) and writer.waited for writer in list(WRITERS))
 
     with warnings.catch_warnings(record=True) as told, io.storage.opened_when(waits):
         warnings.simplefilter("always")

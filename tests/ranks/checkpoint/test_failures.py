@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shardckpt.checkpoint.checkpoint import load, load_full, save
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
 from lightning_shardckpt.checkpoint.match import LoadTargets
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.state.model import WholeNames, model_leaves

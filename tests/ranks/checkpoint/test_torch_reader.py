@@ -32,8 +32,7 @@ def net() -> nn.Module:
 def save(path: str, size_per_shard: float) -> State:
     """On 4 ranks, FSDP2 over tensor parallelism with uneven dims; returns the whole state."""
     from lightning_shardckpt.checkpoint import checkpoint
-    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-    from lightning_shardckpt.checkpoint.save_job import RunInfo
+    from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
     from lightning_shardckpt.distributed.ranks import Ranks
     from lightning_shardckpt.state.model import model_leaves
     from lightning_shardckpt.state.snapshot import Leaves, Snapshot

@@ -408,8 +408,7 @@ def test_ranks_in_different_calls_learn_who_is_where(quick_store: Callable[[], A
 
 def disagreeing(path: str, what: str) -> tuple[str, str, list[str]]:
     from lightning_shardckpt.checkpoint import checkpoint
-    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-    from lightning_shardckpt.checkpoint.save_job import RunInfo
+    from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
     from lightning_shardckpt.state.snapshot import Snapshot
 
     ranks = Ranks.of_default_group(30)

@@ -20,8 +20,8 @@ from torchmetrics.classification import BinaryConfusionMatrix
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.checkpoint.checkpoint_options import Replicas
 from lightning_shardckpt.checkpoint.save_agreement import digest_replicas, find_differences, find_replicas
+from lightning_shardckpt.checkpoint.save_job import Replicas
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component

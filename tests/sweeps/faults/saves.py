@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.storage.local.locks import machine_upload_lock
 from tests.support.stores import Bucket
 
@@ -124,3 +124,19 @@ def test_a_key_mapping_that_is_about_nothing_is_a_difference(mapping: Any, named
 def test_an_option_that_is_set_later_is_refused_since_nothing_would_look_at_it(option: str) -> None:
     with pytest.raises(AttributeError, match=f"{option} is an option of ShardCkptIO"):
         setattr(ShardCkptIO(), option, None)
+
+
+@pytest.mark.parametrize("protocol", ["http", "https"])
+def test_a_url_of_the_web_is_refused_for_saves(protocol: str) -> None:
+    with pytest.raises(ValueError, match="can be read, but not written: save to a path or to an object store"):
+        save(f"{protocol}://127.0.0.1:1/a.ckpt", {"model": nn.Linear(2, 2)})
+
+
+def test_a_lazy_module_is_told_to_see_a_batch_first(tmp_path: Path) -> None:
+    lazy = nn.LazyLinear(2)
+    save(tmp_path / "a", {"model": nn.Linear(4, 2)})
+    for name, call in (("a", load), ("b", save)):
+        with pytest.raises(StateError, match="model/weight: the lazy module has not seen a batch yet"):
+            call(tmp_path / name, {"model": lazy})
+    lazy(torch.ones(1, 4))
+    load(tmp_path / "a", {"model": lazy})

@@ -494,8 +494,7 @@ def save_two(directory: str) -> None:
     import torch
 
     from lightning_shardckpt.checkpoint.checkpoint import save
-    from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-    from lightning_shardckpt.checkpoint.save_job import RunInfo
+    from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
     from lightning_shardckpt.distributed.ranks import Ranks
     from lightning_shardckpt.state.trainer import snapshot
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full, save
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.local.local_storage import LocalStorage

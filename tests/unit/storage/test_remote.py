@@ -18,8 +18,7 @@ import torch
 import lightning_shardckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.index import ROOT_NAME, RootIndex

@@ -11,8 +11,7 @@ import torch
 
 from lightning_shardckpt import lazy
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.checkpoint.checkpoint_options import SaveOptions
-from lightning_shardckpt.checkpoint.save_job import RunInfo
+from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME

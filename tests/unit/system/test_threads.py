@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_shardckpt.checkpoint.background import Background
-from lightning_shardckpt.checkpoint.staging import HostMemory
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.state.tensor_bytes import HostMemory
 from lightning_shardckpt.system.threads import NoThreadError, Worker
 from tests.support.pool import run_ranks
 
