@@ -260,7 +260,7 @@ def has_order(schedule: type) -> bool:
 
 
 def actions_of(schedule: Any, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
-    """Return each rank's actions in the notation of torch's CSV files, such as ``0F1``.
+    """Return each rank's actions in torch's notation, such as ``0F1``.
 
     Relies on ``pipeline_order``, and on the attributes of stages that the constructor reads.
 

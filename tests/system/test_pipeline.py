@@ -39,7 +39,6 @@ ONE_F_ONE_B = options(pipeline=Pipeline(schedule="1f1b", loss="microbatch"))
 INTERLEAVED = options(
     pipeline=Pipeline(schedule="interleaved_1f1b", loss="microbatch", stages_per_rank=2)
 )
-OF_A_USER = Path(__file__).parents[1] / "support" / "order.csv"
 HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step")
 DEEP = replace(HARD, net="tied deep net")
 
@@ -102,9 +101,6 @@ GROUPS = {
         PIPELINE,
         {
             "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("fsdp", FSDP(activation_checkpointing=True)))),
-            "a user's file": replace(
-                HARD, sizes=RAGGED, strategy=options(pipeline=Pipeline(schedule=str(OF_A_USER), loss="microbatch"))
-            ),
         },
     ),
     "two stages per rank": Group(

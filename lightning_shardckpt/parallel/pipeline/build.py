@@ -52,8 +52,7 @@ class Pipeline:
             modules registered before the layers are on the first stage, modules after them on the last.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``, or the zero-bubble schedules
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipe_v"``; torch's names are accepted, too. Or
-            a schedule of your own for torch.distributed.pipelining: the path of a CSV file (``.csv``) in the format of
-            its ``_PipelineScheduleRuntime``, or a subclass of PipelineScheduleMulti.
+            a schedule of your own: a subclass of torch.distributed.pipelining's PipelineScheduleMulti.
         microbatches: the number of microbatches of a batch; by default twice the number of processes, and never more
             than it has samples.
         loss: ``"batch"`` runs the rest of the step after the layers once, on the whole batch: exact for any loss.
@@ -91,12 +90,6 @@ class Pipeline:
         if ranks == 1:
             return
         schedule = resolve_schedule(self.schedule, ranks, self.stages_per_rank)
-        limit = schedule.max_microbatches
-        if limit is not None and (self.microbatches or limit) > limit:
-            raise TopologyError(
-                f"Pipeline(schedule={self.schedule!r}) is an order for {limit} microbatches, so there can be "
-                f"{limit} microbatches at most, found {self.microbatches}"
-            )
         if self.loss == "batch" and schedule.interleaves_backward:
             raise TopologyError(
                 f"Pipeline(schedule={self.schedule!r}) runs backward passes before the last forward pass, so it needs "
@@ -207,7 +200,7 @@ class StagedModule:
             device,
             gradients,
             absent,
-            microbatches=self.recipe.microbatches or self.schedule.max_microbatches or 2 * topology.pipeline,
+            microbatches=self.recipe.microbatches or 2 * topology.pipeline,
             loss_of=self.recipe.loss,
             staged=staged,
         )

@@ -1,7 +1,7 @@
 """Pipeline schedules: the order of passes and messages of each rank. Pure: no tensors, no communication.
 
-Orders come from ``torch.distributed.pipelining``, or from a user's class or CSV file for it. GPipe and 1F1B are defined
-here, since torch has them only as code. A rank's list has each operation of its stages exactly once:
+Orders come from ``torch.distributed.pipelining``, or from a subclass of a user. GPipe and 1F1B are defined here, since
+torch has them only as code. A rank's list has each operation of its stages exactly once:
 
 - ``forward`` of stage s needs ``forward`` of stage s - 1 on the same microbatch
 - ``backward`` and ``backward_input`` of stage s need its ``forward``, and ``backward`` or ``backward_input`` of s + 1
@@ -13,13 +13,11 @@ are defined only for many microbatches run fewer.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_shardckpt.compat.torch_distributed import actions_of, has_order, torch_schedule
@@ -29,8 +27,6 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 Direction = Literal["forward", "backward"]
 Part = Literal["forward", "backward", "step"]
 """A part of a step: its forward or backward operations, or all."""
-Table = tuple[tuple[str, ...], ...]
-"""The actions of each rank, as in torch's CSV files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +61,18 @@ class Schedule:
 
     Attributes:
         name: for error messages.
-        source: "gpipe", "1f1b", torch's class or a subclass of it, or the content of a CSV file.
+        source: "gpipe", "1f1b", or a subclass of torch's ``PipelineScheduleMulti``.
     """
 
     name: str
     ranks: int
     stages_per_rank: int
-    source: str | type | Table
+    source: str | type
 
     @property
     def stages(self) -> int:
         """The number of stages over all ranks."""
         return self.ranks * self.stages_per_rank
-
-    @property
-    def max_microbatches(self) -> int | None:
-        """The number of microbatches in a CSV file; None for schedules with an order for any number."""
-        if not isinstance(self.source, tuple):
-            return None
-        return 1 + max((op.microbatch for row in _parse(self.source) for op in row), default=-1)
 
     @property
     def interleaves_backward(self) -> bool:
@@ -116,8 +105,8 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
     """Return a schedule.
 
     Args:
-        wanted: a name, as in the documentation or torch's, in any case; the path of a CSV file in torch's format; or a
-            subclass of torch's ``PipelineScheduleMulti``.
+        wanted: a name, as in the documentation or torch's, in any case; or a subclass of torch's
+            ``PipelineScheduleMulti``.
         ranks: the number of ranks of the pipeline.
         stages_per_rank: the number of stages of each rank.
 
@@ -130,17 +119,14 @@ def resolve_schedule(wanted: str | type, ranks: int, stages_per_rank: int) -> Sc
             f"pipeline schedule {wanted!r}: expected at least 1 rank and 1 stage per rank, "
             f"found {ranks} and {stages_per_rank}."
         )
-    if isinstance(wanted, type):
-        if not has_order(wanted):
-            raise TopologyError(
-                f"Pipeline(schedule={wanted.__qualname__}) is not a subclass of "
-                "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
-            )
-        schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
-    elif wanted.lower().endswith(".csv"):
-        schedule = Schedule(wanted, ranks, stages_per_rank, _read_csv(wanted))
-    else:
+    if not isinstance(wanted, type):
         return _resolve_name(wanted, ranks, stages_per_rank)
+    if not has_order(wanted):
+        raise TopologyError(
+            f"Pipeline(schedule={wanted.__qualname__}) is not a subclass of "
+            "torch.distributed.pipelining.schedules.PipelineScheduleMulti, which has an order (pipeline_order)."
+        )
+    schedule = Schedule(wanted.__qualname__, ranks, stages_per_rank, wanted)
     _check(schedule)
     return schedule
 
@@ -225,8 +211,8 @@ def _orders(schedule: Schedule, microbatches: int) -> list[list[Op]]:
     if schedule.source in ("gpipe", "1f1b"):
         order = _gpipe if schedule.source == "gpipe" else _one_forward_one_backward
         return [list(order(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
-    rows = schedule.source if isinstance(schedule.source, tuple) else _torch_actions(schedule, microbatches)
-    return [[op for op in row if op.microbatch < microbatches] for row in _parse(rows)]
+    rows = _torch_actions(schedule, microbatches)
+    return [[op for text in row for op in _parse_action(text) if op.microbatch < microbatches] for row in rows]
 
 
 def _gpipe(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Op]:
@@ -246,13 +232,12 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, microbatches: int) 
             yield Op("backward", rank, m - ahead)
 
 
-def _torch_actions(schedule: Schedule, microbatches: int) -> Table:
+def _torch_actions(schedule: Schedule, microbatches: int) -> list[list[str]]:
     """Return the actions of a torch class, for more microbatches if it has no order for this number."""
     first_error: Exception | None = None
     for count in range(microbatches, microbatches + 2 * schedule.stages + 1):
         try:
-            rows = actions_of(schedule.source, schedule.ranks, schedule.stages_per_rank, count)
-            return tuple(map(tuple, rows))
+            return actions_of(schedule.source, schedule.ranks, schedule.stages_per_rank, count)
         except ValueError as error:
             first_error = first_error or error
     raise TopologyError(f"pipeline schedule {schedule.name}: {first_error}") from first_error
@@ -263,12 +248,6 @@ _IGNORED = re.compile(r"\d*(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _ALL: tuple[Kind, ...] = get_args(Kind)
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-
-
-@lru_cache(maxsize=64)
-def _parse(rows: Table) -> list[list[Op]]:
-    """Return the operations of each rank; raises a TopologyError for an unknown action."""
-    return [[op for text in row for op in _parse_action(text.strip())] for row in rows]
 
 
 def _parse_action(text: str) -> Iterator[Op]:
@@ -284,17 +263,9 @@ def _parse_action(text: str) -> Iterator[Op]:
             )
 
 
-def _read_csv(path: str) -> Table:
-    try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            return tuple(tuple(row) for row in csv.reader(file) if any(row))
-    except (OSError, ValueError) as error:
-        raise TopologyError(f"Pipeline(schedule={path!r}) cannot be read as a CSV file: {error}") from error
-
-
 @lru_cache(maxsize=64)
 def _interleaves_backward(schedule: Schedule) -> bool:
-    for row in _orders(schedule, schedule.max_microbatches or 2 * schedule.stages):
+    for row in _orders(schedule, 2 * schedule.stages):
         forwards = [op.kind == "forward" for op in row]
         if any(forwards[sum(forwards) :]):
             return True
@@ -309,7 +280,7 @@ def _ranks_of_stages(schedule: Schedule) -> list[int]:
 
 def _check(schedule: Schedule) -> None:
     """Raise a TopologyError for a user's or torch's order that cannot run."""
-    count = schedule.max_microbatches or 2 * schedule.stages
+    count = 2 * schedule.stages
     orders = _orders(schedule, count)
     expected = Counter((stage, m) for stage in range(schedule.stages) for m in range(count))
     ops = [op for row in orders for op in row]
@@ -351,8 +322,8 @@ def _resolve_name(name: str, ranks: int, stages_per_rank: int) -> Schedule:
     canonical = {_normalize(known): known for known in _RULES}.get(_normalize(name))
     if canonical is None:
         raise TopologyError(
-            f"unknown pipeline schedule {name!r}. Expected the path of a CSV file, a subclass of torch's "
-            f"PipelineScheduleMulti, or one of: {', '.join(_RULES)}."
+            f"unknown pipeline schedule {name!r}. Expected a subclass of torch's PipelineScheduleMulti, or "
+            f"one of: {', '.join(_RULES)}."
         )
     torchs, least, most, advice = _RULES[canonical]
     if stages_per_rank < least or (most is not None and stages_per_rank > most):
