@@ -40,8 +40,9 @@ from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_f
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import check_cover, plan_save, table_digest
 from lightning_shardckpt.format.strict_json import check_json_size
-from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT, check_readable
+from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
+from lightning_shardckpt.state.json_tree import check_readable
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
 from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, copy_all, dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage

@@ -128,9 +128,9 @@ def check_save_id(value: Any) -> str:
 
 def check_dtype(value: Any) -> str:
     """Return ``value`` if it is the name of a dtype of the format, else raise FormatError."""
-    if value not in DTYPE_BYTES:
+    if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise FormatError(f"unknown dtype {shown(value)}")
-    return str(value)
+    return value
 
 
 def check_unpacked(dtype: str, where: str) -> None:

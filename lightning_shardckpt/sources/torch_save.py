@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.foreign_source import (
     foreign_source,
 )
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.documents import FROZEN, check_frozen
+from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
@@ -97,7 +97,7 @@ def source_of_dicts(
     if "optimizer_states" in rest:
         leaves["optimizer"], documents["optimizer"] = optimizer_leaves(rest.pop("optimizer_states"))
     if FROZEN in rest:
-        check_frozen(rest[FROZEN])
+        check_document("frozen", rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
     tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
     aliases = {name: one.aliases for name, one in leaves.items()}

@@ -1,4 +1,4 @@
-"""The JSON documents of a checkpoint: their entries by name, checks of their structure, merged optimizer documents.
+"""The JSON documents of a checkpoint: checks of their structure, their entries by name, merged optimizer documents.
 
 Checks cover the structure that readers rely on, not the values. No torch.
 """
@@ -12,25 +12,185 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lightning_shardckpt.errors import FormatError, StateError
-from lightning_shardckpt.format.box import Shape
+from lightning_shardckpt.errors import FormatError
+from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.strict_json import parse_json
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, shown
 from lightning_shardckpt.state.peft_names import adapters_from_json
 from lightning_shardckpt.transfer.reader import Checkpoint
 
+FROZEN = "shardckpt_frozen_parameters"
+"""Key of the document "frozen" in a single-file checkpoint, a dict of Lightning."""
+PEFT = "peft.json"
+HUGGING_FACE = "huggingface.json"
+CONFIG = "config.json"
+CONFIGS = (CONFIG, "generation_config.json")
+"""The configuration files of a model of transformers that a checkpoint stores, in JSON."""
+TAG = "$"
+MAPPINGS = ("map", "odict", "counter", "namespace")
+"""Tags whose content is a list of pairs."""
+
+# ── structure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# A schema is a function that checks a value; a list of one schema, for every item of a list; a tuple, for a list of as
+# many items; or a dict, for an object without a tag: by the names of its fields ("own?" may be absent), with "*" for
+# all other names, or "#" for the names 0, 1, 2 …
+
+_PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
+
+
+def _anything(value: Any) -> None:
+    pass
+
+
+def _require(is_right: bool, expected: str, value: Any) -> None:
+    if not is_right:
+        raise FormatError(f"{shown(value)} is not {expected}")
+
+
+def _check_json(value: Any) -> None:
+    _require(isinstance(parse_json(check_text(value).encode(), "the text"), dict), "an object", value)
+
+
+_OBJECT: dict[str, Any] = {"*": _anything}
+_PARAMS = [check_text]
+_GROUP = {
+    "hyper": lambda v: _require(isinstance(v, dict) and v.get(TAG, "map") == "map", "an object", v),
+    "params": _PARAMS,
+}
+_SCHEMAS: dict[str, Any] = {
+    "trainer": _OBJECT,
+    "model": _OBJECT,
+    "optimizer": {
+        "#": {
+            "groups": {"#": _GROUP},
+            "values": {"*": [{"value": _anything, "params": _PARAMS}]},
+            "numbered": lambda v: _require(type(v) is bool, "true or false", v),
+            "own?": {"state?": _OBJECT, "*": _anything},
+        }
+    },
+    "frozen": {"*": (check_dtype, check_shape)},
+    "versions": {"*": _OBJECT},
+    "huggingface": {
+        "models": [
+            {
+                "prefix": check_text,
+                "class": check_text,
+                "ties": [check_text],
+                "ignored": [check_text],
+                "adapter": lambda v: _require(v is None or check_text(v) == v, "text", v),
+                "names": {"*": [(check_text, check_shape, check_shape, check_shape)]},
+                "files": {CONFIG: _check_json, f"{CONFIGS[1]}?": _check_json, "*": _anything},
+            }
+        ]
+    },
+}
+
+
+def _check(value: Any, schema: Any, place: str = "") -> None:
+    """Check a value, and all that is in it, against a schema; errors name the place, such as ``0/groups``."""
+    where = place or "the document"
+    if callable(schema):
+        try:
+            schema(value)
+        except (FormatError, TypeError) as error:
+            raise FormatError(f"{where}: {error}") from None
+    elif isinstance(schema, dict):
+        required = {name for name in schema if name not in ("*", "#") and not name.endswith("?")}
+        if not isinstance(value, dict) or TAG in value or not value.keys() >= required:
+            wanted = f" with {', '.join(sorted(required))}" if required else ""
+            raise FormatError(f"{where} is not an object{wanted}: {shown(value)}")
+        if "#" in schema and value.keys() != {str(number) for number in range(len(value))}:
+            raise FormatError(f"{where} has keys {shown(list(value))}, expected 0 to {len(value) - 1}")
+        others = schema.get("*", schema.get("#", _anything))
+        for name, item in value.items():
+            _check(item, schema.get(name, schema.get(f"{name}?", others)), f"{place}/{name[:200]}".lstrip("/"))
+    else:
+        count = len(schema) if isinstance(schema, tuple) else None
+        if not isinstance(value, list) or count not in (None, len(value)):
+            raise FormatError(f"{where} is not a list{f' of {count} items' if count else ''}: {shown(value)}")
+        for number, item in enumerate(value):
+            _check(item, schema[number if count else 0], f"{place}/{number}")
+
+
+def parse_document(role: str, content: bytes, where: str) -> Any:
+    """Parse and check a document.
+
+    Args:
+        role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or "huggingface".
+        content: of the file.
+        where: names the document in errors.
+
+    Raises:
+        FormatError: if the document does not have the structure of its role.
+    """
+    value = parse_json(content, where)
+    try:
+        check_document(role, value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    return value
+
+
+def check_document(role: str, value: Any) -> None:
+    """Check that a document has the structure of its role.
+
+    Raises:
+        FormatError: if it does not.
+    """
+    if role == "peft":
+        adapters_from_json(value)
+        return
+    _check(value, _SCHEMAS.get(role, _anything))
+    if role == "model":
+        _refuse_compound(value)
+    elif role == "optimizer":
+        for number, optimizer in value.items():
+            _refuse_compound(optimizer["values"])
+            lists = [group["params"] for group in optimizer["groups"].values()]
+            lists += [item["params"] for shared in optimizer["values"].values() for item in shared]
+            for name in chain(*lists) if optimizer["numbered"] else ():
+                if not _PARAM_NUMBER.fullmatch(name):
+                    raise FormatError(f"{number} is numbered, but {shown(name)} names no parameter by number")
+    elif role == "huggingface":
+        for _, start, stop, _ in chain(*(parts for model in value["models"] for parts in model["names"].values())):
+            Box(tuple(start), tuple(stop))  # or it raises an error
+
+
+def _refuse_compound(values: Mapping[str, Any]) -> None:
+    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
+        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
+
+
+def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
+    """Return the JSON of a role, merged over groups of ranks that each store a part; None if there is none.
+
+    For "versions" the result is never None, since a module without an entry has version 1.
+    """
+    known = checkpoint.root.documents
+    single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
+    single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
+    names = {single[role]} & known.keys() if role in single else {n for n in known if n.startswith(f"{role}-state-")}
+    parsed = [parse_document(role, checkpoint.document(n), f"{checkpoint.path!r}, {n}") for n in sorted(names)]
+    if role == "optimizer" and len(parsed) > 1:
+        return merge_optimizers(parsed)
+    parsed += [{}] if role == "versions" else []
+    return {name: value for one in reversed(parsed) for name, value in one.items()} if parsed else None
+
+
+def stored_keys(value: Any) -> Iterator[Any]:
+    """Yield the keys of the stored tensors that an encoded value refers to."""
+    if isinstance(value, dict) and value.get(TAG) == "stored":
+        yield value.get("v")
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
+
+
 # ── entries of a document ─────────────────────────────────────────────────────────────────────────────────────────────
 # Every leaf of a document has a name, as tensors in files have: ``optimizer/0/head.weight/step``,
 # ``optimizer/0/param_groups/1/lr``, ``trainer/callbacks/EarlyStopping/wait_count``, ``rank/3/rng/torch``; values of
 # modules have their own names. A list or tuple of plain values, such as betas, is one leaf. Nothing is decoded.
-
-
-_TAG = "$"
-_MAPPINGS = ("map", "odict", "counter", "namespace")
-_SEQUENCES = ("tuple", "deque")
-_PLAIN = ("frozen", "versions", "peft", "huggingface")
-_ENCODED = ("trainer", "rank", "model", "optimizer", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +219,7 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEnt
     {'trainer/loops/step': 'int', 'trainer/names': 'list'}
     """
     entries: dict[str, DocumentEntry] = {}
-    for name, entry in _iterate_entries(role, document, rank):
+    for name, entry in _iterate_entries(role, document, rank) if document is not None else ():
         key, number = name, 1
         while key in entries:  # {"a/b": …} and {"a": {"b": …}}
             number += 1
@@ -69,13 +229,10 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEnt
 
 
 def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
-    if document is None:
-        return
-    if role in _PLAIN:
+    if role in ("frozen", "versions", "peft", "huggingface"):
         yield role, DocumentEntry(ValueInfo("dict"), document, is_plain=True)
     elif role == "model":
-        for name, value in document.items():
-            yield name, DocumentEntry(_info(value), value)
+        yield from ((name, _entry(value)) for name, value in document.items())
     elif role == "optimizer":
         for number, optimizer in document.items():
             yield from _optimizer_entries(f"optimizer/{number}", optimizer)
@@ -86,8 +243,7 @@ def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str,
 def _optimizer_entries(place: str, optimizer: Mapping[str, Any]) -> Iterator[tuple[str, DocumentEntry]]:
     for name, shared in optimizer["values"].items():
         for item in shared:
-            for param in item["params"]:
-                yield f"{place}/{param}/{name}", DocumentEntry(_info(item["value"]), item["value"])
+            yield from ((f"{place}/{param}/{name}", _entry(item["value"])) for param in item["params"])
     for number, group in optimizer["groups"].items():
         yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
         yield f"{place}/param_groups/{number}/params", DocumentEntry(ValueInfo("list"), group["params"], is_plain=True)
@@ -96,219 +252,32 @@ def _optimizer_entries(place: str, optimizer: Mapping[str, Any]) -> Iterator[tup
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, DocumentEntry]]:
-    tag = value.get(_TAG) if isinstance(value, dict) else None
+    tag, content = (value.get(TAG), value.get("v")) if isinstance(value, dict) else (None, value)
     if tag == "stored":
         return
     inner: list[tuple[Any, Any]] = []
-    if isinstance(value, list) or tag in _SEQUENCES:
-        items = value if isinstance(value, list) else _items_of(value.get("v"))
-        inner = list(enumerate(items)) if any(isinstance(item, list | dict) for item in items) else []
-    elif tag in _MAPPINGS:
-        inner = [tuple(pair) for pair in _items_of(value.get("v")) if isinstance(pair, list) and len(pair) == 2]
+    if isinstance(content, list) and tag in (None, "tuple", "deque"):
+        inner = list(enumerate(content)) if any(isinstance(item, list | dict) for item in content) else []
+    elif isinstance(content, list) and tag in MAPPINGS:
+        inner = [tuple(pair) for pair in content if isinstance(pair, list) and len(pair) == 2]
     elif isinstance(value, dict) and tag is None:
         inner = list(value.items())
     for key, item in inner:
         text = str(key.get("v")) if isinstance(key, dict) else str(key)  # a key may be tagged, too
         yield from _leaves(item, f"{path}/{text}")
     if not inner:
-        yield path, DocumentEntry(_info(value), value)
+        yield path, _entry(value)
 
 
-def _items_of(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _info(value: Any) -> ValueInfo:
-    tag = value.get(_TAG) if isinstance(value, dict) else None
-    if tag is None:
-        return ValueInfo("none" if value is None else type(value).__name__)
+def _entry(value: Any) -> DocumentEntry:
+    tag = value.get(TAG) if isinstance(value, dict) else None
     if tag in ("tensor", "numpy"):
-        shape = tuple(n for n in _items_of(value.get("shape")) if type(n) is int)
-        return ValueInfo("tensor" if tag == "tensor" else "ndarray", str(value.get("dtype")), shape)
-    return ValueInfo(str(tag))
-
-
-def stored_keys(value: Any) -> Iterator[Any]:
-    """Yield the keys of the stored tensors that an encoded value refers to."""
-    if isinstance(value, dict) and value.get(_TAG) == "stored":
-        yield value.get("v")
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from stored_keys(item)
-
-
-FROZEN = "shardckpt_frozen_parameters"
-"""Key of the document "frozen" in a single-file checkpoint, a dict of Lightning."""
-PEFT = "peft.json"
-HUGGING_FACE = "huggingface.json"
-CONFIG = "config.json"
-CONFIGS = (CONFIG, "generation_config.json")
-"""The configuration files of a model of transformers that a checkpoint stores, in JSON."""
-
-_PARAM_NUMBER = re.compile(r"#(0|[1-9]\d{0,8})")
-
-
-def parse_document(role: str, content: bytes, where: str) -> Any:
-    """Parse and check a document.
-
-    Args:
-        role: "trainer", "rank", "model", "optimizer", "frozen", "versions", "peft" or "huggingface".
-        content: of the file.
-        where: names the document in errors.
-
-    Raises:
-        FormatError: if the document does not have the structure of its role.
-    """
-    value = parse_json(content, where)
-    try:
-        if role == "optimizer":
-            _check_optimizers(value)
-        elif role == "frozen":
-            check_frozen(value)
-        elif role == "versions":
-            for name, version in _check_object(value, "").items():
-                _check_object(version, shown(name))
-        elif role == "peft":
-            adapters_from_json(value)
-        elif role == "huggingface":
-            _check_hugging_face(value)
-        elif role != "rank":
-            _check_object(value, "")
-        if role == "model":
-            _refuse_compound(value)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
-    return value
-
-
-def check_readable(role: str, content: bytes, where: str) -> None:
-    """Decode a document as a load does, before it becomes part of a checkpoint.
-
-    Pickles in it are not unpickled. Imports torch.
-
-    Raises:
-        StateError: if a load would refuse the document, with the reason.
-    """
-    from lightning_shardckpt.state.json_tree import decode
-
-    try:
-        value = parse_document(role, content, where)
-        decode(value if role in _ENCODED else {}, lambda key: key)
-    except FormatError as error:
-        raise StateError(f"nothing is saved, since a load would refuse it: {error}") from None
-
-
-def document_of(checkpoint: Checkpoint, role: str, rank: int = 0) -> Any:
-    """Return the JSON of a role, merged over groups of ranks that each store a part; None if there is none.
-
-    For "versions" the result is never None, since a module without an entry has version 1.
-    """
-    known = checkpoint.root.documents
-    single = {"trainer": "trainer-state.json", "rank": f"trainer-state-dist-{rank:05d}.json"}
-    single |= {"peft": PEFT, "huggingface": HUGGING_FACE}
-    if role in single:
-        name = single[role]
-        names = [name] if name in known else []
+        shape = value.get("shape")
+        lengths = tuple(n for n in shape if type(n) is int) if isinstance(shape, list) else ()
+        info = ValueInfo("tensor" if tag == "tensor" else "ndarray", str(value.get("dtype")), lengths)
     else:
-        names = sorted(n for n in known if n.startswith(f"{role}-state-dist-"))
-    parsed = [parse_document(role, checkpoint.document(name), f"{checkpoint.path!r}, {name}") for name in names]
-    if role == "optimizer" and len(parsed) > 1:
-        return merge_optimizers(parsed)
-    parsed += [{}] if role == "versions" else []
-    return {name: value for one in reversed(parsed) for name, value in one.items()} if parsed else None
-
-
-def check_frozen(value: Any) -> None:
-    """Check that the document "frozen" holds a dtype and a shape by name.
-
-    Raises:
-        FormatError: if it does not.
-    """
-    for name, spec in _check_object(value, "").items():
-        dtype, shape = spec if isinstance(spec, list) and len(spec) == 2 else (None, None)
-        if not isinstance(dtype, str) or not isinstance(shape, list):
-            raise FormatError(f"{shown(name)} is not described by a dtype and a shape: {shown(spec)}")
-        check_dtype(dtype)
-        check_shape(shape)
-
-
-def _check_object(value: Any, place: str, *keys: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or "$" in value or not value.keys() >= set(keys):
-        wanted = f" with {', '.join(keys)}" if keys else ""
-        raise FormatError(f"{place or 'the document'} is not an object{wanted}: {shown(value)}")
-    return value
-
-
-def _refuse_compound(values: Mapping[str, Any]) -> None:
-    if name := next((name for name in values if name.endswith("#")), None):  # see FORMAT.md
-        raise FormatError(f"{shown(name)} describes a tensor made of others, which this version does not read")
-
-
-def _check_list(value: Any, place: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise FormatError(f"{place} is not a list: {shown(value)}")
-    return value
-
-
-def _check_numbered(value: Any, place: str) -> list[tuple[str, Any]]:
-    """Return the items of an object whose keys are 0, 1, 2 …"""
-    keys = _check_object(value, place).keys()
-    if keys != {str(i) for i in range(len(keys))}:
-        raise FormatError(f"{place or 'the document'} has keys {shown(list(keys))}, expected 0 to {len(keys) - 1}")
-    return [(f"{place}/{key}" if place else key, item) for key, item in value.items()]
-
-
-def _check_optimizers(value: Any) -> None:
-    for place, optimizer in _check_numbered(value, ""):
-        _check_object(optimizer, place, "groups", "values", "numbered")
-        own = _check_object(optimizer.get("own", {}), f"{place}/own")
-        _check_object(own.get("state", {}), f"{place}/own/state")
-        numbered = optimizer["numbered"]
-        if type(numbered) is not bool:
-            raise FormatError(f"{place}/numbered is not true or false: {shown(numbered)}")
-        for where, group in _check_numbered(optimizer["groups"], f"{place}/groups"):
-            hyper = _check_object(group, where, "hyper", "params")["hyper"]
-            if not isinstance(hyper, dict) or hyper.get("$", "map") != "map":
-                raise FormatError(f"{where}/hyper is not an object: {shown(hyper)}")
-            _check_params(group["params"], f"{where}/params", numbered)
-        _refuse_compound(_check_object(optimizer["values"], f"{place}/values"))
-        for name, shared in optimizer["values"].items():
-            where = f"{place}/values/{shown(name)}"
-            for item in _check_list(shared, where):
-                _check_params(_check_object(item, where, "value", "params")["params"], where, numbered)
-
-
-def _check_params(value: Any, place: str, numbered: bool) -> None:
-    for name in _check_list(value, place):
-        if not isinstance(name, str) or (numbered and not _PARAM_NUMBER.fullmatch(name)):
-            raise FormatError(f"{place} has {shown(name)}, which names no parameter")
-
-
-def _check_hugging_face(value: Any) -> None:
-    _check_object(value, "", "models")
-    for number, model in enumerate(_check_list(value["models"], "models")):
-        place = f"models/{number}"
-        _check_object(model, place, "prefix", "class", "adapter", "ties", "ignored", "names", "files")
-        texts = [model["prefix"], model["class"], *_check_list(model["ties"], f"{place}/ties")]
-        texts += _check_list(model["ignored"], f"{place}/ignored")
-        for text in texts if model["adapter"] is None else [*texts, model["adapter"]]:
-            check_text(text)
-        files = _check_object(model["files"], f"{place}/files")
-        for name in {CONFIG, *files}.intersection(CONFIGS):
-            if not isinstance(parse_json(check_text(files.get(name)).encode(), name), dict):
-                raise FormatError(f"{place}/files/{name} is not an object")
-        for name, parts in _check_object(model["names"], f"{place}/names").items():
-            for part in _check_list(parts, f"{place}/names/{shown(name)}"):
-                _check_part(part, f"{place}/names/{shown(name)}")
-
-
-def _check_part(part: Any, place: str) -> None:
-    if not isinstance(part, list) or len(part) != 4 or not all(isinstance(one, list) for one in part[1:]):
-        raise FormatError(f"{place} has {shown(part)}, expected a name, start, stop and shape")
-    check_text(part[0])
-    start, stop, _ = (check_shape(one) for one in part[1:])
-    if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
-        raise FormatError(f"{place} has {shown(part)}, which is no box")
+        info = ValueInfo(str(tag) if tag is not None else "none" if value is None else type(value).__name__)
+    return DocumentEntry(info, value)
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,9 @@
-"""Trainer state as JSON without pickle: a closed set of tagged types; tensors are inlined or stored beside it.
+"""Trainer state as JSON without pickle: a closed table of tagged types; tensors are inlined or stored beside it.
 
 ``decode`` is the inverse of ``encode``, except for types that carry code: an enum whose members equal numbers or
 strings becomes its value, a named tuple a tuple, a dataclass a dict, an instance of a subclass of a built-in type an
-instance of that type. Nothing is imported or called by name.
+instance of that type. Nothing is imported or called by name. Pickles are the exception that a user asks for, in the
+save and again in the load; nothing else in this package writes or reads one.
 """
 
 from __future__ import annotations
@@ -13,44 +14,35 @@ import collections
 import dataclasses
 import datetime
 import enum
+import io
 import json
 import math
 import pathlib
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.value_checks import bytes_in, check_shape, shown
-from lightning_shardckpt.state.pickled_objects import pickle_object, unpickle_object
+from lightning_shardckpt.state.documents import MAPPINGS, TAG, parse_document
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
 
 INLINE_BYTES = 1024
 
 _MAX_DEPTH = 40  # each may take three levels of JSON: an object with a list of pairs
 _BIG_INT = 1 << 53
-_MOST_BITS = 14_000  # Python refuses to write and read more than 4300 digits
 _OMEGACONF = ("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig")
-TAG = "$"
-_FEW = 1000
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
-_INTEGER = re.compile(r"-?\d{1,4300}", re.ASCII)
-_DEVICE = re.compile(r"[a-z]{1,32}(:\d{1,3})?", re.ASCII)
-SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 """Conversions of instances of subclasses to the type itself, by the type's own methods."""
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "map": dict,
-    "odict": collections.OrderedDict,
-    "counter": lambda pairs: collections.Counter(dict(pairs)),
-    "namespace": lambda pairs: _namespace(pairs),
-}
 
 
 class Dropped:
@@ -71,6 +63,119 @@ class Pickled(Dropped):
 
     def __repr__(self) -> str:
         return f"<not read from the checkpoint: {self.type_name}, {self.text}>"
+
+
+# ── the table of tags ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Tag(NamedTuple):
+    """A type of value, its JSON, and the way back.
+
+    Attributes:
+        kind: of the values that are stored under this tag.
+        to_json: returns the content of a value, which is encoded like any value.
+        from_json: returns the value of a decoded content, and of the fields beside it.
+        fields: functions that return the fields beside the content, by name.
+    """
+
+    kind: type | tuple[type, ...]
+    to_json: Callable[[Any], Any]
+    from_json: Callable[..., Any]
+    fields: dict[str, Callable[[Any], Any]] = {}  # noqa: RUF012  # never changed
+
+
+def _items(content: Any) -> list[Any]:
+    if not isinstance(content, list):
+        raise TypeError(f"{shown(content)} is not a list")
+    return content
+
+
+def _text(content: Any) -> str:
+    if type(content) is not str:
+        raise TypeError(f"{shown(content)} is not a string")
+    return content
+
+
+def _pairs(content: Any) -> dict[Any, Any]:
+    return dict(_items(content))
+
+
+def _to_base64(content: bytes | memoryview) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _from_base64(text: Any) -> bytes:
+    return base64.b64decode(_text(text), validate=True)
+
+
+def _tensor(content: Any, dtype: str, shape: Any) -> torch.Tensor:
+    data = _from_base64(content)
+    if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(data):
+        raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
+    tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    bytes_of(tensor)[:] = data
+    return tensor
+
+
+def _array(content: Any, dtype: str, shape: Any) -> Any:
+    if not _NUMPY_DTYPE.fullmatch(dtype):
+        raise ValueError(dtype)
+    array = numpy.frombuffer(_from_base64(content), dtype=numpy.dtype(dtype)).reshape(check_shape(shape))
+    return array.copy() if shape else array[()]
+
+
+def _steps(value: range | slice) -> list[Any]:
+    return [value.start, value.stop, value.step]
+
+
+_TAGS = {  # the first that fits counts: an OrderedDict is a dict, and a datetime a date
+    "enum": _Tag(enum.Enum, lambda v: v.value, lambda v: v),
+    "odict": _Tag(collections.OrderedDict, dict.items, lambda v: collections.OrderedDict(_pairs(v))),
+    "counter": _Tag(collections.Counter, dict.items, lambda v: collections.Counter(_pairs(v))),
+    "map": _Tag(dict, dict.items, _pairs),
+    "namespace": _Tag(argparse.Namespace, lambda v: vars(v).items(), lambda v: argparse.Namespace(**_pairs(v))),
+    "deque": _Tag(
+        collections.deque, list, lambda v, most: collections.deque(_items(v), most), {"maxlen": lambda v: v.maxlen}
+    ),
+    "tuple": _Tag(tuple, list, lambda v: tuple(_items(v))),
+    "set": _Tag(set, list, lambda v: set(_items(v))),
+    "frozenset": _Tag(frozenset, list, lambda v: frozenset(_items(v))),
+    "int": _Tag(int, str, lambda v: int(_text(v))),
+    "float": _Tag(float, str, {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__),
+    "complex": _Tag(complex, lambda v: [v.real, v.imag], lambda v: complex(*_items(v))),
+    "bytes": _Tag((bytes, bytearray), _to_base64, _from_base64),
+    "dtype": _Tag(torch.dtype, DTYPES.__getitem__, TORCH_DTYPES.__getitem__),
+    "device": _Tag(torch.device, str, lambda v: torch.device(_text(v))),
+    "path": _Tag(pathlib.PurePath, str, pathlib.Path),
+    "datetime": _Tag(datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "date": _Tag(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": _Tag(datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "timedelta": _Tag(
+        datetime.timedelta,
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda v: datetime.timedelta(*_items(v)),
+    ),
+    "range": _Tag(range, _steps, lambda v: range(*_items(v))),
+    "slice": _Tag(slice, _steps, lambda v: slice(*_items(v))),
+    "numpy": _Tag(
+        (numpy.ndarray, numpy.generic),
+        lambda v: _to_base64(v.tobytes()),
+        _array,
+        {"dtype": lambda v: v.dtype.str, "shape": lambda v: list(v.shape)},
+    ),
+    "tensor": _Tag(
+        torch.Tensor,
+        lambda v: _to_base64(host_bytes(v)),
+        _tensor,
+        {"dtype": lambda v: DTYPES[v.dtype], "shape": lambda v: list(v.shape)},
+    ),
+}
+_TIMES = ("datetime", "date", "time", "timedelta")
+TAGS = frozenset({*_TAGS, "stored", "dropped", "pickle", "omegaconf"})
+"""All tags of JSON: the table of FORMAT.md."""
+
+
+# ── values become JSON ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Encoder:
@@ -96,27 +201,30 @@ class Encoder:
         self.dropped: list[str] = []
         self.unstorable: list[str] = []
         self._droppable, self._inline_bytes, self._pickles = droppable, inline_bytes, pickles
-        self._depth = 0
 
-    def encode(self, value: Any, path: str = "") -> Any:
+    def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
         """Return the JSON of a value; a value that cannot be stored is noted in ``unstorable``."""
-        if value is None or type(value) in (bool, str):
+        kind = type(value)
+        if value is None or kind in (bool, str):
             return value
-        if type(value) is int:
-            return self._int(value, path)
-        if type(value) is float:
-            return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
-        if self._depth >= _MAX_DEPTH:
+        if (kind is int and abs(value) <= _BIG_INT) or (kind is float and math.isfinite(value)):
+            return value
+        if depth >= _MAX_DEPTH:
             raise StateError(
                 f"state nested deeper than {_MAX_DEPTH} levels at {path[:80]}…: a value that contains itself?"
             )
-        self._depth += 1
-        try:
-            if isinstance(value, list):
-                return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-            return self._tagged(value, path)
-        finally:
-            self._depth -= 1
+        if isinstance(value, list):
+            return self._list(value, path, depth)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | enum.Enum):
+            return self.encode({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, depth)
+        if not isinstance(value, enum.Enum):
+            for base, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
+                if isinstance(value, base) and kind is not base:
+                    return self.encode(plain(value), path, depth)
+        tag = next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None)
+        return self._refuse(value, path) if tag is None else self._tagged(tag, value, path, depth)
 
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""
@@ -129,96 +237,42 @@ class Encoder:
                 + (", or pass ShardCkptIO(pickle_objects=True)." if self._pickles is False else ".")
             )
 
-    def _tagged(self, value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+    def _list(self, value: Iterable[Any], path: str, depth: int) -> list[Any]:
+        return [self.encode(item, f"{path}/{i}", depth + 1) for i, item in enumerate(value)]
+
+    def _tagged(self, tag: str, value: Any, path: str, depth: int) -> Any:
+        if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key in value):
+            return {k: self.encode(v, f"{path}/{k}" if path else k, depth + 1) for k, v in value.items()}
         if isinstance(value, enum.Enum):
-            if not isinstance(value, int | float | str):  # the value would be another one than the member
+            kind, content = f"{type(value).__module__}.{type(value).__qualname__}", value.value
+            if not isinstance(value, int | float | str):  # its value would be another one than the member
                 return self._refuse(value, path)
-            return {
-                TAG: "enum",
-                "type": f"{type(value).__module__}.{type(value).__qualname__}",
-                "v": self.encode(value.value, path),
-            }
-        if isinstance(value, collections.OrderedDict | collections.Counter):
-            return self._pairs("odict" if isinstance(value, collections.OrderedDict) else "counter", value, path)
-        if isinstance(value, dict):
-            if all(type(k) is str and not k.startswith(TAG) for k in value):
-                return {k: self.encode(v, f"{path}/{k}" if path else k) for k, v in value.items()}
-            return self._pairs("map", value, path)
-        if isinstance(value, argparse.Namespace):
-            if not all(isinstance(key, str) for key in vars(value)):
+            return {TAG: tag, "type": kind, "v": self.encode(content, path, depth)}
+        try:
+            content = _TAGS[tag].to_json(value)
+        except (LookupError, ValueError):  # a dtype of no name, an integer of more than 4300 digits
+            return self._refuse(value, path)
+        if tag in MAPPINGS:
+            keys = [self.encode(key, path, depth + 1) for key, _ in content]
+            if not _survives(value, {TAG: tag, "v": [[key, None] for key in keys]}):
                 return self._refuse(value, path)
-            return self._pairs("namespace", vars(value), path)
-        if isinstance(value, collections.deque):
-            return {TAG: "deque", "v": self.encode(list(value), path), "maxlen": value.maxlen}
-        if isinstance(value, tuple | set | frozenset):
-            tag = next(tag for tag, kind in SEQUENCES.items() if isinstance(value, kind))
-            items = [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
-            if not isinstance(value, tuple) and not all(map(_is_hashable, items)):
-                return self._refuse(value, path)
-            # the order of a set of strings differs between processes
-            return {TAG: tag, "v": items if isinstance(value, tuple) else sorted(items, key=json.dumps)}
-        return self._scalar(value, path)
-
-    def _scalar(self, value: Any, path: str) -> Any:  # a table of types
-        for kind, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
-            if isinstance(value, kind):
-                return self.encode(plain(value), path)
-        if isinstance(value, complex):
-            return {TAG: "complex", "v": [self.encode(value.real), self.encode(value.imag)]}
-        if isinstance(value, bytes | bytearray):
-            return {TAG: "bytes", "v": base64.b64encode(value).decode()}
-        if isinstance(value, torch.dtype) and value in DTYPES:
-            return {TAG: "dtype", "v": DTYPES[value]}
-        if isinstance(value, torch.device):
-            return {TAG: "device", "v": str(value)}
-        if isinstance(value, pathlib.PurePath):
-            return {TAG: "path", "v": str(value)}
-        if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
-            return self._time(value, path)
-        if isinstance(value, range | slice):
-            return {TAG: type(value).__name__, "v": [self.encode(x) for x in (value.start, value.stop, value.step)]}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self.encode({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path)
-        if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype.kind in "biufc":
-            content = base64.b64encode(value.tobytes()).decode()
-            return {TAG: "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "v": content}
-        return self._refuse(value, path)
-
-    def _int(self, value: int, path: str) -> Any:
-        if abs(value) <= _BIG_INT:
-            return value
-        if value.bit_length() > _MOST_BITS:
-            return self._refuse(value, path)
-        return {TAG: "int", "v": str(value)}
-
-    def _time(self, value: datetime.date | datetime.time | datetime.timedelta, path: str) -> Any:
-        """Return a date or time under the tag of its base class, unless its own class holds more, as pandas' do."""
-        if isinstance(value, datetime.timedelta):
-            encoded = {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]}
-        else:
-            base = next(base for base in (datetime.datetime, datetime.date, datetime.time) if isinstance(value, base))
-            encoded = {TAG: base.__name__, "v": base.isoformat(value)}  # type: ignore[arg-type]  # one of its own
-        if type(value).__module__ != "datetime" and not bool(value == decode_small(encoded)):  # nanoseconds, NaT
-            return self._refuse(value, path)
-        return encoded
-
-    def _pairs(self, tag: str, value: dict[Any, Any], path: str) -> Any:
-        keys = [self.encode(key, path) for key in value]
-        if not all(map(_is_hashable, keys)):
-            return self._refuse(value, path)
-        values = [self.encode(item, f"{path}/{key}") for key, item in value.items()]
-        return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
+            values = [self.encode(item, f"{path}/{key}", depth + 1) for key, item in content]
+            return {TAG: tag, "v": [list(pair) for pair in zip(keys, values, strict=True)]}
+        content = self._list(content, path, depth) if isinstance(content, list) else content
+        if tag in ("set", "frozenset"):  # the order of a set of strings differs between processes
+            content.sort(key=json.dumps)
+        fields = {name: field(value) for name, field in _TAGS[tag].fields.items()}
+        encoded = {TAG: tag, "v": content, **fields} if tag == "deque" else {TAG: tag, **fields, "v": content}
+        return encoded if tag in ("tuple", "deque") or _survives(value, encoded) else self._refuse(value, path)
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        dtype = dtype_name(value, path)
-        limit = self._inline_bytes
+        dtype_name(value, path)  # raises an error for a tensor without plain memory
         if local_part(value) is value:
             self.plain[path] = value
-        if local_part(value) is value and (limit is None or value.numel() * value.element_size() <= limit):
-            content = base64.b64encode(host_bytes(value)).decode()
-            return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "v": content}
+            if self._inline_bytes is None or value.numel() * value.element_size() <= self._inline_bytes:
+                row = _TAGS["tensor"]
+                fields = {name: field(value) for name, field in row.fields.items()}
+                return {TAG: "tensor", **fields, "v": row.to_json(value)}
         key, number = path, 1
         while key in self.tensors:  # {"a/b": …} and {"a": {"b": …}} have the same path
             number += 1
@@ -233,8 +287,8 @@ class Encoder:
         if kind in _OMEGACONF:
             content = sys.modules["omegaconf"].OmegaConf.to_container(value, enum_to_str=True)  # as in its YAML
             return {TAG: "omegaconf", "v": self.encode(content, path)}
-        if self._pickles and (content := pickle_object(value)) is not None:
-            return {TAG: "pickle", "type": kind, "v": base64.b64encode(content).decode()}
+        if self._pickles and (pickled := _pickle(value)) is not None:
+            return {TAG: "pickle", "type": kind, "v": _to_base64(pickled)}
         if path.startswith(self._droppable) and self._droppable:
             self.dropped.append(f"{path}: {kind}")
             return {TAG: "dropped", "type": kind, "v": repr(value)[:200]}
@@ -242,13 +296,15 @@ class Encoder:
         return None
 
 
-def _is_hashable(encoded: Any) -> bool:
-    """Return whether an encoded value can be a key of a dict after a load: a dataclass comes back as a dict."""
+def _survives(value: Any, encoded: dict[str, Any]) -> bool:
+    """Return False for a value that a load would refuse or change: pandas' NaT, a key that comes back as a dict, …"""
+    if encoded[TAG] == "numpy":
+        return type(value).__module__ == "numpy" and value.dtype.kind in "biufc"
     try:
-        hash(decode(encoded, lambda key: key))
-    except TypeError:
+        decoded = decode(encoded, lambda key: key)
+    except FormatError:
         return False
-    return True
+    return encoded[TAG] not in _TIMES or bool(decoded == value)
 
 
 def encode_small(value: Any, path: str) -> Any:
@@ -262,6 +318,26 @@ def encode_small(value: Any, path: str) -> Any:
     encoder.unstorable += [f"{key}: a sharded tensor" for key in encoder.tensors]
     encoder.check()
     return encoded
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and local_part(value) is not value:
+            raise TypeError("a sharded tensor")
+        return NotImplemented
+
+
+def _pickle(value: Any) -> bytes | None:
+    """Return the pickle of an object; None if it cannot be pickled, or contains a sharded tensor."""
+    written = io.BytesIO()
+    try:
+        _Pickler(written).dump(value)
+    except Exception:  # the user's class may raise anything
+        return None
+    return written.getvalue()
+
+
+# ── JSON becomes values ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode(
@@ -278,63 +354,48 @@ def decode(
     Raises:
         FormatError: for an unknown tag, or a value that its tag does not allow.
     """
-    return _Decoder(stored, unpickles, makes_configs).decode(value)
 
-
-class _Decoder:
-    def __init__(self, stored: Callable[[str], Any], unpickles: bool, makes_configs: bool) -> None:
-        self._stored, self._unpickles, self._makes_configs = stored, unpickles, makes_configs
-
-    def decode(self, value: Any) -> Any:
+    def walk(value: Any) -> Any:
         if isinstance(value, list):
-            return [self.decode(item) for item in value]
+            return [walk(item) for item in value]
         if not isinstance(value, dict):
             return value
         if TAG not in value:
-            return {k: self.decode(v) for k, v in value.items()}
-        tag = value[TAG]
+            return {key: walk(item) for key, item in value.items()}
         try:
-            return self._tagged(tag, value)
+            return read(value[TAG], value)
         except ShardCkptError:
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
-            raise FormatError(f"trainer state: a value tagged {shown(tag)} is malformed: {shown(error)}") from None
+            raise FormatError(
+                f"trainer state: a value tagged {shown(value[TAG])} is malformed: {shown(error)}"
+            ) from None
 
-    def _tagged(self, tag: str, value: dict[str, Any]) -> Any:
-        if tag not in TAGS:
-            raise KeyError(tag)
-        content = value["v"]
+    def read(tag: Any, value: dict[str, Any]) -> Any:
         if tag == "stored":
-            return self._stored(content)
-        if tag == "tensor":
-            return tensor_from_bytes(_base64(content), value["dtype"], value["shape"])
-        if tag == "deque":
-            return collections.deque(self._items(content), value["maxlen"])
-        if tag in SEQUENCES:
-            items = self._items(content)
-            return SEQUENCES[tag](items if tag == "tuple" else _check_hashes(items))
-        if tag in _MAPPINGS:
-            pairs = [(k, v) for k, v in self._items(content)]
-            _check_hashes([k for k, _ in pairs])
-            return _MAPPINGS[tag](pairs)
+            return stored(value["v"])
+        content = walk(value["v"])
         if tag == "dropped":
             return Dropped(str(value["type"]), str(content))
         if tag == "pickle":
             name = _text(value["type"])
-            return unpickle_object(_base64(content), name) if self._unpickles else Pickled(name)
+            return _unpickle(_from_base64(content), name) if unpickles else Pickled(name)
         if tag == "omegaconf":
-            container = self.decode(content)
-            if not isinstance(container, dict | list):  # OmegaConf would parse a string as YAML
-                raise TypeError(f"{shown(container)} is not a container")
-            return _make_config(container) if self._makes_configs else container
-        if tag == "numpy":
-            return _array(content, value["dtype"], value["shape"])
-        return _SCALARS[tag](self.decode(content))
+            if not isinstance(content, dict | list):  # OmegaConf would parse a string as YAML
+                raise TypeError(f"{shown(content)} is not a container")
+            has_class = makes_configs and find_spec("omegaconf") is not None
+            return import_module("omegaconf").OmegaConf.create(content) if has_class else content
+        return _TAGS[tag].from_json(content, *(value[name] for name in _TAGS[tag].fields))
 
-    def _items(self, content: Any) -> list[Any]:
-        if not isinstance(content, list):
-            raise TypeError(f"{shown(content)} is not a list")
-        return [self.decode(item) for item in content]
+    return walk(value)
+
+
+def _unpickle(content: bytes, type_name: str) -> Any:
+    """Return the object of a pickle. Executes code of the pickle."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # the object's class may raise anything
+        raise TypeError(f"a {type_name} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 def decode_small(value: Any) -> Any:
@@ -342,34 +403,23 @@ def decode_small(value: Any) -> Any:
     return decode(value, refuse_tensor)
 
 
-def tensor_from_bytes(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
-    """Return a CPU tensor with these bytes. Raises ValueError if they do not fill it."""
-    if type(shape) is not list or bytes_in(check_shape(shape), dtype) != len(content):
-        raise ValueError(f"{len(content)} bytes for {dtype} {shape}")
-    tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    bytes_of(tensor)[:] = content
-    return tensor
-
-
-def _array(content: Any, dtype: str, shape: Any) -> Any:
-    import numpy  # only where the state held numpy values
-
-    if not _NUMPY_DTYPE.fullmatch(dtype):
-        raise ValueError(dtype)
-    array = numpy.frombuffer(_base64(content), dtype=numpy.dtype(dtype)).reshape(check_shape(shape))
-    return array.copy() if shape else array[()]
-
-
 def refuse_tensor(path: str) -> Any:
     """Raise a FormatError: the ``stored`` of JSON that has no tensors beside it."""
     raise FormatError(f"a tensor {path!r} is referred to where none can be stored")
 
 
-def _make_config(content: Any) -> Any:
-    """Return a container of OmegaConf if it is installed, else its content."""
-    if find_spec("omegaconf") is None:
-        return content
-    return import_module("omegaconf").OmegaConf.create(content)
+def check_readable(role: str, content: bytes, where: str) -> None:
+    """Decode a document as a load does, before it becomes part of a checkpoint. Pickles in it are not unpickled.
+
+    Raises:
+        StateError: if a load would refuse the document, with the reason.
+    """
+    try:
+        value = parse_document(role, content, where)
+        if role in ("trainer", "rank", "model", "optimizer", "versions"):
+            decode(value, lambda key: key)
+    except FormatError as error:
+        raise StateError(f"nothing is saved, since a load would refuse it: {error}") from None
 
 
 def lost_values(value: Any, place: str = "") -> dict[str, Dropped]:
@@ -398,72 +448,8 @@ def merge_encoded(first: Any, second: Any) -> Any:
     if tag is None:
         both = {k: merge_encoded(v, second[k]) if k in second else v for k, v in first.items()}
         return both | {k: v for k, v in second.items() if k not in first}
-    if tag in _MAPPINGS:
+    if tag in MAPPINGS:
         mine, other = ({json.dumps(k): (k, v) for k, v in value["v"]} for value in (first, second))
         pairs = [[k, merge_encoded(v, other[text][1]) if text in other else v] for text, (k, v) in mine.items()]
         return {**first, "v": pairs + [[k, v] for text, (k, v) in other.items() if text not in mine]}
     return {**first, "v": merge_encoded(first["v"], second["v"])} if tag in ("tuple", "deque") else first
-
-
-def _check_hashes(keys: list[Any]) -> list[Any]:
-    """Return ``keys``; refuse keys chosen to have few hashes, of which a set takes quadratic time."""
-    if len(keys) > _FEW and len(set(map(hash, keys))) * 2 < len(keys):
-        raise ValueError(f"{len(keys)} keys with few different hashes")
-    return keys
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{shown(value)} is not a string")
-    return value
-
-
-def _base64(text: Any) -> bytes:
-    return base64.b64decode(_text(text), validate=True)
-
-
-def _integer(text: Any) -> int:
-    if not _INTEGER.fullmatch(_text(text)):
-        raise ValueError(f"{shown(text)} is not an integer")
-    return int(text)
-
-
-def _complex(value: Any) -> complex:
-    real, imaginary = value
-    if not all(type(x) in (int, float) for x in value):
-        raise TypeError(f"{shown(value)} is not a pair of numbers")
-    return complex(real, imaginary)
-
-
-def _device(text: Any) -> torch.device:
-    if not _DEVICE.fullmatch(_text(text)):
-        raise ValueError(f"{shown(text)} is not a device")
-    return torch.device(text)
-
-
-def _namespace(pairs: Any) -> argparse.Namespace:
-    namespace = argparse.Namespace()
-    vars(namespace).update({_text(key): value for key, value in pairs})
-    return namespace
-
-
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": _integer,
-    "float": {text: float(text) for text in ("nan", "inf", "-inf")}.__getitem__,
-    "complex": _complex,
-    "bytes": _base64,
-    "path": lambda v: pathlib.Path(_text(v)),
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda v: datetime.timedelta(*v),
-    "range": lambda v: range(*v),
-    "slice": lambda v: slice(*v),
-    "enum": lambda v: v,
-    "dtype": TORCH_DTYPES.__getitem__,
-    "device": _device,
-}
-
-_OTHERS = ("deque", "tensor", "numpy", "stored", "dropped", "pickle", "omegaconf")
-TAGS = frozenset({*_SCALARS, *_MAPPINGS, *SEQUENCES, *_OTHERS})
-"""All tags of JSON: the table of FORMAT.md."""

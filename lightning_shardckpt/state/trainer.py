@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.state.json_tree import TAG, Encoder, decode_small, encode_small
+from lightning_shardckpt.state.documents import TAG
+from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft_modules import adapters_of, frozen_base_parameters, leave_out

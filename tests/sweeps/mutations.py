@@ -497,7 +497,7 @@ MUTATIONS = (
         "a pickled object is executed although nobody allowed it",
         SAFE,
         "state/json_tree.py",
-        "if self._unpickles else Pickled(name)",
+        "if unpickles else Pickled(name)",
         "if True else Pickled(name)",
         ("system/test_pickled_objects.py::test_nothing_is_executed_without_consent",),
     ),

@@ -285,11 +285,11 @@ CASES = [
             ("7", {}, "has keys"),
             ("0/groups/0", {"params": []}, "with hyper"),
             ("0/groups/0/hyper", [], "not an object"),
-            ("0/groups/0/params", [["w"]], "names no parameter"),
+            ("0/groups/0/params", [["w"]], "is not text"),
             ("0/numbered", True, "names no parameter"),
             ("0/numbered", 1, "not true or false"),
             ("0/values", {"step": 3}, "not a list"),
-            ("0/values", {"step": [{"value": 3}]}, "with value, params"),
+            ("0/values", {"step": [{"value": 3}]}, "with params, value"),
         )
     ),
     *(Case(name, change, "", READERS) for name, change in HARMLESS.items()),
