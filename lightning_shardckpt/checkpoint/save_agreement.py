@@ -10,10 +10,9 @@ from typing import Any, TypedDict
 import torch
 
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, join_holders
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import merge_encoded

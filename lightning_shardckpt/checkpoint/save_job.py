@@ -34,12 +34,21 @@ from lightning_shardckpt.checkpoint.save_agreement import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_json import COMPONENTS, TablesText, root_from_json, root_to_json, tables_to_text
+from lightning_shardckpt.format.index import (
+    COMPONENTS,
+    ROOT_NAME,
+    Component,
+    FileInfo,
+    RootIndex,
+    TablesText,
+    TensorSpec,
+    root_from_json,
+    root_to_json,
+    tables_to_text,
+)
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import check_cover, plan_save, table_digest
-from lightning_shardckpt.format.strict_json import check_json_size
+from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable

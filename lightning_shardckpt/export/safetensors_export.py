@@ -12,9 +12,16 @@ from collections.abc import Iterable, Mapping
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, WholeFile, plan_conversion
-from lightning_shardckpt.format import safetensors_files
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.safetensors_files import OutputFile, OutputTensor
+from lightning_shardckpt.format.safetensors_header import (
+    OutputFile,
+    OutputTensor,
+    build_index,
+    group_by_size,
+    name_chunks,
+    name_tensor_file,
+    plan_file,
+)
 from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import PEFT
@@ -128,7 +135,7 @@ def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | N
             )
         specs = ((name, keys[own], component.tensors[keys[own]]) for name, own in names.items())
         tensors = [OutputTensor(name, spec.dtype, spec.shape, ("model", key)) for name, key, spec in specs]
-        planned = safetensors_files.plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)
+        planned = plan_file(folder + ADAPTER_WEIGHTS, tensors, _FORMAT)
         export.files.append(_whole_file(stored, planned))
         export.documents[folder + ADAPTER_CONFIG] = selected.config.encode()
     return export
@@ -158,22 +165,22 @@ def _add_files(
 ) -> None:
     """Add the files of a model or an optimizer to an export, and their index if there may be several."""
     if options.files == "chunks":
-        groups = safetensors_files.group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
-        names = safetensors_files.name_chunks(stem, len(groups))
+        groups = group_by_size(tensors, int(options.chunk_mb * MB)) or [[]]
+        names = name_chunks(stem, len(groups))
     elif options.files == "one_file":
         groups, names = [tensors], [f"{stem}.safetensors"]
     else:
         groups = [[tensor] for tensor in tensors]
-        names = [safetensors_files.name_tensor_file(stem, tensor.name) for tensor in tensors]
+        names = [name_tensor_file(stem, tensor.name) for tensor in tensors]
     files = []
     for name, group in zip(names, groups, strict=True):
         group_names = {tensor.name for tensor in group}
         group_ties = {name: written for name, written in ties.items() if written in group_names and name != "format"}
         metadata = {**_FORMAT, **dict([WRITER]), **group_ties}
-        files.append(safetensors_files.plan_file(name, group, metadata))
+        files.append(plan_file(name, group, metadata))
     export.files += [_whole_file(stored, file) for file in files]
     if len(files) > 1 or options.files == "one_file_per_tensor":
-        export.documents[f"{stem}.safetensors.index.json"] = safetensors_files.build_index(files)
+        export.documents[f"{stem}.safetensors.index.json"] = build_index(files)
 
 
 def _whole_file(stored: Source, planned: OutputFile) -> WholeFile:

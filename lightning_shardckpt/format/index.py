@@ -1,19 +1,44 @@
-"""The root index and the rank indexes as values.
+"""The root index and the rank indexes, as values and as JSON. FORMAT.md has the rules.
 
 The root index holds the dtype, global shape and layout of every tensor, no lists of boxes. The rank that wrote a box
-follows by arithmetic (``plan.py``); the file and the offset of a box are in the index of that rank.
+follows by arithmetic (``plan.py``); the file and the offset of a box are in the index of that rank. Equal tensors share
+one spec object, and their text is built once; entries of ranks with equal fields are checked once.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.layout import Holders, Layout
+from lightning_shardckpt.format.layout import MAX_RANKS, Axis, DimShard, Holders, Layout
 from lightning_shardckpt.format.safetensors_header import HeaderTensor, to_header_type
-from lightning_shardckpt.format.value_checks import check_digest, check_file_name, check_size
+from lightning_shardckpt.format.value_checks import (
+    DTYPE_BYTES,
+    FORMAT,
+    VERSION,
+    bytes_in,
+    check_digest,
+    check_digests,
+    check_dtype,
+    check_file_name,
+    check_json_size,
+    check_save_id,
+    check_shape,
+    check_size,
+    check_text,
+    checksum,
+    compact,
+    decode_index,
+    parse_json,
+    refuse_lfs_pointer,
+    shown,
+    to_json_texts,
+)
 
 ROOT_NAME = "checkpoint.index.json"
 EXPORT_FOLDER = "huggingface"
@@ -186,3 +211,265 @@ class RootIndex:
     topology: dict[str, int] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
+
+
+# ── indexes of ranks as JSON ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+_Extent = tuple[Box, Shape, str, str, int, int]
+_extent_of = itemgetter("offsets", "lengths", "global_shape", "dtype", "file", "block")
+
+
+def rank_index_to_json(index: RankIndex) -> bytes:
+    """Return the bytes of a rank index. Raises FormatError if it is too large for a reader."""
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": index.save_id,
+        "component": index.component,
+        "rank": index.rank,
+        "files": {f.name: [f.nbytes, f.checksum] for f in index.files.values()},
+    }
+    fields: dict[tuple[int, Shape, str, str], str] = {}  # shared by entries whose fields are equal
+    metadata = []
+    for name, entries in zip(to_json_texts(list(index.shards)), index.shards.values(), strict=True):
+        first, *more = [_entry_to_json(entry, index.rank, fields) for entry in entries]
+        more_text = f',"more":[{",".join(f"{{{entry}}}" for entry in more)}]' if more else ""
+        metadata.append(f"{name}:{{{first}{more_text}}}")
+    text = f'{compact(head)[:-1]},"metadata":{{{",".join(metadata)}}}}}'.encode()
+    check_json_size(text, "an index")
+    return text
+
+
+def _entry_to_json(entry: ShardEntry, rank: int, fields: dict[tuple[int, Shape, str, str], str]) -> str:
+    fields_key = id(entry.box), entry.global_shape, entry.dtype, entry.file
+    if fields_key not in fields:
+        values = {
+            "offsets": entry.box.start,
+            "lengths": entry.box.shape,
+            "global_shape": entry.global_shape,
+            "dtype": entry.dtype,
+            "file": entry.file,
+            "rank": rank,
+        }
+        fields[fields_key] = compact(values)[1:-1]
+    return f'{fields[fields_key]},"begin":{entry.begin},"block":{entry.block},"checksums":"{entry.checksums}"'
+
+
+def rank_index_from_json(text: bytes, where: str) -> RankIndex:
+    """Return the index that these bytes encode.
+
+    Raises:
+        FormatError: naming ``where`` and the error.
+    """
+    return decode_index(parse_json(text, where), where, _rank_index)
+
+
+def _rank_index(value: dict[str, Any]) -> RankIndex:
+    shards: dict[str, tuple[ShardEntry, ...]] = {}
+    extents: dict[str, _Extent] = {}
+    for key, first in value["metadata"].items():
+        items = (first, *first["more"]) if "more" in first else (first,)
+        shards[check_text(key)] = tuple([_entry(item, extents) for item in items])
+    files = {name: parse_file_info(name, *info) for name, info in value["files"].items()}
+    sizes = {name: file.nbytes for name, file in files.items()}
+    left = dict(sizes)
+    for key, entries in shards.items():
+        for entry in entries:
+            file, nbytes = entry.file, entry.nbytes
+            end, rest = entry.begin + nbytes, left[file] - nbytes
+            if end > sizes[file]:
+                raise FormatError(f"{shown(key)} ends at byte {end} of {file}, which has {sizes[file]}")
+            if rest < 0:
+                raise FormatError(f"{shown(key)} and the tensors before it share bytes of {file}")
+            left[file] = rest
+    rank, save_id = check_size(value["rank"]), check_save_id(value["save_id"])
+    return RankIndex(save_id, check_text(value["component"]), rank, files, shards)
+
+
+def _entry(item: dict[str, Any], extents: dict[str, _Extent]) -> ShardEntry:
+    """Return an entry; ``extents`` caches checked values by their repr, in which 1, 1.0 and true differ."""
+    values = _extent_of(item)
+    text = repr(values)
+    if text not in extents:
+        extents[text] = _extent(*values)
+    box, shape, dtype, file, block, nbytes = extents[text]
+    sums = check_digests(item["checksums"], -(-nbytes // block))
+    return ShardEntry(box, shape, dtype, file, check_size(item["begin"]), block, nbytes, sums)
+
+
+def _extent(offsets: Any, lengths: Any, global_shape: Any, dtype: Any, file: Any, block: Any) -> _Extent:
+    start, shape = check_shape(offsets), check_shape(global_shape)
+    stop = tuple(a + n for a, n in zip(start, check_shape(lengths), strict=True))
+    if any(b > n for b, n in zip(stop, shape, strict=True)):
+        raise FormatError(f"box {start}..{stop} lies outside shape {shape}")
+    bytes_in(shape, check_dtype(dtype))
+    if not 1 <= check_size(block) <= MAX_BLOCK_BYTES:
+        raise FormatError(f"checksums of {block} bytes each, expected 1 to {MAX_BLOCK_BYTES}")
+    box = Box(start, stop)
+    return box, shape, dtype, check_file_name(file), block, box.numel * DTYPE_BYTES[dtype]
+
+
+# ── the root index ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+COMPONENTS = ("model", "optimizer", "trainer")
+_SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
+
+
+@dataclass(frozen=True, slots=True)
+class TablesText:
+    """The JSON of the tensors in a root index, which is the same for all saves of the same tensors."""
+
+    layouts: str
+    components: dict[str, str]
+    """JSON of each component without its indexes."""
+
+
+def tables_to_text(components: Mapping[str, Component]) -> TablesText:
+    """Return the JSON of the tensors and aliases of components, and of their layouts."""
+    layouts: dict[tuple[Layout, Holders], int] = {}
+    specs: dict[int, list[Any]] = {}  # equal tensors share one spec object
+    texts = {}
+    for name, component in components.items():
+        for spec in component.tensors.values():
+            if id(spec) not in specs:
+                number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
+                specs[id(spec)] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
+        tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
+        texts[name] = compact({"tensors": tensors, "aliases": component.aliases})
+    return TablesText(compact([_layout_to_json(layout, holders) for layout, holders in layouts]), texts)
+
+
+def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
+    """Return the bytes of the root index, whose first line is the checksum of the rest.
+
+    Args:
+        root: the index.
+        tables: the text of its components, if it was already built.
+
+    Raises:
+        FormatError: if the text is too large for a reader.
+    """
+    tables = tables or tables_to_text(root.components)
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": root.save_id,
+        "step": root.step,
+        "epoch": root.epoch,
+        "world_size": root.world_size,
+        "topology": root.topology,
+        "software": root.software,
+    }
+    if root.prefix:
+        head["prefix"] = root.prefix
+    components = []
+    for name, component in root.components.items():
+        indexes = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
+        components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}}}')
+    documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
+    parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
+    body = f'{",".join(parts)},"documents":{compact(documents)}}}'.encode()
+    check_json_size(body, "the root index")
+    return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
+
+
+def root_from_json(text: bytes, where: str) -> RootIndex:
+    """Return the root index that these bytes encode.
+
+    Raises:
+        CorruptionError: if the checksum on the first line does not match the rest.
+        FormatError: if they are not a valid root index, or of another version.
+    """
+    refuse_lfs_pointer(text, where)
+    seal = _SEAL.match(text)
+    if seal is None:
+        raise CorruptionError(f"{where}: the root index is damaged: its first line holds no checksum")
+    if checksum(text[seal.end() :]) != seal[1].decode():
+        raise CorruptionError(
+            f"{where}: the root index is damaged: its content does not match its checksum {seal[1].decode()}"
+        )
+    return decode_index(parse_json(text, where), where, _root)
+
+
+def _layout_to_json(layout: Layout, holders: Holders) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "axes": [[a.name, a.size, a.stride] for a in layout.axes],
+        "cuts": [[c.axis, c.dim, c.blocks] for c in layout.cuts],
+        "holders": [list(h) for h in holders],
+    }
+    return out if layout.order is None else {**out, "order": list(layout.order)}
+
+
+def _root(value: dict[str, Any]) -> RootIndex:
+    world = check_size(value["world_size"])
+    if not 1 <= world <= MAX_RANKS:
+        raise FormatError(f"a world of {world} ranks, expected 1 to {MAX_RANKS}")
+    layouts = [_layout(item, world) for item in value["layouts"]]
+    components = {}
+    for name, item in value["components"].items():
+        if name not in COMPONENTS:
+            raise FormatError(f"unknown component {shown(name)}")
+        components[name] = _component(item, layouts, world)
+    documents = {name: parse_file_info(name, n, c) for name, (n, c) in value["documents"].items()}
+    return RootIndex(
+        save_id=check_save_id(value["save_id"]),
+        world_size=world,
+        components=components,
+        documents=documents,
+        step=None if value["step"] is None else check_size(value["step"]),
+        epoch=None if value["epoch"] is None else check_size(value["epoch"]),
+        topology={check_text(k): check_size(v) for k, v in value["topology"].items()},
+        software={check_text(k): check_text(v) for k, v in value["software"].items()},
+        prefix=_prefix(value.get("prefix", ""), value["save_id"]),
+    )
+
+
+def _prefix(value: Any, save_id: str) -> str:
+    if value not in ("", f"{save_id[:16]}-"):
+        raise FormatError(f"prefix {shown(value)}, expected none or the first 16 digits of the save id and a hyphen")
+    return str(value)
+
+
+def _component(item: dict[str, Any], layouts: list[tuple[Layout, Holders]], world: int) -> Component:
+    specs: dict[str, TensorSpec] = {}  # equal tensors share one spec object, so that its checks run once
+    tensors = {check_text(key): _shared_spec(spec, layouts, specs) for key, spec in item["tensors"].items()}
+    aliases = {check_text(alias): check_text(target) for alias, target in item["aliases"].items()}
+    for alias, target in aliases.items():
+        if target not in tensors or alias in tensors:
+            raise FormatError(f"alias {shown(alias)} of {shown(target)}, which is not a stored tensor of its own")
+    indexes = {}
+    for rank, (name, nbytes, sums) in item["indexes"].items():
+        number = int(rank)
+        if str(number) != rank or not 0 <= number < world:
+            raise FormatError(f"the index of rank {shown(rank)} in a world of {world}")
+        indexes[number] = parse_file_info(name, nbytes, sums)
+    return Component(tensors, aliases, indexes)
+
+
+def _layout(item: dict[str, Any], world: int) -> tuple[Layout, Holders]:
+    axes = tuple(Axis(check_text(name), check_size(size), check_size(stride)) for name, size, stride in item["axes"])
+    cuts = tuple(DimShard(check_size(axis), check_size(dim), check_size(blocks)) for axis, dim, blocks in item["cuts"])
+    holders = tuple((check_size(a), check_size(b)) for a, b in item["holders"])
+    edges = [0, *(edge for pair in holders for edge in pair), world]
+    if not holders or edges != sorted(edges) or any(a == b for a, b in holders):
+        raise FormatError(f"holders {shown(holders)} in a world of {world}")
+    order = tuple(check_size(r) for r in item["order"]) if "order" in item else None
+    return Layout(axes, cuts, order), holders
+
+
+def _shared_spec(item: Any, layouts: list[tuple[Layout, Holders]], specs: dict[str, TensorSpec]) -> TensorSpec:
+    text = repr(item)  # in which 1, 1.0 and true differ
+    if text not in specs:
+        specs[text] = _spec(item, layouts)
+    return specs[text]
+
+
+def _spec(item: list[Any], layouts: list[tuple[Layout, Holders]]) -> TensorSpec:
+    dtype, shape, (layout, holders) = check_dtype(item[0]), check_shape(item[1]), layouts[check_size(item[2])]
+    if len(item) > 3 and item[3:] != [1]:
+        raise FormatError(f"{shown(item[3:])} after dtype, shape and layout, expected nothing or a 1")
+    if any(cut.dim >= len(shape) for cut in layout.cuts):
+        raise FormatError(f"a layout that cuts dim {max(c.dim for c in layout.cuts)} of shape {shape}")
+    bytes_in(shape, dtype)
+    return TensorSpec(dtype, shape, layout, holders, len(item) > 3)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import DIGITS, checksum
 from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, Component, TensorSpec
 from lightning_shardckpt.format.layout import (
     Holders,
@@ -29,7 +28,7 @@ from lightning_shardckpt.format.layout import (
     replicas,
     shards_meeting,
 )
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES, shown
+from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum, shown
 
 SPLIT_BYTES = 16 * 1024
 """A shard is divided among its replicas if each gets at least this much; one replica writes a smaller shard."""

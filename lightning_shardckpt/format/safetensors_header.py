@@ -1,4 +1,4 @@
-"""Headers of safetensors files: build, read and parse them, for our own files and for files of other programs.
+"""Headers and plans of safetensors files: shard files, whole tensors for other programs, files of other programs.
 
 A file begins with the length of its header (eight bytes, little-endian). The header follows, a JSON object with the
 dtype, the shape and the byte range of each tensor, and then the tensors' bytes. Source: the safetensors README.
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES, parse_json, to_json_texts
+from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.value_checks import (
+    DTYPE_BYTES,
+    MAX_JSON_BYTES,
     PACKED_BITS,
     SAVE_ID_LENGTH,
     bytes_in,
@@ -26,8 +27,11 @@ from lightning_shardckpt.format.value_checks import (
     check_shape,
     check_size,
     check_text,
-    check_texts,
+    check_unpacked,
+    compact,
+    parse_json,
     shown,
+    to_json_texts,
 )
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES  # the safetensors library accepts 100,000,000
@@ -57,28 +61,24 @@ def build_header(
         FormatError: for a name that a header cannot hold.
     """
     tensors = tuple(tensors)
-    names = check_texts([name for name, _, _ in tensors])
+    names = [check_text(name) for name, _, _ in tensors]
     if _METADATA in names:
         raise FormatError(f"no tensor can be called {_METADATA!r}: safetensors reserves the name")
     descriptions: dict[tuple[str, Shape], tuple[str, int]] = {}  # shared by tensors of equal dtype and shape
     items, offsets, offset = [], [], 0
     for (_, dtype, shape), name in zip(tensors, to_json_texts(names), strict=True):
         if (dtype, shape) not in descriptions:
-            text = _compact({"dtype": dtype, "shape": shape})[1:-1]
+            text = compact({"dtype": dtype, "shape": shape})[1:-1]
             descriptions[dtype, shape] = text, bytes_in(shape, dtype)
         description, nbytes = descriptions[dtype, shape]
         items.append(f'{name}:{{{description},"data_offsets":[{offset},{offset + nbytes}]}}')
         offsets.append(offset)
         offset += nbytes
-    items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{_compact(dict(metadata))}')
+    items.insert(0 if metadata_first else len(items), f'"{_METADATA}":{compact(dict(metadata))}')
     header = f"{{{','.join(items)}}}".encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % alignment)
     start = len(header).to_bytes(LENGTH_BYTES, "little") + header
     return start, tuple([len(start) + offset for offset in offsets])
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 class HeaderLengthError(ValueError):
@@ -257,3 +257,108 @@ def starts_of(header: Header, where: str) -> dict[str, Shape]:
 def save_id_of(header: Header) -> str:
     """Return the id of the save that a shard file says it belongs to."""
     return str(header.metadata.get(_SAVE_ID))
+
+
+# ── files of whole tensors ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
+_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
+_SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
+_NAME_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor to write, and its source: (component, key) of a stored tensor and a box of it (None: the whole)."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    source: tuple[str, str]
+    box: Box | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the tensor in bytes."""
+        return bytes_in(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file: its header, its tensors in stored order, and the offset at which each begins."""
+
+    name: str
+    header: bytes
+    tensors: tuple[OutputTensor, ...]
+    begins: tuple[int, ...]
+
+
+def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
+    """Return the plan of a file; the widest elements come first, so that every tensor is aligned.
+
+    Raises:
+        FormatError: naming a tensor that safetensors cannot hold.
+    """
+    for tensor in tensors:
+        check_unpacked(tensor.dtype, repr(tensor.name))
+    tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
+    complex128 = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
+    if complex128 is not None:
+        raise FormatError(f"{complex128!r} is complex128, which safetensors lacks; leave it out, or write for torch")
+    named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
+    nbytes = len(header) - LENGTH_BYTES
+    if nbytes > _MAX_HEADER_BYTES:
+        raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
+    return OutputFile(name, header, tuple(tensors), begins)
+
+
+def group_by_size(tensors: Iterable[OutputTensor], limit: int) -> list[list[OutputTensor]]:
+    """Group tensors, in their order, into groups of at most ``limit`` bytes; a larger tensor gets its own group.
+
+    >>> def sized(n): return OutputTensor(str(n), "U8", (n,), ("model", "x"))
+    >>> [[t.name for t in group] for group in group_by_size(map(sized, (3, 4, 20, 5)), 8)]
+    [['3', '4'], ['20'], ['5']]
+    """
+    groups: list[list[OutputTensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or (size + tensor.nbytes > limit and size > 0):
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def name_chunks(stem: str, count: int) -> list[str]:
+    """Return the names of a model's or optimizer's files by the convention of Hugging Face.
+
+    >>> name_chunks("model", 1), name_chunks("model", 2)
+    (['model.safetensors'], ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
+    """
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def name_tensor_file(stem: str, tensor: str) -> str:
+    """Return the file name of a single tensor; unique per tensor even on case-insensitive file systems.
+
+    >>> name_tensor_file("model", "a.b-c"), name_tensor_file("model", "A/b")
+    ('model.a.b%2Dc.safetensors', 'model.%41%2Fb.safetensors')
+    """
+    safe = "".join(c if c in _SAFE and not c.isupper() else "".join(f"%{b:02X}" for b in c.encode()) for c in tensor)
+    name = f"{stem}.{safe}.safetensors"
+    if len(name) > _NAME_BYTES:
+        raise FormatError(f"{tensor!r} is too long for the name of a file; use split 'chunks'")
+    return name
+
+
+def build_index(files: Sequence[OutputFile]) -> bytes:
+    """Return the content of Hugging Face's index of several files: the file of each tensor, and the total size."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

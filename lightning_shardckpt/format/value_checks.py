@@ -1,52 +1,51 @@
-"""Checks of the values in a checkpoint's JSON: dtypes, shapes, sizes, names and checksums.
+"""Strict JSON and checks of its values: dtypes, shapes, sizes, names and checksums. FORMAT.md has the rules.
 
 Every value from a file passes one of these checks before it is used. Messages quote a bounded part of an invalid
-value, since a hostile file can contain values of any length.
+value, since a hostile file can contain values of any length. A checksum is xxh3-64 as 16 hexadecimal digits.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Shape
 
-DTYPE_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("BOOL", "I8", "U8"), 1),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
-    "C128": 16,
+_DTYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "C64": (8, "complex64"),
+    "C128": (16, "complex128"),  # our addition, stored as pairs of F64
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
 }
-"""Bytes per element of every dtype that a checkpoint can hold. C128 is our addition, stored as pairs of F64."""
-
-TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "C128": "complex128",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
+"""Bytes per element of every dtype that a checkpoint can hold."""
+TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
 """The name in torch of every dtype that a checkpoint can hold, by its name in the format."""
 
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -119,13 +118,6 @@ def bytes_in(shape: Sequence[int], dtype: str) -> int:
     return prod(shape) * bits // 8
 
 
-def check_save_id(value: Any) -> str:
-    """Return ``value`` if it is 32 hexadecimal digits, else raise FormatError."""
-    if not isinstance(value, str) or not _SAVE_ID_PATTERN.fullmatch(value):
-        raise FormatError(f"{shown(value)} is not a save id")
-    return value
-
-
 def check_dtype(value: Any) -> str:
     """Return ``value`` if it is the name of a dtype of the format, else raise FormatError."""
     if not isinstance(value, str) or value not in DTYPE_BYTES:
@@ -146,33 +138,32 @@ def check_unpacked(dtype: str, where: str) -> None:
         )
 
 
+def check_save_id(value: Any) -> str:
+    """Return ``value`` if it is 32 hexadecimal digits, else raise FormatError."""
+    return _check_pattern(value, _SAVE_ID_PATTERN, "a save id")
+
+
 def check_file_name(value: Any) -> str:
     """Return ``value`` if it is a base name that stays in its directory, else raise FormatError."""
-    if not isinstance(value, str) or not _FILE_NAME_PATTERN.fullmatch(value):
-        raise FormatError(f"{shown(value)} is not a file name that a checkpoint may use")
-    return value
+    return _check_pattern(value, _FILE_NAME_PATTERN, "a file name that a checkpoint may use")
 
 
 def check_digest(value: Any) -> str:
     """Return ``value`` if it is 16 hexadecimal digits, else raise FormatError."""
-    if not isinstance(value, str) or not _DIGEST_PATTERN.fullmatch(value):
-        raise FormatError(f"{shown(value)} is not a checksum")
+    return _check_pattern(value, _DIGEST_PATTERN, "a checksum")
+
+
+def _check_pattern(value: Any, pattern: re.Pattern[str], expected: str) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise FormatError(f"{shown(value)} is not {expected}")
     return value
 
 
 def check_digests(value: Any, count: int) -> str:
     """Return ``value`` if it is the hexadecimal digits of ``count`` checksums, else raise FormatError."""
-    if not isinstance(value, str) or not _HEX_PATTERN.fullmatch(value):
-        raise FormatError(f"{shown(value)} is not a string of checksums")
-    if len(value) != 16 * count:
-        raise FormatError(f"{len(value)} digits of checksums, expected 16 for each of {count} blocks")
-    return value
-
-
-def check_texts(values: list[Any]) -> list[str]:
-    """Return ``values`` if each passes ``check_text``, else raise FormatError. Fast for many values."""
-    are_plain = set(map(type, values)) <= {str} and "".join(values).isascii()
-    return values if are_plain else list(map(check_text, values))
+    if len(_check_pattern(value, _HEX_PATTERN, "a string of checksums")) != DIGITS * count:
+        raise FormatError(f"{len(value)} digits of checksums, expected {DIGITS} for each of {count} blocks")
+    return str(value)
 
 
 def check_text(value: Any) -> str:
@@ -185,3 +176,146 @@ def check_text(value: Any) -> str:
         except UnicodeEncodeError:
             raise FormatError(f"{shown(value)} is not text that UTF-8 can hold") from None
     return value
+
+
+# ── checksums ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+DIGITS = 16
+_MAX_CACHED_BLOCKS = 256  # per tensor; checkpoints of other writers may have more and smaller blocks
+
+
+def checksum(*parts: bytes | memoryview) -> str:
+    """Return the xxh3-64 of the concatenated parts as 16 hex digits.
+
+    >>> checksum(b"abc") == checksum(b"a", b"bc")
+    True
+    """
+    if len(parts) == 1:
+        return xxhash.xxh3_64_hexdigest(parts[0])
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def checksum_blocks(data: memoryview, block: int) -> str:
+    """Return the checksums of all blocks of ``block`` bytes as one string; the last block may be shorter.
+
+    >>> checksum_blocks(memoryview(b"abc"), 2) == checksum(b"ab") + checksum(b"c")
+    True
+    """
+    digest = xxhash.xxh3_64_hexdigest  # called directly, since there are many blocks
+    if 0 < len(data) <= block:  # a fast path for small tensors, which are many
+        return digest(data)
+    return "".join([digest(data[part]) for part in _block_slices(len(data), block)])
+
+
+def slice_checksums(checksums: str, first: int, count: int) -> str:
+    """Return ``count`` of the checksums, from block number ``first`` on.
+
+    >>> slice_checksums("a" * 16 + "b" * 16 + "c" * 16, 1, 1)
+    'bbbbbbbbbbbbbbbb'
+    """
+    return checksums[first * DIGITS : (first + count) * DIGITS]
+
+
+def _block_slices(nbytes: int, block: int) -> tuple[slice, ...]:
+    slices = _cached_slices if nbytes <= _MAX_CACHED_BLOCKS * block else _cached_slices.__wrapped__
+    return slices(nbytes, block)
+
+
+@lru_cache(maxsize=1024)
+def _cached_slices(nbytes: int, block: int) -> tuple[slice, ...]:
+    """Return the slices of all blocks of ``nbytes`` bytes; building them takes as long as hashing a block of 4 KB."""
+    return tuple([slice(at, at + block) for at in range(0, nbytes, block)])
+
+
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FORMAT = "lightning-shardckpt"
+VERSION = "1.0"
+MAX_JSON_BYTES = 1 << 26
+MAX_VALUES = 1 << 21  # in one JSON text; Python needs up to 80 bytes for each
+MAX_DEPTH = 128
+_T = TypeVar("_T")
+
+
+def to_json_texts(values: list[str]) -> list[str]:
+    """Return each string as JSON. One ``json.dumps`` encodes all, since a call costs more than a string."""
+    return json.dumps(values, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n") if values else []
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Parse JSON without duplicate keys, NaN or deep nesting, and of limited size.
+
+    Raises:
+        FormatError: with ``where`` and the position of the error.
+    """
+    check_json_size(text, where)
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_build_object, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise FormatError(f"{where}: not valid JSON: {error}") from None
+    _check_depth(value, where)
+    return value
+
+
+def check_json_size(text: bytes, where: str) -> None:
+    """Refuse JSON that is too large to parse. Commas and brackets in strings count, too: the text is not parsed.
+
+    Raises:
+        FormatError: with ``where``, the size and the limit.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise FormatError(f"{where}: {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
+    if len(text) > MAX_VALUES and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise FormatError(f"{where}: JSON of more than {MAX_VALUES} values")
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Refuse deeply nested JSON, since readers of the value recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [*chain.from_iterable(inner)]
+    if any(isinstance(item, dict | list) for item in level):
+        raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
+
+
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key {shown(counts.most_common(1)[0][0])}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def compact(value: Any) -> str:
+    """Return a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def decode_index(value: Any, where: str, decode: Callable[[dict[str, Any]], _T]) -> _T:
+    """Check the format and version of an index, and decode it."""
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise FormatError(f"{where}: not an index of {FORMAT}")
+    if value.get("version") != VERSION:
+        raise FormatError(
+            f"{where}: format version {shown(value.get('version'))}, but this package reads {VERSION}; use the "
+            "lightning-shardckpt that wrote it"
+        )
+    try:
+        return decode(value)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {str(error)[:200]}"
+        raise FormatError(f"{where}: a part is missing or malformed: {cause}") from None

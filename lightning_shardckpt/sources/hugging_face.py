@@ -12,8 +12,7 @@ from contextlib import closing
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import check_file_name, check_text, shown
+from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, shown
 from lightning_shardckpt.sources.detect import (
     ADAPTERS,
     BIN,

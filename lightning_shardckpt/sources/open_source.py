@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, MismatchError
-from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.sources.source import Source, sharded_source

@@ -15,8 +15,7 @@ from typing import Any
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, shown
+from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
 from lightning_shardckpt.state.peft_names import adapters_from_json
 from lightning_shardckpt.transfer.reader import Checkpoint
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.format.safetensors_files import OutputTensor
+from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import TORCH_NAMES
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
 

@@ -22,7 +22,7 @@ from lightning_shardckpt.compat.torch_tensors import DispatchMode, memory_id
 from lightning_shardckpt.compat.transformers import names_not_saved, own_tied_patterns, revert_function
 from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.format.strict_json import check_json_size
+from lightning_shardckpt.format.value_checks import check_json_size
 from lightning_shardckpt.state.hf_directory import NamedBoxes
 
 # ── names before conversion ───────────────────────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.strict_json import parse_json
-from lightning_shardckpt.format.value_checks import shown
+from lightning_shardckpt.format.value_checks import parse_json, shown
 
 ROOT = "base_model.model."
 """The prefix of every tensor's name in PEFT's files."""

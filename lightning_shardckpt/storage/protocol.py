@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
 

@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, RankIndex, RootIndex, ShardEntry
-from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.index import (
+    ROOT_NAME,
+    FileInfo,
+    RankIndex,
+    RootIndex,
+    ShardEntry,
+    rank_index_from_json,
+    root_from_json,
+)
 from lightning_shardckpt.format.plan import Overlap, check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import (
     HeaderLengthError,
@@ -19,7 +25,7 @@ from lightning_shardckpt.format.safetensors_header import (
     read_header,
     save_id_of,
 )
-from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
+from lightning_shardckpt.format.value_checks import checksum, refuse_lfs_pointer, shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 

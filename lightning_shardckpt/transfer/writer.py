@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.checksum import checksum, checksum_blocks
-from lightning_shardckpt.format.index import FileInfo, RankIndex, ShardEntry, rank_index_name, shard_file_name
-from lightning_shardckpt.format.index_json import rank_index_to_json
+from lightning_shardckpt.format.index import (
+    FileInfo,
+    RankIndex,
+    ShardEntry,
+    rank_index_name,
+    rank_index_to_json,
+    shard_file_name,
+)
 from lightning_shardckpt.format.plan import Piece, split_into_files
 from lightning_shardckpt.format.safetensors_header import HeaderEntry, ShardHeader, plan_header
+from lightning_shardckpt.format.value_checks import checksum, checksum_blocks
 from lightning_shardckpt.storage.protocol import Draft
 
 MB = 1 << 20

@@ -11,12 +11,10 @@ from typing import Literal
 import numpy
 
 from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec
-from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, root_to_json
 from lightning_shardckpt.format.layout import Axis, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import Piece, byte_runs, plan_load, plan_save
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ReadSizes, Request, fetch

@@ -25,11 +25,10 @@ import torch
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.index import ROOT_NAME, rank_index_from_json, root_from_json
 from lightning_shardckpt.format.plan import check_cover, check_plausible, choose_replicas
 from lightning_shardckpt.format.safetensors_header import parse_header
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state import json_tree
 from lightning_shardckpt.state.documents import parse_document
 from tests.support import small

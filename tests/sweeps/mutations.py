@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         "the checksum of the root index is not compared",
         CORRUPT,
-        "format/index_json.py",
+        "format/index.py",
         "if checksum(text[seal.end() :]) != seal[1].decode():",
         "if False:",
         ("unit/format/test_index.py",),
@@ -480,7 +480,7 @@ MUTATIONS = (
     Mutation(
         "a key may be twice in an index",
         SAFE,
-        "format/strict_json.py",
+        "format/value_checks.py",
         "if len(value) != len(pairs):",
         "if False:",
         ("unit/format/test_index.py", "unit/format/test_format.py"),

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
-from lightning_shardckpt.format.checksum import checksum
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local import locks
 from lightning_shardckpt.storage.local.posix import sync_directory
 from lightning_shardckpt.system.text import count_text, size_text

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
 from lightning_shardckpt.storage.protocol import Bytes
 from lightning_shardckpt.storage.remote.store_options import open_bucket
 from lightning_shardckpt.system.tuning import TUNING, Tuning

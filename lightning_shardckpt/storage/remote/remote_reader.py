@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import HEAD_BYTES, PREFIXED_NAME, ROOT_NAME, read_prefix
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.storage.local import locks
 from lightning_shardckpt.storage.local.local_reader import LocalReader
 from lightning_shardckpt.storage.local.posix import make_directories, write_at

@@ -29,8 +29,7 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum
 from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small

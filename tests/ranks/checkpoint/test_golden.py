@@ -29,7 +29,7 @@ from lightning_shardckpt.checkpoint.checkpoint import load, load_full
 from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.format.strict_json import VERSION
+from lightning_shardckpt.format.value_checks import VERSION
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.state.snapshot import Leaves

@@ -21,8 +21,8 @@ from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
 from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_export import sort_by_layer
-from lightning_shardckpt.format.checksum import checksum
-from lightning_shardckpt.format.safetensors_files import name_tensor_file
+from lightning_shardckpt.format.safetensors_header import name_tensor_file
+from lightning_shardckpt.format.value_checks import checksum
 from tests.support import tiny, zoo
 from tests.support.exports import flip, in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks

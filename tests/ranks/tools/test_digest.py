@@ -14,8 +14,8 @@ import xxhash
 import lightning_shardckpt
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.tensor_bytes import host_bytes
 from lightning_shardckpt.tools.digest import digest
 from lightning_shardckpt.tools.verify import verify

@@ -20,8 +20,15 @@ import numpy
 import pytest
 
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.format.index import ROOT_NAME, Component, FileInfo, RootIndex, TensorSpec, rank_index_name
-from lightning_shardckpt.format.index_json import root_to_json
+from lightning_shardckpt.format.index import (
+    ROOT_NAME,
+    Component,
+    FileInfo,
+    RootIndex,
+    TensorSpec,
+    rank_index_name,
+    root_to_json,
+)
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.storage.local.local_storage import LocalStorage
 from lightning_shardckpt.tools.map import write_map

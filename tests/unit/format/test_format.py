@@ -15,12 +15,11 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save, split_into_files
 from lightning_shardckpt.format.safetensors_header import plan_header
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.state.documents import parse_document
 from lightning_shardckpt.state.json_tree import TAGS, decode
 from lightning_shardckpt.storage.local.local_storage import LocalStorage

@@ -11,7 +11,6 @@ import pytest
 
 from lightning_shardckpt.errors import CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.index import (
     Component,
     FileInfo,
@@ -20,12 +19,15 @@ from lightning_shardckpt.format.index import (
     ShardEntry,
     TensorSpec,
     document_name,
+    rank_index_from_json,
     rank_index_name,
+    rank_index_to_json,
+    root_from_json,
+    root_to_json,
     shard_file_name,
 )
-from lightning_shardckpt.format.index_json import rank_index_from_json, rank_index_to_json, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum
 from tests.support.worlds import mesh
 
 FSDP = mesh(2, 2, cuts=(DimShard(1, 0), DimShard(0, 0, 3)))

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.checksum import checksum
 from lightning_shardckpt.format.safetensors_header import (
     MAX_HEADER_BYTES,
     HeaderEntry,
@@ -19,7 +18,7 @@ from lightning_shardckpt.format.safetensors_header import (
     plan_header,
     save_id_of,
 )
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
 SAVE_ID = "0123456789abcdef" * 2

@@ -21,8 +21,7 @@ from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
-from lightning_shardckpt.format.index import ROOT_NAME, RootIndex
-from lightning_shardckpt.format.index_json import root_from_json, root_to_json
+from lightning_shardckpt.format.index import ROOT_NAME, RootIndex, root_from_json, root_to_json
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.trainer import snapshot

@@ -13,13 +13,17 @@ import pytest
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.checksum import checksum, checksum_blocks
-from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ROOT_NAME, TensorSpec
-from lightning_shardckpt.format.index_json import rank_index_from_json, root_from_json
+from lightning_shardckpt.format.index import (
+    MAX_BLOCK_BYTES,
+    ROOT_NAME,
+    TensorSpec,
+    rank_index_from_json,
+    root_from_json,
+)
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout, Part, parts_of_rank
 from lightning_shardckpt.format.plan import plan_save
 from lightning_shardckpt.format.safetensors_header import parse_header, save_id_of
-from lightning_shardckpt.format.strict_json import MAX_JSON_BYTES
+from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES, checksum, checksum_blocks
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch
 from lightning_shardckpt.transfer.writer import MB, block_bytes, plan_files, write_component
