@@ -21,9 +21,8 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.export.options import Format, Options, Split
 from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
-from lightning_shardckpt.export.whole_files import Export, is_replaceable, write
+from lightning_shardckpt.export.whole_files import Export, Format, Options, Split, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.sources.did_you_mean import describe_path, did_you_mean, open_checkpoint
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike

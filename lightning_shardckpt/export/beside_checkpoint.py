@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, StateError
-from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.safetensors_export import plan_safetensors
-from lightning_shardckpt.export.whole_files import write
+from lightning_shardckpt.export.whole_files import Options, write
 from lightning_shardckpt.format.index import EXPORT_FOLDER
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, WholeFile, plan_conversion
+from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, Options, WholeFile, plan_conversion
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_header import (
     OutputFile,
@@ -125,7 +124,7 @@ def plan_adapters(stored: Source, *, adapter: str | None = None, prefix: str | N
         FormatError: if the checkpoint has no such adapter, or only a part of it.
     """
     export, component = Export([]), stored.components().get("model", Component({}))
-    keys = {**{key: key for key in component.tensors}, **component.aliases}
+    keys = component.names
     for selected in _select_adapters(stored, adapter, prefix):
         folder = "" if selected.name == (adapter or "default") else f"{selected.name}/"
         names = selected.names(keys.keys())

@@ -21,8 +21,7 @@ import torch
 
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.export.options import Options
-from lightning_shardckpt.export.whole_files import Export, WholeFile, plan_conversion
+from lightning_shardckpt.export.whole_files import Export, Options, WholeFile, plan_conversion
 from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping

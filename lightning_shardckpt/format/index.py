@@ -193,6 +193,11 @@ class Component:
     aliases: dict[str, str] = field(default_factory=dict)
     indexes: dict[int, FileInfo] = field(default_factory=dict)
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The stored tensor by each of its names."""
+        return {**{key: key for key in self.tensors}, **self.aliases}
+
 
 @dataclass(frozen=True, slots=True)
 class RootIndex:

@@ -262,8 +262,8 @@ def save_id_of(header: Header) -> str:
 # ── files of whole tensors ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
-_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
+_LIBRARY_HEADER_BYTES = 100_000_000  # the limit of the safetensors library, 0.8
+_FILE_ALIGNMENT = 64  # of the first tensor, so that programs that map the file can use it in place
 _SAFE = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._")
 _NAME_BYTES = 255
 
@@ -307,9 +307,9 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     if complex128 is not None:
         raise FormatError(f"{complex128!r} is complex128, which safetensors lacks; leave it out, or write for torch")
     named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-    header, begins = build_header(named, metadata, alignment=_ALIGNMENT)
+    header, begins = build_header(named, metadata, alignment=_FILE_ALIGNMENT)
     nbytes = len(header) - LENGTH_BYTES
-    if nbytes > _MAX_HEADER_BYTES:
+    if nbytes > _LIBRARY_HEADER_BYTES:
         raise FormatError(f"{name}: a header of {nbytes} bytes is more than safetensors reads; use split 'chunks'")
     return OutputFile(name, header, tuple(tensors), begins)
 

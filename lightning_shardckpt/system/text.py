@@ -51,15 +51,27 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ("size",)) -> str:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = ("size",),
+    *,
+    limit: int | None = None,
+    noun: str = "",
+    hint: str = "--tensors '*' lists them",
+) -> str:
     """Return lines with aligned columns; the columns named in ``right`` are right-aligned.
 
-    >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B")]))
+    Of more than ``limit`` rows, the first are shown, and a last line counts the others and tells how to list them.
+
+    >>> print(table(("name", "size"), [("a", "10 B"), ("bc", "9 B"), ("d", "8 B")], limit=2, noun="file"))
     name  size
     a     10 B
     bc     9 B
+    … and 1 more file: --tensors '*' lists them
     """
-    rows = [[one_line(cell) for cell in row] for row in rows]
+    more = 0 if limit is None else max(len(rows) - limit, 0)
+    rows = [[one_line(cell) for cell in row] for row in rows[:limit]]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
@@ -68,6 +80,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
             for cell, width, name in zip(row, widths, header, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
+    if more:
+        lines.append(f"… and {count_text(more, f'more {noun}') if noun else f'{more:,} more'}: {hint}")
     return "\n".join(lines)
 
 

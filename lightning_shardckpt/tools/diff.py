@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import xxhash
@@ -21,8 +21,8 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
-from lightning_shardckpt.system.text import count_text, shape_text
-from lightning_shardckpt.tools.listing import is_selected, long_table
+from lightning_shardckpt.system.text import count_text, shape_text, table
+from lightning_shardckpt.tools.inspect import is_selected
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import WindowReader
 
@@ -30,6 +30,7 @@ _WINDOW_BYTES = 8 << 20  # of each tensor at a time
 _LISTED = 20
 _ABSENT = "–"
 _SHOWN = 32
+_DIFFERENCES = ("different", "changed", "removed", "added")
 
 
 def diff(
@@ -66,15 +67,12 @@ def diff(
         open_checkpoint(b, storage_options=storage_options) as second,
     ):
         readers = [WindowReader(sharded_source(checkpoint), _WINDOW_BYTES) for checkpoint in (first, second)]
-        lists: dict[str, Any] = {"same": 0, "added": [], "removed": [], "changed": [], "different": []}
+        lists: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("same", *_DIFFERENCES)}
         pairs = list(_pairs(first, second, tensors))
         expect(sum(pair.nbytes for pair in pairs))
         for pair in pairs:
             kind, entry = _compare(pair, readers, advance)
-            if kind == "same":
-                lists["same"] += 1
-            else:
-                lists[kind].append({"component": pair.component, "name": pair.name, **entry})
+            lists[kind].append({"component": pair.component, "name": pair.name, **entry})
         values = [_values(one, tensors) for one in (first, second)]
         if tensors is not None and not any(lists.values()) and not any(values):
             raise ValueError(f"neither checkpoint has a tensor whose name matches {tensors!r} or contains it")
@@ -82,7 +80,7 @@ def diff(
             "a": os.fspath(a),
             "b": os.fspath(b),
             "about": _changes(_about(first), _about(second)),
-            "tensors": lists,
+            "tensors": {**lists, "same": len(lists["same"])},
             "values": _changes(*values),
             "values_compared": len({**values[0], **values[1]}),
         }
@@ -90,7 +88,7 @@ def diff(
 
 def is_same(report: dict[str, Any]) -> bool:
     """Return whether all tensors are the same."""
-    return not any(report["tensors"][kind] for kind in ("added", "removed", "changed", "different"))
+    return not any(report["tensors"][kind] for kind in _DIFFERENCES)
 
 
 def _values(checkpoint: Checkpoint, pattern: str | None) -> dict[str, str]:
@@ -118,8 +116,7 @@ def _changes(a: dict[str, str], b: dict[str, str]) -> dict[str, list[str | None]
 # ── pairs of tensors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """A tensor by a common name: its key and spec in each checkpoint, None if a checkpoint lacks it."""
 
     component: str
@@ -131,16 +128,14 @@ class _Pair:
     def nbytes(self) -> int:
         """The bytes to compare; 0 if dtypes or shapes differ, or a checkpoint lacks the tensor."""
         a, b = self.specs
-        is_comparable = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
-        return bytes_in(a.shape, a.dtype) if is_comparable and a is not None else 0
+        return bytes_in(a.shape, a.dtype) if a is not None and _describe(a) == _describe(b) else 0
 
 
 def _pairs(first: Checkpoint, second: Checkpoint, pattern: str | None) -> Iterator[_Pair]:
     """Yield every tensor of either checkpoint, by any of its names; each pair of keys once."""
     for component in {**first.root.components, **second.root.components}:
         a, b = (checkpoint.root.components.get(component, Component({})) for checkpoint in (first, second))
-        of_a, of_b = ({**{key: key for key in side.tensors}, **side.aliases} for side in (a, b))
-        seen: set[tuple[str | None, str | None]] = set()
+        of_a, of_b, seen = a.names, b.names, set[tuple[str | None, str | None]]()
         for name in {**of_a, **of_b}:
             keys = of_a.get(name), of_b.get(name)
             if keys not in seen and is_selected([name], pattern):
@@ -243,49 +238,29 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
     limit, tensors = None if everything else _LISTED, report["tensors"]
     blocks = [f"A  {report['a']}\nB  {report['b']}"]
     for title, kind in (("about", "about"), ("value", "values")):
-        rows: list[tuple[str, ...]] = [(name, _cut(a), _cut(b)) for name, (a, b) in report[kind].items()]
-        if rows:
-            blocks.append(_rows_table((title, "A", "B"), rows, limit))
-    components = dict.fromkeys(t["component"] for t in tensors["different"])
-    blocks += [_different(name, tensors, limit) for name in components]
-    blocks += [text] if (text := _others(tensors, limit)) else []
-    return "\n\n".join([*blocks, _verdict(report)])
+        rows = [(name, _cut(a), _cut(b)) for name, (a, b) in report[kind].items()]
+        blocks += [table((title, "A", "B"), rows, limit=limit)] if rows else []
+    for component in dict.fromkeys(t["component"] for t in tensors["different"]):
+        own = [t for t in tensors["different"] if t["component"] == component]
+        own.sort(key=lambda t: (-inf if t["relative"] is None else -t["relative"], t["name"]))  # the largest first
+        sizes = [["" if t[k] is None else f"{t[k]:.3g}" for k in ("largest", "relative")] for t in own]
+        cells = [(t["name"], t["dtype"], shape_text(t["shape"]), *two) for t, two in zip(own, sizes, strict=True)]
+        header = (f"{component}: differs", "dtype", "shape", "largest", "relative")
+        blocks.append(table(header, cells, header[3:], limit=limit))
+    others = [
+        (t["name"], _cell(sides["a"]), _cell(sides["b"]), kind)
+        for kind in ("changed", "removed", "added")
+        for t in tensors[kind]
+        for sides in [{"changed": t, "removed": {"a": t, "b": None}, "added": {"a": None, "b": t}}[kind]]
+    ]
+    blocks += [table(("tensor", "A", "B", ""), others, limit=limit)] if others else []
+    counts = [f", {len(tensors[kind]):,} {kind}" for kind in _DIFFERENCES if tensors[kind]]
+    return "\n\n".join([*blocks, f"{count_text(tensors['same'], 'tensor')} the same{''.join(counts)}"])
+
+
+def _cell(spec: dict[str, Any] | None) -> str:
+    return _ABSENT if spec is None else f"{spec['dtype']} {shape_text(spec['shape'])}"
 
 
 def _cut(text: str | None) -> str:
     return _ABSENT if text is None else text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-
-
-def _different(component: str, tensors: dict[str, Any], limit: int | None) -> str:
-    """Return the table of tensors whose values differ, the largest change first."""
-    own = [t for t in tensors["different"] if t["component"] == component]
-    rows: list[tuple[str, ...]] = []
-    for t in sorted(own, key=lambda t: (-inf if t["relative"] is None else -t["relative"], t["name"])):
-        largest, relative = ("" if t[k] is None else f"{t[k]:.3g}" for k in ("largest", "relative"))
-        rows.append((t["name"], t["dtype"], shape_text(t["shape"]), largest, relative))
-    header = (f"{component}: differs", "dtype", "shape", "largest", "relative")
-    return _rows_table(header, rows, limit, header[3:])
-
-
-def _others(tensors: dict[str, Any], limit: int | None) -> str:
-    rows: list[tuple[str, ...]] = []
-    for kind in ("changed", "removed", "added"):
-        for t in tensors[kind]:
-            a, b = (t["a"], t["b"]) if kind == "changed" else (t, t)
-            cells = [f"{one['dtype']} {shape_text(one['shape'])}" for one in (a, b)]
-            absent = {"removed": (cells[0], _ABSENT), "added": (_ABSENT, cells[1])}
-            rows.append((t["name"], *absent.get(kind, cells), kind))
-    return _rows_table(("tensor", "A", "B", ""), rows, limit) if rows else ""
-
-
-def _rows_table(
-    header: tuple[str, ...], rows: list[tuple[str, ...]], limit: int | None, right: tuple[str, ...] = ()
-) -> str:
-    return long_table(header, rows, lambda row: row, limit=limit, right=right)
-
-
-def _verdict(report: dict[str, Any]) -> str:
-    tensors = report["tensors"]
-    counts = [(kind, len(tensors[kind])) for kind in ("different", "changed", "removed", "added")]
-    text = f"{count_text(tensors['same'], 'tensor')} the same"
-    return text + "".join(f", {number:,} {kind}" for kind, number in counts if number)

@@ -23,7 +23,7 @@ from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.storage.router import backend_of, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
-from lightning_shardckpt.tools.listing import is_selected, long_table
+from lightning_shardckpt.tools.inspect import is_selected
 from lightning_shardckpt.transfer.shard_reader import WindowReader
 
 Names = Literal["stored", "huggingface"]
@@ -130,16 +130,15 @@ def digest(
 def _tensors(stored: Source, names: Names) -> dict[str, list[OutputTensor]]:
     """Return the tensors of each component, under each of their names."""
     components, outputs = stored.components(), dict[str, list[OutputTensor]]()
-    keys = {name: {**{key: key for key in of.tensors}, **of.aliases} for name, of in components.items()}
     if names == "huggingface":
-        model = hf_directory.pick_model(stored.document("huggingface"), keys.get("model", ()))
+        keys = components["model"].names if "model" in components else {}
+        model = hf_directory.pick_model(stored.document("huggingface"), keys)
         if model is None:
             raise ValueError("the checkpoint has no model of transformers, so it has no names of Hugging Face")
-        return {"model": list(model.tensors(keys["model"], components["model"]))}
-    for name in _DIGESTED:
-        specs = ((new, key, components[name].tensors[key]) for new, key in keys.get(name, {}).items())
-        if name in components:
-            outputs[name] = [OutputTensor(new, spec.dtype, spec.shape, (name, key)) for new, key, spec in specs]
+        return {"model": list(model.tensors(keys, components["model"]))}
+    for name in filter(components.__contains__, _DIGESTED):
+        specs = ((new, key, components[name].tensors[key]) for new, key in components[name].names.items())
+        outputs[name] = [OutputTensor(new, spec.dtype, spec.shape, (name, key)) for new, key, spec in specs]
     return outputs
 
 
@@ -173,13 +172,13 @@ def _digest_values(document: Mapping[str, Any]) -> str:
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
     """Render the result of ``digest`` as text for people."""
-    rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in report["tensors"]]
     blocks = []
     for component in report["components"]:
-        own = [row for row, t in zip(rows, report["tensors"], strict=True) if t["component"] == component]
+        own = [t for t in report["tensors"] if t["component"] == component]
+        rows = [(t["name"], t["dtype"], shape_text(t["shape"]), t["digest"]) for t in own]
         if own:
             header = (component, "dtype", "shape", "digest")
-            blocks.append(long_table(header, own, lambda row: row, limit=None if everything else _LISTED))
+            blocks.append(table(header, rows, limit=None if everything else _LISTED))
     lines = [(f"{n} ({count_text(report['counts'][n], 'tensor')})", d) for n, d in report["components"].items()]
     if report["optimizer_values"] is not None:
         lines.append(("values of optimizers", report["optimizer_values"]))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_shardckpt.errors import ShardCkptError
-from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.format.index import ROOT_NAME, Component
 from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.did_you_mean import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
-from lightning_shardckpt.tools.listing import aliases_by_key, is_selected, long_table
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _LISTED = 20
@@ -104,6 +104,23 @@ def _files(checkpoint: Checkpoint, problems: list[str]) -> Iterator[dict[str, An
         yield {"name": document.name, "rank": int(rank_text) if rank_text.isdigit() else None, "bytes": document.nbytes}
 
 
+def is_selected(names: Iterable[str], pattern: str | None) -> bool:
+    """Return whether one of a tensor's names matches a pattern (``*``, ``?``, ``[…]``) or contains it as text.
+
+    >>> is_selected(["a.weight"], "a.*"), is_selected(["a.weight"], "weigh"), is_selected(["a.weight"], "b.*")
+    (True, True, False)
+    """
+    return pattern is None or any(fnmatchcase(name, pattern) or pattern in name for name in names)
+
+
+def aliases_by_key(component: Component) -> dict[str, list[str]]:
+    """Return the aliases of each tied tensor, by its stored name."""
+    names: dict[str, list[str]] = {}
+    for alias, key in component.aliases.items():
+        names.setdefault(key, []).append(alias)
+    return names
+
+
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -115,9 +132,17 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         everything: show long tables in full.
     """
     limit = None if everything else _LISTED
-    blocks = [_summary(report), _components_table(report)]
-    blocks.append(_tensors_table(report, limit) if report["tensors"] else "no tensor matches")
-    blocks.append(_files_table(report["files"], limit))
+    tensors, files, all_ranks = report["tensors"], report["files"], [[0, report["world_size"]]]
+    blocks = [_summary(report), _components_table(report), "no tensor matches"]
+    if tensors:
+        rows = [
+            (t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t, all_ranks))
+            for t in tensors
+        ]
+        header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--tensors '*' lists them, --tensors PATTERN picks"
+        blocks[-1] = table(header, rows, limit=limit, noun="tensor", hint=hint)
+    places = [(f["name"], "" if f["rank"] is None else str(f["rank"]), size_text(f["bytes"])) for f in files]
+    blocks.append(table(("file", "rank", "size"), places, ("rank", "size"), limit=limit, noun="file"))
     if report["problems"]:
         blocks.append("\n".join(["problems (`python -m lightning_shardckpt verify` finds all):", *report["problems"]]))
     return "\n\n".join(blocks)
@@ -145,16 +170,6 @@ def _components_table(report: dict[str, Any]) -> str:
     return table(("component", "tensors", "in tensors", "dtypes"), rows, right=("in tensors",))
 
 
-def _tensors_table(report: dict[str, Any], limit: int | None) -> str:
-    all_ranks = [[0, report["world_size"]]]
-
-    def row(t: dict[str, Any]) -> tuple[str, ...]:
-        return t["name"], t["dtype"], shape_text(t["shape"]), size_text(t["bytes"]), _cuts_text(t, all_ranks)
-
-    header, hint = ("tensor", "dtype", "shape", "size", "cut"), "--tensors '*' lists them, --tensors PATTERN picks"
-    return long_table(header, report["tensors"], row, limit=limit, noun="tensor", hint=hint)
-
-
 def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
     """Return a text of a tensor's cuts, the ranks that hold it if these are not all, and its aliases."""
     cuts = [
@@ -165,13 +180,6 @@ def _cuts_text(tensor: dict[str, Any], all_ranks: list[list[int]]) -> str:
     if tensor["ranks"] != all_ranks and cuts:
         text += f" on ranks {_ranges_text(tensor['ranks'])}"
     return text + (f"; also {', '.join(tensor['aliases'])}" if tensor["aliases"] else "")
-
-
-def _files_table(files: list[dict[str, Any]], limit: int | None) -> str:
-    def row(file: dict[str, Any]) -> tuple[str, ...]:
-        return file["name"], "" if file["rank"] is None else str(file["rank"]), size_text(file["bytes"])
-
-    return long_table(("file", "rank", "size"), files, row, limit=limit, noun="file", right=("rank", "size"))
 
 
 def _ranges_text(ranges: list[list[int]]) -> str:

@@ -25,8 +25,8 @@ from lightning_shardckpt import save
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
-from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_export import PlainValues
+from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.system.text import size_text
 from tests.support import tiny, zoo

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, load_model
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
-from lightning_shardckpt.export.options import Options
 from lightning_shardckpt.export.torch_export import sort_by_layer
+from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.format.safetensors_header import name_tensor_file
 from lightning_shardckpt.format.value_checks import checksum
 from tests.support import tiny, zoo

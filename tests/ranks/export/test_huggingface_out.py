@@ -18,7 +18,7 @@ from lightning_shardckpt.checkpoint_io import ShardCkptIO
 from lightning_shardckpt.consolidate import consolidate, write_export
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.options import Options
+from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.system.tuning import TUNING
 from tests.support import tiny
 from tests.support.exports import in_small_windows

@@ -159,7 +159,7 @@ ROOT_EDITS: list[tuple[str, Any, str]] = [
     ("layouts/0/holders", [[2, 2]], "holders"),
     ("layouts/0/holders", [[0, 3], [2, 4]], "holders"),
     ("layouts/2/order", 7, "TypeError"),
-    ("components/model/tensors/a/0", ["F32"], "TypeError"),
+    ("components/model/tensors/a/0", ["F32"], "unknown dtype"),
     ("components/model/tensors/a/1", [8, -3], "-3 is not a size"),
     ("components/model/tensors/a/1", [1 << 64], "is not a size"),
     ("components/model/tensors/a/1", 8, "TypeError"),
