@@ -144,61 +144,31 @@ def sealed(value: dict[str, Any]) -> bytes:
 
 
 ROOT_EDITS: list[tuple[str, Any, str]] = [
-    ("version", 1, "version 1"),
-    ("version", True, "version True"),
-    ("version", "1.1", "version '1.1'"),
     ("world_size", 0, "world of 0"),
-    ("world_size", "4", "'4' is not a size"),
     ("world_size", 4.0, "4.0 is not a size"),
-    ("epoch", [], "is not a size"),
     ("topology", {"a": -1}, "-1 is not a size"),
-    ("topology", [], "AttributeError"),
-    ("layouts", {}, "IndexError"),
     ("layouts/0/axes/0", ["a", 2], "ValueError"),
-    ("layouts/0/holders", [], "holders"),
     ("layouts/0/holders", [[2, 2]], "holders"),
-    ("layouts/0/holders", [[0, 3], [2, 4]], "holders"),
     ("layouts/2/order", 7, "TypeError"),
     ("components/model/tensors/a/0", ["F32"], "unknown dtype"),
     ("components/model/tensors/a/1", [8, -3], "-3 is not a size"),
-    ("components/model/tensors/a/1", [1 << 64], "is not a size"),
-    ("components/model/tensors/a/1", 8, "TypeError"),
     ("components/model/tensors/a/2", 3, "IndexError"),
     ("components/model/tensors/a/2", -1, "-1 is not a size"),
-    ("components/model/tensors/a", [], "IndexError"),
     ("components/model/tensors/a", ["F32", [8, 3], 0, "x"], "nothing or a 1"),
-    ("components/model/aliases", {"a": "d"}, "alias 'a'"),
     ("components/model/indexes/0/0", "a/b", "is not a file name"),
-    ("components/model/indexes/0/0", ".hidden", "is not a file name"),
     ("components/model/indexes/0/0", "a\u0000b", "is not a file name"),
     ("components/model/indexes/0/0", "a\n", "is not a file name"),
-    ("components/model/indexes/0/0", "x" * 200, "is not a file name"),
-    ("components/model/indexes/0/0", 7, "is not a file name"),
-    ("components/model/indexes/0/1", -1, "-1 is not a size"),
-    ("components/model/indexes/0/2", "0123", "'0123' is not a checksum"),
     ("components/model/indexes/0/2", SUM.upper(), "is not a checksum"),
     ("components/model/indexes", {"one": ["x", 1, SUM]}, "ValueError"),
-    ("components", [], "AttributeError"),
     ("documents", {"..": [1, SUM]}, "is not a file name"),
-    ("documents/trainer-state.json", [5], "ValueError"),
     ("software", DELETED, "software"),
 ]
 RANK_EDITS: list[tuple[str, Any, str]] = [
-    ("format", None, "not an index"),
-    ("rank", -1, "-1 is not a size"),
-    ("files", [], "AttributeError"),
     ("files", {"../x": [1, SUM]}, "not a file name"),
-    ("metadata", [], "AttributeError"),
-    ("metadata/a", [], "TypeError"),
     ("metadata/a/file", "model-dist-00009-shard-00001.safetensors", "KeyError"),
     ("metadata/a/begin", -8, "-8 is not a size"),
-    ("metadata/a/block", 0, "checksums"),
     ("metadata/a/checksums", "", "0 digits of checksums, expected 16 for each of 1 blocks"),
-    ("metadata/a/offsets", [-1, 0], "not a size"),
-    ("metadata/a/offsets", [2], "ValueError"),
     ("metadata/a/lengths", [1 << 62, 1 << 62], "lies outside"),
-    ("metadata/a/global_shape", [8], "ValueError"),
-    ("metadata/a/dtype", "F31", "unknown dtype"),
     ("metadata/a/more", 5, "TypeError"),
     ("metadata/a/more/0/offsets", [7, 0], "lies outside"),
 ]
@@ -215,17 +185,6 @@ def test_an_edited_rank_index_is_refused(path: str, new: Any, words: str) -> Non
     text = json.dumps(edited(json.loads(rank_index_to_json(a_rank_index())), path, new)).encode()
     with pytest.raises(FormatError, match=f"(?s)file x: .*({words})"):
         rank_index_from_json(text, "file x")
-
-
-@pytest.mark.parametrize("text", [b"", b"{}", b'{"checksum":"0"}', b"[]", b"\x80\x04K\x01."])
-def test_what_is_no_root_index_is_refused(text: bytes) -> None:
-    with pytest.raises(CorruptionError, match="file x: the root index is damaged"):
-        root_from_json(text, "file x")
-
-
-def test_the_root_index_of_a_later_minor_addition_is_still_read() -> None:
-    value = {**json.loads(root_to_json(a_root())), "comment": "readers pass over keys that they do not know"}
-    assert root_from_json(sealed(value), "x") == a_root()
 
 
 def test_the_root_index_of_4096_ranks_grows_with_tensors_and_ranks_alone() -> None:

@@ -157,20 +157,10 @@ def transformer(width: int, layers: int, vocabulary: int) -> dict[str, Shape]:
     return shapes
 
 
-def resnet() -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"stem": (64, 3, 7, 7), "fc": (1000, 512), "fc.bias": (1000,)}
-    for i, n in enumerate([64] * 4 + [128] * 4 + [256] * 4 + [512] * 4):
-        shapes |= {f"{i}.conv": (n, n, 3, 3), f"{i}.weight": (n,), f"{i}.bias": (n,), f"{i}.count": ()}
-    return shapes
-
-
 MODELS: dict[str, dict[str, Shape]] = {
     "transformer": transformer(512, 6, 50_257),
-    "small transformer": transformer(48, 4, 1000),
-    "convolutions": resnet(),
     "many tiny": {f"t{i}": (i % 17 + 1,) for i in range(500)},
     "awkward dims": {f"t{i}": (5, 7, 90, 3) for i in range(40)},
-    "leading ones": {f"t{i}": (1, 1, 4096 + i) for i in range(20)},
 }
 
 
@@ -179,16 +169,11 @@ def bytes_per_rank(shapes: dict[str, Shape], layout: Layout, world: int) -> list
     return [sum(p.nbytes for p in plan_save(tensors, rank)) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_replicas_share_the_writing_evenly(model: str, world: int) -> None:
-    sizes = bytes_per_rank(MODELS[model], REPLICATED, world)
-    assert max(sizes) <= 1.2 * sum(sizes) / world
-
-
-def test_hybrid_replicas_share_the_writing_evenly() -> None:
-    sizes = bytes_per_rank(MODELS["transformer"], mesh(2, 2, cuts=(DimShard(1, 0),)), 4)
-    assert max(sizes) <= 1.2 * sum(sizes) / 4
+def test_replicas_share_the_writing_evenly(model: str) -> None:
+    for layout, world in ((REPLICATED, 3), (REPLICATED, 8), (mesh(2, 2, cuts=(DimShard(1, 0),)), 4)):
+        sizes = bytes_per_rank(MODELS[model], layout, world)
+        assert max(sizes) <= 1.2 * sum(sizes) / world
 
 
 def test_a_tensor_is_shared_from_the_documented_size_on() -> None:
@@ -196,12 +181,6 @@ def test_a_tensor_is_shared_from_the_documented_size_on() -> None:
         return choose_replicas({"t": TensorSpec("U8", (elements,), REPLICATED, ((0, 4),))})["t"] is None
 
     assert (shared(4 * SPLIT_BYTES - 1), shared(4 * SPLIT_BYTES)) == (False, True)
-
-
-def test_a_shared_tensor_is_divided_where_the_pieces_are_even() -> None:
-    spec = TensorSpec("F32", (5, 400, 100), REPLICATED, ((0, 4),))
-    boxes = [p.part.box for rank in range(4) for p in plan_save({"t": spec}, rank)]
-    assert [b.shape for b in boxes] == [(5, 100, 100)] * 4
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,7 +194,7 @@ def piece(key: str, nbytes: int, start: int = 0, dtype: str = "U8") -> Piece:
 
 def test_files_keep_to_the_limit_and_hold_a_name_once() -> None:
     choose = random.Random(3)
-    for limit in (1, 64, 100, 1000, 1 << 30):
+    for limit in (0, 1, 64, 100, 1000, 1 << 30):
         pieces = [
             piece(f"k{choose.randint(0, 30)}", choose.choice([0, 1, 8, 64, 99, 100, 101, 500]), i) for i in range(80)
         ]
@@ -226,18 +205,10 @@ def test_files_keep_to_the_limit_and_hold_a_name_once() -> None:
             assert len({p.key for p in found}) == len(found)
 
 
-def test_small_tensors_share_a_file() -> None:
-    assert len(split_into_files([piece(f"k{i}", 10) for i in range(100)], 100)) == 10
-
-
 def test_wide_elements_come_first_in_a_file_whatever_order_they_are_given_in() -> None:
     pieces = [piece("a", 3), piece("b", 16, dtype="F64"), piece("c", 6, dtype="F16"), piece("d", 12, dtype="F32")]
     (found,) = split_into_files(pieces, 1 << 20)
     assert [p.key for p in found] == ["b", "d", "c", "a"]
-
-
-def test_the_limit_may_be_smaller_than_any_tensor() -> None:
-    assert len(split_into_files([piece("a", 50), piece("b", 50)], 0)) == 2
 
 
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,6 @@ from lightning_shardckpt.format.safetensors_header import (
     HeaderEntry,
     parse_header,
     plan_header,
-    save_id_of,
 )
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
@@ -43,11 +42,6 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     count = DTYPE_BYTES[{d: n for n, d in TORCH_DTYPES.items()}[dtype]]
     bits = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, count), dtype=torch.uint8)
     return bits.view(dtype).reshape(shape)
-
-
-def test_every_dtype_of_the_format_has_one_of_torch() -> None:
-    assert DTYPE_BYTES.keys() == TORCH_DTYPES.keys()
-    assert {n: torch.empty(1, dtype=d).element_size() for n, d in TORCH_DTYPES.items()} == DTYPE_BYTES
 
 
 @pytest.mark.parametrize("name", [n for n in DTYPE_BYTES if n != "C128"])
@@ -84,20 +78,6 @@ def test_data_begin_at_a_multiple_of_8_and_follow_without_gaps() -> None:
         assert (first % 8, first, second) == (0, len(header), first + 12)
 
 
-def test_decode_returns_what_encode_was_given() -> None:
-    entries = [
-        ("a", "C64", (2, 3), (1, 0)),
-        ("b", "BF16", (), ()),
-        ("c", "I8", (0, 3), (0, 0)),
-    ]
-    header, begins = written(entries)
-    found = parse_header(header, "file x")
-    assert save_id_of(found) == SAVE_ID
-    sizes = [48, 2, 0]
-    expected = [(*e[:3], b, n) for e, b, n in zip(entries, begins, sizes, strict=True)]
-    assert [(k, s.dtype, s.shape, s.begin, s.nbytes) for k, s in found.tensors.items()] == expected
-
-
 def test_the_metadata_are_strings_as_safetensors_demands(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(file_of({"a": torch.zeros(2)}))
     with safetensors.safe_open(tmp_path / "f", "pt") as file:
@@ -108,11 +88,6 @@ def test_the_metadata_are_strings_as_safetensors_demands(tmp_path: Path) -> None
         "DCP_VERSION": "1.0",
         "save_id": SAVE_ID,
     }
-
-
-def test_the_one_name_that_safetensors_keeps_for_itself_is_refused() -> None:
-    with pytest.raises(FormatError, match="__metadata__"):
-        plan_header([("__metadata__", "F32", (1,), (0,))])
 
 
 def test_a_header_that_no_reader_would_accept_is_not_written() -> None:
@@ -128,22 +103,12 @@ METADATA = '"__metadata__":{"save_id":"x"}'
     "text",
     [
         "",
-        "[]",
-        "{}",
         '{"__metadata__":[]}',
-        "{" + METADATA + "",
         "{" + METADATA + ',"a":1}',
-        "{" + METADATA + ',"a":{}}',
         "{" + METADATA + ',"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}',
         "{" + METADATA + ',"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
         "{" + METADATA + ',"a":{"dtype":"F32","shape":[1],"data_offsets":[0,5]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}',
         "{" + METADATA + ',"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":[1],"data_offsets":[0]}}',
-        "{" + METADATA + ',"a":{"dtype":"F32","shape":1,"data_offsets":[0,4]}}',
-        "{" + METADATA + "," + METADATA + "}",
-        "{" + METADATA + ',"a":NaN}',
         '{"a":' * 20_000,
         "{" + METADATA + ',"a":' + "9" * 10_000 + "}",
     ],
