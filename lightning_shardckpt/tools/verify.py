@@ -68,7 +68,7 @@ def verify(
     Args:
         path: the checkpoint.
         quick: check structure and sizes only, without the content of tensors and documents.
-        advance: called with the bytes of shard files as they are checked, by any thread, one at a time.
+        advance: called with the size of each shard file that was checked, by any thread, one at a time.
         expect: called once before with the bytes of all shard files.
         storage_options: for URLs, see ``ShardCkptIO``.
 
@@ -161,18 +161,11 @@ class _Verification:
 
         def check(number: int) -> None:
             _, index, info = self.files[number]
-            left = info.nbytes
-
-            def advance_file(nbytes: int) -> None:
-                nonlocal left
-                left -= nbytes
-                with advancing:
-                    advance(nbytes)
-
             if readable[number] and not self._quick:
                 with closing(self._checkpoint.reader.clone()) as reader:
-                    of_files[number] = list(_check_data(reader, index, info, advance_file))
-            advance_file(left)  # the header, and unreadable data
+                    of_files[number] = list(_check_data(reader, index, info))
+            with advancing:
+                advance(info.nbytes)
 
         numbers = range(len(self.files))
         run_tasks(numbers, lambda: nullcontext(check), threads=min(_THREADS, len(numbers)), name="shardckpt-verifier")
@@ -235,7 +228,7 @@ def _lost(index: RankIndex, info: FileInfo, size: int) -> str:
     return f"; it held data of {list_some([*map(repr, lost)], 5)}" if lost else ""
 
 
-def _check_data(reader: Reader, index: RankIndex, info: FileInfo, advance: Callable[[int], Any]) -> Iterator[Finding]:
+def _check_data(reader: Reader, index: RankIndex, info: FileInfo) -> Iterator[Finding]:
     """Yield the tensors in a file whose bytes differ from their checksums."""
     for key, entry in _entries(index, info):
         bad, step = list[tuple[int, int]](), max(_CHUNK_BYTES // entry.block, 1) * entry.block
@@ -245,7 +238,6 @@ def _check_data(reader: Reader, index: RankIndex, info: FileInfo, advance: Calla
                 piece = buffer[: entry.nbytes - at]
                 reader.read_into(info.name, entry.begin + at, piece)
                 bad += find_corruption(entry, piece, at)
-                advance(len(piece))
         except (OSError, EOFError, FormatError) as error:
             yield Finding(info.name, f"cannot be read: {error}", key, index.rank)
             return

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, load_model
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate, write_export
-from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
+from lightning_shardckpt.errors import FormatError, StateError
 from lightning_shardckpt.export.torch_export import sort_by_layer
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.format.safetensors_header import name_tensor_file
 from lightning_shardckpt.format.value_checks import checksum
 from tests.support import tiny, zoo
-from tests.support.exports import flip, in_small_windows, same_bits
+from tests.support.exports import in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
 from tests.system import test_pipeline_checkpoints as pipelines
 
@@ -76,11 +76,6 @@ def test_one_file_of_safetensors_has_every_bit_and_loads_with_the_library(saved:
     begins = {name: one["data_offsets"][0] for name, one in header.items() if name != "__metadata__"}
     assert (8 + length) % 64 == 0
     assert [n for n, t in expected_tensors().items() if begins[n] % t.element_size()] == []
-
-
-def test_the_default_name_tells_the_kind(copy: Path) -> None:
-    assert consolidate(copy, format="safetensors", **NO_C128).name == "zoo.ckpt.consolidated.safetensors"
-    assert consolidate(copy, **CHUNKS).name == "zoo.ckpt.consolidated"
 
 
 def test_a_tied_tensor_is_there_once_and_load_model_takes_it(tmp_path: Path) -> None:
@@ -162,33 +157,6 @@ def test_threads_write_each_byte_of_a_file_once(saved: Path, tmp_path: Path, mon
     assert sum(count for _, count in written) == file.stat().st_size
 
 
-def test_damage_is_an_error_that_names_the_file_and_leaves_nothing_behind(copy: Path) -> None:
-    victim = copy / "model-dist-00003-shard-00001.safetensors"
-    index = json.loads((copy / "model-meta-dist-00003.index.json").read_text())["metadata"]
-    begins = {one["begin"] for one in index.values() if one["file"] == victim.name and one["dtype"] != "C128"}
-    for offset in {*begins, victim.stat().st_size - 1}:
-        flip(victim, offset)
-        with pytest.raises(CorruptionError, match=f"corrupted data of '.*' in {victim.name}"):
-            consolidate(copy, **CHUNKS, dtype="float16")
-        flip(victim, offset)
-    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
-
-
-def test_a_full_disk_leaves_no_directory(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning = in_small_windows(monkeypatch, 3000)
-    pwrite, calls = os.pwrite, itertools.count(1)
-
-    def failing(*arguments: Any) -> int:
-        if next(calls) == 40:
-            raise OSError(28, "No space left on device")
-        return pwrite(*arguments)
-
-    monkeypatch.setattr(os, "pwrite", failing)
-    with pytest.raises(OSError, match=f"No space left on device: '{copy.parent}/.tmp-"):
-        write_export(copy, None, Options(**CHUNKS), tuning=tuning)
-    assert [p.name for p in copy.parent.iterdir()] == ["zoo.ckpt"]
-
-
 # ── the optimizer ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,7 +231,7 @@ def test_parameters_are_in_the_order_of_the_model_where_each_stage_has_every_oth
 # ── dtypes and names ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_conversion_rounds_as_torch_does(dtype: str, saved: Path, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
     file = consolidate(saved, tmp_path / "out.safetensors", format="safetensors", dtype=dtype, **NO_C128)
@@ -299,30 +267,11 @@ def test_names_can_be_swapped_by_a_mapping(saved: Path, tmp_path: Path) -> None:
         assert wrong(load_file(consolidate(saved, tmp_path / name, key_mapping=mapping)), expected) == []
 
 
-def test_a_mapping_may_leave_tensors_out(saved: Path, tmp_path: Path) -> None:
-    mapping = {"rows.few": None, r"\.complex128$": None, r"^rows\.": "r.", r"^(?!rows\.)": None}
-    options: dict[str, Any] = {"key_mapping": mapping}
-    for format, read in (("safetensors", load_file), ("torch", lambda file: torch.load(file)["state_dict"])):
-        out = consolidate(saved, tmp_path / format, format=format, optimizer=False, **options)  # type: ignore[arg-type]
-        names = {name for name in expected_tensors() if name.startswith("rows.")}
-        assert read(out).keys() == {name.replace("rows", "r") for name in names - {"rows.few"}}
-
-
-def test_prefixes_come_and_go(saved: Path, tmp_path: Path) -> None:
-    mapping = {r"^(?!.*\.large$)": None, r"^columns\.": "net.", "^": "net."}
-    found = load_file(consolidate(saved, tmp_path / "a.safetensors", key_mapping=mapping))
-    assert found.keys() == {"net.large", "net.both.large", "net.twice.large", "net.plain.large"}
-    assert same_bits(found["net.large"], zoo.whole_tensors()["columns.large"])
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"key_mapping": {"rows.few": "columns.large"}}, "several times\n  columns.large  of columns.large, rows.few"),
-        ({"key_mapping": {r"^\w+\.few$": "a", r"^\w+\.scalar$": "a"}}, "\n  a  of .*plain.scalar, rows.few"),
         ({"key_mapping": {"rows.fewer": None}}, "key_mapping: 'rows.fewer'  matches no name in the checkpoint"),
-        ({"key_mapping": {"x": "y"}}, "'x' is the whole name of no tensor"),
-        ({"key_mapping": {"^nothing": "y"}}, "'\\^nothing'  matches no name"),
         ({"key_mapping": {"rows": "y"}}, r"'rows' is the whole name of no tensor: write '\^rows' or another"),
         ({"key_mapping": {"^": None}, "format": "safetensors"}, "no tensor of the model is left"),
     ],
@@ -344,13 +293,9 @@ def test_names_that_make_no_sense_are_errors(options: Any, words: str, copy: Pat
         ("--format", "pickle"),
         ("--split", "chunks"),
         ("--format", "safetensors", "--size_per_shard", "5"),
-        ("--format", "safetensors", "--split", "chunks", "--size_per_shard", "0"),
         ("--format", "huggingface", "--optimizer", "true"),
         ("--format", "huggingface", "--split", "one_file_per_tensor"),
-        ("--format", "peft", "--dtype", "bfloat16"),
-        ("--format", "peft", "--key_mapping", "a=b"),
         ("--format", "peft", "--overwrite", "true"),
-        ("--dtype", "int8"),
         ("--key_mapping", "nothing"),
         ("--key_mapping", "(=x"),
     ],

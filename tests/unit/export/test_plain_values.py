@@ -12,10 +12,9 @@ from torch import nn
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.torch_export import PlainValues
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, TORCH_NAMES
-from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
 
-ARRAYS = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "g")
+ARRAYS = ("?", ">i4", "u8", "f2", "c16", "g")
 
 
 def test_every_dtype_of_the_format_has_the_name_that_torch_gives_it() -> None:
@@ -47,12 +46,8 @@ def test_an_array_becomes_what_torch_makes_of_it(kind: str) -> None:
         with pytest.raises(TypeError):
             torch.from_numpy(array)
         return
-    assert found.dtype == torch.from_numpy(array).dtype
-    assert torch.equal(found, torch.from_numpy(array))
-
-
-def test_a_device_of_a_checkpoint_is_one_that_torch_knows() -> None:
-    assert decode_small({"$": "device", "v": "cuda:1"}) == torch.device("cuda:1")
+    native = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+    assert found.dtype == native.dtype and torch.equal(found, native)
 
 
 class Versioned(nn.Linear):

@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,23 +66,16 @@ def columns(axis: int = 0) -> DimShard:
 
 
 PACKED = DimShard(0, 0, 3)  # query, key and value in one
-FSDP = {n: mesh(n, cuts=(rows(),)) for n in (2, 5, 8)}
+FSDP = {n: mesh(n, cuts=(rows(),)) for n in (2, 5)}
 TOPOLOGIES: dict[str, tuple[int, Callable[[str, int], Place]]] = {
     "single": (1, everywhere(1, REPLICATED)),
     "replicas 8": (8, everywhere(8, REPLICATED)),
     **{f"FSDP {n}": (n, everywhere(n, FSDP[n], FSDP[n])) for n in FSDP},  # uneven: 257, 9, 3 and 2 rows
-    "FSDP 4, dim 1": (4, everywhere(4, mesh(4, cuts=(columns(),)))),
-    "HSDP 3 x 2": (6, everywhere(6, *[mesh(3, 2, cuts=(rows(1),))] * 2)),
-    "TP 2 columns": (2, everywhere(2, mesh(2, cuts=(rows(),)))),
     "TP 3 rows": (3, everywhere(3, mesh(3, cuts=(columns(),)))),
     "TP 3 packed": (3, everywhere(3, mesh(3, cuts=(PACKED,)))),
     "FSDP 2 x TP 2 strided": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows())), mesh(2, 2, cuts=(rows(),)))),
-    "FSDP 3 x TP 2 rows": (6, everywhere(6, mesh(3, 2, cuts=(rows(), columns(1))), mesh(3, 2, cuts=(rows(),)))),
-    "FSDP 2 x TP 2 packed": (4, everywhere(4, mesh(2, 2, cuts=(DimShard(1, 0, 3), rows())))),
     "HSDP 2 x 2 x TP 2": (8, everywhere(8, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
     "ranks in another order": (4, everywhere(4, mesh(2, 2, cuts=(rows(1), rows()), order=(3, 1, 0, 2)))),
-    "PP 3": (3, stages(3, 1, REPLICATED)),
-    "PP 2 x FSDP 3": (6, stages(2, 3, *[mesh(2, 3, cuts=(rows(1),))] * 2)),
     "PP 3 x TP 2 rows": (6, stages(3, 2, mesh(3, 2, cuts=(columns(1),)))),
     "PP 2 x FSDP 2 x TP 2": (8, stages(2, 4, mesh(2, 2, 2, cuts=(rows(2), rows(1))), mesh(2, 2, 2, cuts=(rows(1),)))),
 }
@@ -143,9 +135,8 @@ def test_other_programs_files_of_it_have_this_digest(tmp_path: Path) -> None:
     assert found(tmp_path / "dcp") == found(tmp_path / "lightning.ckpt") == expected()
 
 
-@pytest.mark.parametrize("topology", ["PP 2 x FSDP 2 x TP 2"])
-def test_one_other_bit_gives_another_one(topology: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, place = TOPOLOGIES[topology]
+def test_one_other_bit_gives_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, place = TOPOLOGIES["PP 2 x FSDP 2 x TP 2"]
     changed = {"layers.1.qkv.weight": 77, "head.weight": 0}
     digests = set()
     whole = worlds.whole
@@ -183,7 +174,7 @@ def defined() -> dict[str, Any]:
 DEFINED = defined()
 
 
-@pytest.mark.parametrize("name", ["a", "blocks.10.weight", "é", 'a"\n["b","F32",[2]]\n', "\u2028 \U0001f600"])
+@pytest.mark.parametrize("name", ["a", "é", 'a"\n["b","F32",[2]]\n'])
 def test_a_component_has_the_digest_that_the_specification_computes(name: str) -> None:
     draw = random.Random(name)
     shapes: dict[str, tuple[str, Shape]] = {name: ("F32", (3, 2)), "blocks.9.weight": ("C128", ()), "b": ("BF16", (0,))}
@@ -200,45 +191,3 @@ def test_values_and_the_whole_have_the_digests_that_the_specification_computes()
     assert values_digest(values) == values_digest(values[::-1]) == expected
     whole = whole_digest({"optimizer": "0" * 16, "model": expected})
     assert whole == DEFINED["checksum"](DEFINED["line"]({"model": expected, "optimizer": "0" * 16}))
-
-
-def test_ten_thousand_single_changes_give_as_many_digests() -> None:
-    """Bits, pairs of signs, elements or rows or tensors that swap places, rotations."""
-    draw, shapes = random.Random(7), {"a": (60, 9), "b": (60, 9), "c": (400,)}
-    state = {name: numpy.frombuffer(draw.randbytes(prod(shape) * 4), "u4") for name, shape in shapes.items()}
-    known = {name: xxhash.xxh3_64_hexdigest(array.tobytes()) for name, array in state.items()}
-
-    def component(digests: dict[str, str]) -> str:
-        return component_digest(NamedDigest(name, "F32", shapes[name], of) for name, of in digests.items())
-
-    changes, found = (
-        set[tuple[str, bytes]](),
-        [component(known), component({**known, "a": known["b"], "b": known["a"]})],
-    )
-    while len(changes) < 10_000:
-        name, kind = draw.choice(list(shapes)), draw.choice(["bit", "bit", "signs", "elements", "rows", "rotation"])
-        changed = state[name].copy().reshape(shapes[name])
-        flat = changed.reshape(-1)
-        i, j = draw.sample(range(len(flat)), 2)
-        if kind == "bit":
-            flat[i] ^= 1 << draw.randrange(32)
-        elif kind == "signs":
-            flat[[i, j]] ^= numpy.uint32(1 << 31)
-        elif kind == "elements":
-            flat[[i, j]] = flat[[j, i]]
-        elif kind == "rows":
-            changed[[i % len(changed), j % len(changed)]] = changed[[j % len(changed), i % len(changed)]]
-        else:
-            flat[:] = numpy.roll(flat, i)
-        content = changed.tobytes()
-        if content != state[name].tobytes() and (name, content) not in changes:
-            changes.add((name, content))
-            found.append(component({**known, name: xxhash.xxh3_64_hexdigest(content)}))
-    assert len(set(found)) == len(found) == 10_002
-
-
-def test_equal_bytes_differ_by_their_name_dtype_and_shape() -> None:
-    kinds = [("a", "F32", (2, 3)), ("a", "F32", (3, 2)), ("a", "I32", (2, 3)), ("b", "F32", (2, 3))]
-    rows = [NamedDigest(name, dtype, shape, "0" * 16) for name, dtype, shape in kinds]
-    tables = [*([row] for row in rows), [], [rows[0], rows[3]]]
-    assert len({component_digest(table) for table in tables}) == 6
