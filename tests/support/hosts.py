@@ -143,11 +143,6 @@ def this_host() -> int:
     return int(os.environ["NODE_RANK"])
 
 
-def lose_this_host() -> None:
-    """Kill the calling rank."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 Launcher = Callable[[int, Hosts, int], list[str]]
 """Of the host, both, and a port."""
 

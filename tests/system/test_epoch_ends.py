@@ -115,12 +115,9 @@ def test_ranks_with_other_numbers_of_batches_all_say_so(topology: str, kind: str
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "epochs": {"max_epochs": 3},
     "accumulation": {"max_epochs": 2, "accumulate_grad_batches": 2},
-    "a limit": {"max_epochs": 2, "limit_train_batches": 3},
     "a limit beyond": {"max_epochs": 2, "limit_train_batches": 9},
     "validations": {"max_epochs": 2, "val_check_interval": 2},
-    "steps": {"max_steps": 7},
 }
 
 

@@ -138,7 +138,6 @@ def data(kind: str, world: int) -> Any:
     kinds: dict[str, Callable[[], Any]] = {
         "shuffled": plain,
         "two workers": lambda: plain(workers=2),
-        "one worker": lambda: plain(workers=1),
         "persistent worker": lambda: plain(workers=1, persistent_workers=True),
         "own generator": lambda: plain(generator=torch.Generator().manual_seed(5)),
         "max_size_cycle": lambda: CombinedLoader({"long": plain(), "short": plain(count=4)}, "max_size_cycle"),
@@ -193,7 +192,6 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, 1f1b": (2, {**PP2, "pipeline": Pipeline(schedule="1f1b", loss="microbatch")}),
     "fsdp2 x tp2": (4, TP2),
     "pp2 x fsdp2": (4, PP2),
-    "pp2 x tp2": (4, {**PP2, **TP2}),
 }
 EACH = {"limit_val_batches": 2, "val_check_interval": 2}
 
@@ -230,37 +228,26 @@ OF_VALIDATIONS = {**EACH, "max_epochs": 2, "enable_checkpointing": True}
 ROWS = [
     Row("one process", "shuffled", "max_steps@2, after"),
     Row("one process", "shuffled", "SIGTERM@3, after"),
-    Row("one process", "shuffled", "save@4"),
     Row("one process", "shuffled", "save@6"),
     Row("one process", "shuffled", "save@3", model=MOMENTUM),
-    Row("one process", "shuffled", "save@5", EACH),
     Row("one process", "shuffled", "should_stop@3, epoch end", EACH),
     Row("one process", "shuffled", "validation@4", OF_VALIDATIONS),
     Row("one process", "shuffled", "save@6", {"max_epochs": 4}, kind=OneRate, averages=True),
     Row("one process", "two workers", "max_steps@5, epoch end"),
-    Row("one process", "two workers", "max_epochs@2, epoch end"),
     *(
         Row("one process", kind, "save@6")
         for kind in ("own generator", "max_size_cycle", "min_size", "augmentation", "stateful beside", "iterable")
     ),
     Row("one process", "persistent worker", "save@6"),
     *(Row("one process", "shuffled", f"save@{stop}", kind=Estimating) for stop in (2, 4)),
-    Row("one process", "persistent worker", "save@6", kind=Estimating),
     Row("fsdp2", "shuffled", "save@6"),
-    Row("fsdp2", "shuffled", "max_steps@2, after", EACH),
     Row("fsdp2", "shuffled", "SIGTERM@4, after", EACH),
     Row("fsdp2", "shuffled", "max_time@5, epoch end"),
     Row("pp2, 1f1b", "shuffled", "save@2"),
     Row("fsdp2 x tp2", "shuffled", "save@2", model=LATE),
     Row("pp2 x fsdp2", "shuffled", "save@6", model=MOMENTUM),
 ]
-SWEPT = [
-    Row("fsdp2", "shuffled", "save@4"),
-    Row("fsdp2", "two workers", "save@2"),
-    Row("pp2 x tp2", "two workers", "save@2", model=LATE),
-    *(Row("one process", "one worker", f"save@{stop}", kind=Estimating) for stop in (2, 4, 6)),
-]
-NAMED = {str(row): row for row in [*ROWS, *SWEPT]}
+NAMED = {str(row): row for row in ROWS}
 
 
 def fit(row: Row, directory: str, *, resume: str | None = None, callbacks: Any = (), **options: Any) -> dict[str, Any]:
@@ -363,12 +350,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return find
 
 
-def marks(row: Row) -> list[pytest.MarkDecorator]:
-    slow = [pytest.mark.slow] if TOPOLOGIES[row.topology][0] == 4 else []
-    return [pytest.mark.sweep] if row in SWEPT else slow
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(row)) for name, row in NAMED.items()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (TOPOLOGIES[r.topology][0] == 4)) for n, r in NAMED.items()],
+)
 def test_a_run_that_stopped_goes_on_as_one_that_never_did(name: str, seen: Callable[[int], list[Any]]) -> None:
     row = NAMED[name]
     for rank in seen(TOPOLOGIES[row.topology][0]):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.tuner import Tuner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -34,7 +33,6 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, RankError
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, copy_all
 from lightning_shardckpt.state.trainer import snapshot
-from lightning_shardckpt.system.threads import WRITERS
 from tests.support import tiny, warm_python
 from tests.support.gated import TIMEOUT_S, Gated, complete, disk_error, gated_io
 from tests.support.pool import ROOT, run_ranks
@@ -344,26 +342,6 @@ def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(
     assert run_ranks(world, twins, strategy, str(tmp_path)) == [[True] * 5] * world
 
 
-def change_directory(folder: str) -> list[set[str]]:
-    """While a removal waits, go to a directory that has a checkpoint of the same name."""
-    io, (here, there) = gated_io(), (f"{folder}/{name}" for name in ("here", "there"))
-    for directory in (there, here):
-        os.makedirs(directory)
-        os.chdir(directory)
-        io.save_checkpoint({"state_dict": {"a": torch.zeros(3)}}, "old.ckpt")
-        io.wait()
-    with io.storage.shut():
-        io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, "new.ckpt")
-        io.remove_checkpoint("old.ckpt")
-        os.chdir(there)
-    io.wait()
-    return [complete(here), complete(there)]
-
-
-def test_saves_and_removals_keep_the_directory_in_which_they_were_called(tmp_path: Path) -> None:
-    assert run_ranks(1, change_directory, str(tmp_path)) == [[{"new.ckpt"}, {"old.ckpt"}]]
-
-
 def keep_one(strategy: Any, directory: str, timed: bool = False) -> dict[str, Any]:
     """The save after the second step is held until the third."""
     io, seen = gated_io(), {}
@@ -524,51 +502,6 @@ def terminated(directory: str) -> int:
 def test_sigterm_ends_the_run_with_all_saves_complete(tmp_path: Path) -> None:
     one, other = run_ranks(2, terminated, str(tmp_path))
     assert one == other == load_full(str(tmp_path / "ended.ckpt"))["global_step"] > 2
-
-
-def told_of_waiting(directory: str) -> list[str]:
-    io = gated_io()
-    saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2, 3, 4)]
-    run = tiny.trainer({}, max_steps=5, limit_val_batches=0, plugins=[io], callbacks=saves)
-
-    def waits() -> bool:
-        return any(isinstance(writer, Background) and writer.waited for writer in list(WRITERS))
-
-    with warnings.catch_warnings(record=True) as told, io.storage.opened_when(waits):
-        warnings.simplefilter("always")
-        run.fit(tiny.TinyLM(), tiny.loader())
-    return [str(w.message) for w in told if "a save waited" in str(w.message)]
-
-
-@pytest.mark.slow
-def test_a_run_that_saves_faster_than_it_can_write_is_told_so_once(tmp_path: Path) -> None:
-    told, others = run_ranks(2, told_of_waiting, str(tmp_path))
-    assert len(told) == 1 and others == []
-
-
-class WithRate(tiny.TinyLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 1e-3
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-def find_rate(strategy: Any) -> list[str]:
-    """Lightning's tuner saves, tries, loads and deletes."""
-    io = gated_io()
-    run = tiny.trainer(strategy, max_steps=20, limit_val_batches=0, plugins=[io], default_root_dir=os.getcwd())
-    with io.storage.opened_by("drain"):
-        found = Tuner(run).lr_find(module := WithRate(), tiny.loader(), num_training=8, update_attr=False)
-    assert found is not None and module.lr == 1e-3
-    io.wait()
-    dist.barrier()
-    return os.listdir(os.getcwd())
-
-
-def test_a_load_waits_for_the_save_before_it() -> None:
-    assert run_ranks(2, find_rate, {}) == [[], []]
 
 
 def under_ddp(directory: str) -> list[Any]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +85,6 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, saved: str) -> None:
 # ── damage: a change of a checkpoint, and the error that it must be ───────────────────────────────────────────────
 
 SHARD, OTHER = (f"model-dist-0000{rank}-shard-00001.safetensors" for rank in range(2))
-
-
-def flip(path: Path, name: str) -> None:
-    content = bytearray((path / name).read_bytes())
-    content[-9] ^= 0x10
-    (path / name).write_bytes(content)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "a shard": (partial(flip, name=OTHER), (OTHER, "written by rank 1")),
-    "a document": (partial(flip, name="trainer-state.json"), ("trainer-state.json",)),
-    "missing": (lambda path: (path / SHARD).unlink(), (SHARD, "missing")),
-}
-"""Of each kind one; test_corruption has all files, on one process."""
-
-
-def test_damage_is_an_error_that_names_the_file(saved: str, tmp_path: Path) -> None:
-    paths = [tmp_path / str(number) / "a.ckpt" for number in range(len(DAMAGES))]
-    for path, (change, _) in zip(paths, DAMAGES.values(), strict=True):
-        shutil.copytree(saved, path)
-        change(path)
-    for rank in run_ranks(WORLD, try_each, [str(path) for path in paths]):
-        for found, (name, (_, words)) in zip(rank, DAMAGES.items(), strict=True):
-            assert_refused(found, "CorruptionError", *words, is_kept=name == "a document")  # see test_failed_load
 
 
 class Wider(tiny.TinyLM):

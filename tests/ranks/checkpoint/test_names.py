@@ -180,7 +180,7 @@ def test_a_tie_over_stages_that_was_stored_apart_is_one_again_if_its_state_is_th
 
 # ── optimizers of other classes ───────────────────────────────────────────────────────────────────────────────────
 
-OTHERS: list[Any] = [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop]
+OTHERS: list[Any] = [torch.optim.SGD, torch.optim.RMSprop]
 
 
 @pytest.mark.parametrize("kind", OTHERS)

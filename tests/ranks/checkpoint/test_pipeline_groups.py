@@ -86,16 +86,3 @@ def test_a_rank_that_lacks_a_key_of_a_sharded_tensor_is_named_with_it(tmp_path: 
     for message in run_ranks(3, lacks_a_shard, str(tmp_path / "a.ckpt")):
         assert "model: the boxes of 'b'" in message and "none of the ranks ((0, 1), (2, 3)) has the box" in message
     assert list(tmp_path.iterdir()) == []
-
-
-def other_paths(directory: str) -> str:
-    ranks = Ranks.of_default_group(30)
-    snapshot = Snapshot({"model": Leaves({"a": tensor(1)})}, {}, {})
-    with pytest.raises(MismatchError) as raised:
-        save(f"{directory}/{ranks.rank}.ckpt", lambda: snapshot, ranks=ranks, run=RunInfo(), options=SaveOptions(1))
-    return str(raised.value)
-
-
-def test_paths_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
-    for message in run_ranks(2, other_paths, str(tmp_path)):
-        assert "0.ckpt" in message and "1.ckpt" in message and "sync_dist" in message

@@ -313,30 +313,6 @@ def test_without_strict_rank_0_tells_the_differences_of_all_stages_and_the_rest_
         assert {k for k in wrong if not k.endswith(".more")} <= {"model/layers.2.linear.bias"}
 
 
-def regrouped(path: str, stages: int) -> tuple[list[str], list[tuple[float, float]]]:
-    """One optimizer whose first group has parameters of both stored groups, of different stages."""
-    stage = Stage(8, stages, steps=0)
-    first, second = stage.optimizers[0].param_groups
-    first["params"] += second["params"]
-    second["params"].clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stage.load(path)
-    notes = [str(w.message) for w in caught if "param group" in str(w.message)]
-    return notes, [(g["lr"], g["weight_decay"]) for g in stage.optimizers[0].param_groups]
-
-
-@pytest.mark.slow
-def test_stages_decide_alike_about_groups_that_were_merged(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    save_twin(path)
-    ((notes, groups),) = run_ranks(1, regrouped, path, 1)
-    assert "lr" in notes[0] and groups[0] == (1e-2, 0.01)  # kept: its parameters had two learning rates
-    assert groups[1] == (twin(1)[1][0].param_groups[1]["lr"], 0.0)  # without parameters: that of its number
-    for found in run_ranks(3, regrouped, path, 3):
-        assert found[1] == groups
-
-
 def load_numbered(path: str) -> str:
     with pytest.raises(MismatchError) as raised:
         Stage(8, 2, steps=0).load(path)
@@ -523,22 +499,6 @@ def test_documents_of_stages_merge_to_that_of_one_process() -> None:
         ["scale", "embed", "late"],
         ["last"],
     ]
-
-
-def container_state(path: str) -> Any:
-    """The container's extra state differs between ranks."""
-    stage = Stage(1, 2)
-    state = stage.module.state_dict() | {"_extra_state": {"ranks": (stage.number, 5 + stage.number)}}
-    stage.io.save_checkpoint({"state_dict": state}, path)
-
-
-@pytest.mark.slow
-def test_extra_state_that_several_stages_have_is_that_of_the_lowest_rank(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.ckpt")
-    run_ranks(2, container_state, path)
-    state = load_full(path)["state_dict"]
-    assert state["_extra_state"] == {"ranks": (0, 5)}
-    assert [state[f"layers.{i}._extra_state"] for i in range(3)] == [{"number": (i, i + 1)} for i in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shardckpt import FSDP
 from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.nets import full_state
@@ -45,9 +44,7 @@ class Compiles(Natural):
     def __init__(self, part: str) -> None:
         super().__init__()
         layers: Any = self.net.layers
-        if part == "wrapped layers":
-            self.net.layers = nn.ModuleList(torch.compile(layer, backend=BACKEND) for layer in layers)
-        elif part == "all":
+        if part == "all":
             self.net = torch.compile(self.net, backend=BACKEND)
         elif part == "head":
             self.net.head.compile(backend=BACKEND)
@@ -69,7 +66,6 @@ class Compiles(Natural):
 
 
 PARTS = {
-    "wrapped layers": "none",
     "all": "none",
     "decays, compiled": "decays",
     "late": "none",
@@ -96,10 +92,9 @@ def train(strategy: dict[str, Any] | str, parts: list[str]) -> dict[str, Any]:
     return found
 
 
-REFUSED = {"wrapped layers": "net.layers.0", "all": "net", "late": "net.layers.1.a"}
+REFUSED = {"all": "net", "late": "net.layers.1.a"}
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({}, [*PARTS]),
-    "kept": ({"fsdp": FSDP(reshard_after_forward=False)}, ["all"]),
     "tensor": (TENSOR_PARALLEL, [*REFUSED, "head"]),
 }
 
@@ -107,9 +102,8 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_compiled_modules_train_on_shards_as_on_one_process_and_those_that_a_plan_shards_are_refused() -> None:
     (alone,) = run_ranks(1, train, "auto", sorted({*PARTS.values()}), init_process_group=False)
     found = run_each({way: (2, train, strategy, parts) for way, (strategy, parts) in WAYS.items()}, timeout_s=200)
-    for way in ("sharded", "kept"):
-        for rank, part in itertools.product(found[way], WAYS[way][1]):
-            torch.testing.assert_close(rank[part], alone[PARTS[part]], rtol=0, atol=1e-10)
+    for rank, part in itertools.product(found["sharded"], PARTS):
+        torch.testing.assert_close(rank[part], alone[PARTS[part]], rtol=0, atol=1e-10)
     for rank in found["tensor"]:
         torch.testing.assert_close(rank["head"], alone["none"], rtol=0, atol=1e-10)
         for part, name in REFUSED.items():
