@@ -328,8 +328,6 @@ def _may_have(role: str, rank: int, name: str) -> bool:
 
 def decode_entry(entry: DocumentEntry) -> Any:
     """Return the value of a document's entry."""
-    if entry.is_plain:
-        return entry.value
     from lightning_shardckpt.state.json_tree import decode_small  # imports torch, which names don't need
 
     return decode_small(entry.value)

@@ -22,7 +22,6 @@ import torch
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.whole_files import Export, Options, WholeFile, plan_conversion
-from lightning_shardckpt.format.value_checks import check_unpacked
 from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.source import Source
@@ -42,27 +41,23 @@ def plan_torch(source: Source, options: Options) -> Export:
 
     Raises:
         ValueError: if names collide, or an option matches no tensor.
-        FormatError: if a tensor has a dtype that torch lacks.
     """
     source, make = options.select(source), fake_tensors()
     components = source.components()
-    stored = dict[int, tuple[torch.Tensor, str, Region]]()  # by id of the fake tensor: it, its stored dtype, its bytes
+    stored = dict[int, tuple[torch.Tensor, Region]]()  # by id of the fake tensor: it, and its bytes
 
     def record(component: str, key: str) -> torch.Tensor:
         one = source.table[component][key]
         dtype = options.output_dtype(one.spec.dtype) if component == "model" else one.spec.dtype
-        fake = make(one.spec.shape, TORCH_DTYPES.get(dtype, torch.uint8))
+        fake = make(one.spec.shape, TORCH_DTYPES[dtype])
         conversion = plan_conversion(one.spec.dtype, dtype)
-        stored[id(fake)] = fake, dtype, Region(0, fake.nbytes, (one.component, one.key), conversion=conversion)
+        stored[id(fake)] = fake, Region(0, fake.nbytes, (one.component, one.key), conversion=conversion)
         return fake
 
     def decode_plain(value: Any) -> Any:
         return decode(value, refuse_tensor, makes_configs=False)
 
     checkpoint = assemble(source, record, decode_plain, optimizers=options.has_optimizer)
-    for name, value in checkpoint.get("state_dict", {}).items():
-        if id(value) in stored:
-            check_unpacked(stored[id(value)][1], repr(name))
     if "model" in components and len({s.holders for s in components["model"].tensors.values()}) > 1:
         for optimizer in filter(None, checkpoint.get("optimizer_states", ())):
             for group in optimizer["param_groups"]:
@@ -70,7 +65,7 @@ def plan_torch(source: Source, options: Options) -> Export:
     plain = PlainValues()
     checkpoint = plain.convert(_restore_keys(checkpoint, options.mapping))
     tensors = {id(tensor): tensor for tensor in _tensors_in(checkpoint)}
-    regions = [stored[key][2] if key in stored else _region_of(tensor) for key, tensor in tensors.items()]
+    regions = [stored[key][1] if key in stored else _region_of(tensor) for key, tensor in tensors.items()]
     notes = []
     if plain.changed:
         listed = list_some(plain.changed, between="\n  ")

@@ -20,14 +20,12 @@ from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.value_checks import (
     DTYPE_BYTES,
     MAX_JSON_BYTES,
-    PACKED_BITS,
     SAVE_ID_LENGTH,
     bytes_in,
     check_dtype,
     check_shape,
     check_size,
     check_text,
-    check_unpacked,
     compact,
     parse_json,
     shown,
@@ -132,8 +130,7 @@ def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> He
     Args:
         start: the length of the header, and the header.
         where: the file, for messages.
-        needs_metadata: refuse headers that our files never have: without ``__metadata__``, or with dtypes that torch
-            has no tensors of.
+        needs_metadata: refuse headers without ``__metadata__``, which our files never have.
 
     Raises:
         FormatError: if it is not a safetensors header, or the tensors do not fill the file without gap and overlap.
@@ -146,13 +143,13 @@ def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> He
         if needs_metadata:
             raise FormatError(f"{where}: the header is not a JSON object with __metadata__")
         metadata = {}
-    return Header(_tensors(header, len(start), where, packed=not needs_metadata), metadata)
+    return Header(_tensors(header, len(start), where), metadata)
 
 
-def _tensors(header: dict[str, Any], data: int, where: str, *, packed: bool) -> dict[str, HeaderTensor]:
+def _tensors(header: dict[str, Any], data: int, where: str) -> dict[str, HeaderTensor]:
     """Return the tensors of a file whose data begins at offset ``data``."""
     try:
-        tensors = {check_text(key): _tensor(value, data, packed) for key, value in header.items()}
+        tensors = {check_text(key): _tensor(value, data) for key, value in header.items()}
         position = data
         for key, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
             if stored.begin != position:
@@ -164,11 +161,9 @@ def _tensors(header: dict[str, Any], data: int, where: str, *, packed: bool) -> 
     return tensors
 
 
-def _tensor(value: dict[str, Any], data: int, packed: bool) -> HeaderTensor:
+def _tensor(value: dict[str, Any], data: int) -> HeaderTensor:
     begin, end = map(check_size, value["data_offsets"])
-    dtype, shape = value["dtype"], check_shape(value["shape"])
-    if not (packed and dtype in PACKED_BITS):
-        check_dtype(dtype)
+    dtype, shape = check_dtype(value["dtype"]), check_shape(value["shape"])
     if bytes_in(shape, dtype) != end - begin:
         raise ValueError(f"{dtype} {shape} does not fill {end - begin} bytes")
     return HeaderTensor(dtype, shape, data + begin, end - begin)
@@ -300,8 +295,6 @@ def plan_file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str,
     Raises:
         FormatError: naming a tensor that safetensors cannot hold.
     """
-    for tensor in tensors:
-        check_unpacked(tensor.dtype, repr(tensor.name))
     tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     complex128 = next((tensor.name for tensor in tensors if tensor.dtype == "C128"), None)
     if complex128 is not None:

@@ -48,9 +48,6 @@ DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _DTYPES.items()}
 TORCH_NAMES = {name: torch_name for name, (_, torch_name) in _DTYPES.items()}
 """The name in torch of every dtype that a checkpoint can hold, by its name in the format."""
 
-PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of safetensors dtypes that torch lacks. Files of other programs may have them, our files don't."""
-
 MAX_NDIM = 64  # as in numpy and torch
 SAVE_ID_LENGTH = 32
 _SAVE_ID_PATTERN = re.compile(rf"[0-9a-f]{{{SAVE_ID_LENGTH}}}")
@@ -112,10 +109,9 @@ def bytes_in(shape: Sequence[int], dtype: str) -> int:
     Raises:
         FormatError: if it has 2^63 bytes or more. Lengths of 0 count as 1, since strides are computed from the others.
     """
-    bits = PACKED_BITS[dtype] if dtype in PACKED_BITS else 8 * DTYPE_BYTES[dtype]
-    if prod(n or 1 for n in shape) * bits >= 1 << 66:
+    if prod(n or 1 for n in shape) * DTYPE_BYTES[dtype] >= 1 << 63:
         raise FormatError(f"{dtype} {tuple(shape)} has more than 2^63 bytes")
-    return prod(shape) * bits // 8
+    return prod(shape) * DTYPE_BYTES[dtype]
 
 
 def check_dtype(value: Any) -> str:
@@ -123,19 +119,6 @@ def check_dtype(value: Any) -> str:
     if not isinstance(value, str) or value not in DTYPE_BYTES:
         raise FormatError(f"unknown dtype {shown(value)}")
     return value
-
-
-def check_unpacked(dtype: str, where: str) -> None:
-    """Refuse to read a tensor whose elements are smaller than a byte.
-
-    Raises:
-        FormatError: with ``where``, if torch has no tensors of this dtype.
-    """
-    if dtype in PACKED_BITS:
-        raise FormatError(
-            f"{where} has dtype {dtype}, which torch lacks: leave it out (strict=False, a key "
-            "mapping to None, an export of other keys), or convert it with the program that wrote it"
-        )
 
 
 def check_save_id(value: Any) -> str:

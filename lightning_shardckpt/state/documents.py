@@ -203,11 +203,10 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A value of a document: tagged JSON, see ``json_tree.decode``, or with ``is_plain`` JSON without tags."""
+    """A value of a document as tagged JSON, see ``json_tree.decode``."""
 
     info: ValueInfo
     value: Any
-    is_plain: bool = False
 
 
 def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEntry]:
@@ -229,7 +228,7 @@ def entries_of(role: str, document: Any, rank: int = 0) -> dict[str, DocumentEnt
 
 def _iterate_entries(role: str, document: Any, rank: int) -> Iterator[tuple[str, DocumentEntry]]:
     if role in ("frozen", "versions", "peft", "huggingface"):
-        yield role, DocumentEntry(ValueInfo("dict"), document, is_plain=True)
+        yield role, _entry(document)
     elif role == "model":
         yield from ((name, _entry(value)) for name, value in document.items())
     elif role == "optimizer":
@@ -245,7 +244,7 @@ def _optimizer_entries(place: str, optimizer: Mapping[str, Any]) -> Iterator[tup
             yield from ((f"{place}/{param}/{name}", _entry(item["value"])) for param in item["params"])
     for number, group in optimizer["groups"].items():
         yield from _leaves(group["hyper"], f"{place}/param_groups/{number}")
-        yield f"{place}/param_groups/{number}/params", DocumentEntry(ValueInfo("list"), group["params"], is_plain=True)
+        yield f"{place}/param_groups/{number}/params", _entry(group["params"])
     for key, value in optimizer.get("own", {}).items():
         yield from _leaves(value, f"{place}/own/{key}")
 

@@ -18,14 +18,11 @@ from torch import Tensor
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.checkpoint import checkpoint
-from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     FormatError,
-    MismatchError,
     ShardCkptError,
-    StateError,
 )
 from lightning_shardckpt.sources.detect import detect_format
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
@@ -289,81 +286,3 @@ def test_a_hostile_index_is_one_clear_error(index: Any, words: str, tmp_path: Pa
 def test_the_whole_of_foreign_weights_is_read_by_one_process(tmp_path: Path) -> None:
     in_two(tmp_path, "safetensors", safe)
     assert equal(checkpoint.load_full(str(tmp_path))["state_dict"], TENSORS)
-
-
-def packed(shape: tuple[int, ...]) -> Tensor:
-    """Numbers of four bits, two in a byte, of which torch has no elements."""
-    return torch.arange(2 * 3, dtype=torch.uint8).reshape(shape).view(torch.float4_e2m1fn_x2)
-
-
-SCALES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-WITH_BLOCKS = {"a.weight": torch.arange(35.0).reshape(5, 7), "a.scales": SCALES, "b.blocks": packed((2, 3))}
-
-
-class Blocks(torch.nn.Module):
-    """A model of which the file has the scales of blocks of numbers, and maybe the blocks."""
-
-    def __init__(self, *, blocks: bool) -> None:
-        super().__init__()
-        self.a = torch.nn.Linear(7, 5, bias=False)
-        self.a.register_buffer("scales", torch.zeros(256, dtype=torch.uint8).view(torch.float8_e8m0fnu))
-        if blocks:
-            self.b = torch.nn.Module()
-            self.b.register_buffer("blocks", torch.zeros(2, 6))
-
-
-def assert_filled(model: Blocks) -> None:
-    assert torch.equal(model.a.weight, WITH_BLOCKS["a.weight"])
-    assert bytes(model.a.scales.view(torch.uint8)) == bytes(range(256))  # type: ignore[operator, union-attr]
-
-
-@pytest.fixture
-def blocks(tmp_path: Path) -> Path:
-    """Oracle: the safetensors library, which names the dtypes."""
-    path = tmp_path / "model"
-    path.mkdir()
-    safetensors.torch.save_file(WITH_BLOCKS, path / "model.safetensors")
-    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
-        assert [file.get_slice(key).get_dtype() for key in ("a.scales", "b.blocks")] == ["F8_E8M0", "F4"]
-    return path
-
-
-def test_tensors_beside_one_that_torch_has_no_elements_of_are_read(blocks: Path, tmp_path: Path) -> None:
-    found = ckpt.metadata(blocks).tensors
-    assert {name: (one.dtype, one.shape, one.nbytes) for name, one in found.items()} == {
-        "a.weight": ("F32", (5, 7), 140),
-        "a.scales": ("F8_E8M0", (256,), 256),
-        "b.blocks": ("F4", (2, 6), 6),
-    }
-    model = Blocks(blocks=False)
-    with pytest.warns(UserWarning, match=r"b\.blocks  in checkpoint only"):
-        ckpt.load(blocks, {"model": model}, strict=False)
-    assert_filled(model)
-    ckpt.save(tmp_path / "saved", {"model": model, "x": SCALES})
-    again, x = Blocks(blocks=False), torch.zeros_like(SCALES)
-    assert ckpt.load(tmp_path / "saved", {"model": again, "x": x}) == {}
-    assert_filled(again)
-    assert bytes(x.view(torch.uint8)) == bytes(range(256))
-
-
-def test_a_tensor_that_torch_has_no_elements_of_is_refused_where_it_is_asked_for(blocks: Path, tmp_path: Path) -> None:
-    model = Blocks(blocks=True)
-    with pytest.raises(MismatchError, match=r"\n  b\.blocks  dtype F4 in checkpoint, F32 in model\n") as raised:
-        ckpt.load(blocks, {"model": model})
-    assert "1 difference" in str(raised.value)
-    with pytest.warns(UserWarning, match=r"b\.blocks  dtype F4"):
-        ckpt.load(blocks, {"model": model}, strict=False)
-    assert_filled(model)
-    named = "'b.blocks' has dtype F4, which torch lacks"
-    with pytest.raises(FormatError, match=named):
-        ckpt.load(blocks)
-    with pytest.raises(FormatError, match=named):
-        dict(ckpt.load_keys(blocks, ["a.scales", "b.blocks"]))
-    for form, out in (("torch", "out.pt"), ("safetensors", "out.safetensors")):
-        with pytest.raises(FormatError, match=named):
-            consolidate(blocks, tmp_path / out, format=form)
-        consolidate(blocks, tmp_path / out, format=form, key_mapping={r"^b\.": None})
-    files = torch.load(tmp_path / "out.pt")["state_dict"], safetensors.torch.load_file(tmp_path / "out.safetensors")
-    assert [bytes(written["a.scales"].view(torch.uint8)) for written in files] == [bytes(range(256))] * 2
-    with pytest.raises(StateError, match=r"model/blocks: .*float4_e2m1fn_x2 cannot be stored; .*view\(torch\.uint8\)"):
-        ckpt.save(tmp_path / "refused", {"model": {"blocks": packed((2, 3))}})
