@@ -12,7 +12,6 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain
 from math import prod
 from typing import Any, TypeVar
 
@@ -261,11 +260,11 @@ def check_json_size(text: bytes, where: str) -> None:
 
 def _check_depth(value: Any, where: str) -> None:
     """Refuse deeply nested JSON, since readers of the value recurse."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [*chain.from_iterable(inner)]
-    if any(isinstance(item, dict | list) for item in level):
+        values = [item.values() if type(item) is dict else item for item in level]
+        level = [inner for items in values for inner in items if type(inner) is dict or type(inner) is list]
+    if level:
         raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 
 
