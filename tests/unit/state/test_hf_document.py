@@ -129,14 +129,11 @@ def good() -> dict[str, Any]:
     [
         (lambda d: d.update(models={}), "not a list"),
         (lambda d: d["models"][0].update(prefix=1), "not text"),
-        (lambda d: d["models"][0].update(ties="abc"), "not a list"),
-        (lambda d: d["models"][0].update(adapter=[]), "not text"),
         (lambda d: d["models"][0]["files"].clear(), "with config.json"),
         (lambda d: d["models"][0]["files"].update({"config.json": "[1]"}), "not an object"),
         (lambda d: d["models"][0]["files"].update({"generation_config.json": {}}), "not text"),
         (lambda d: d["models"][0].update(names={"a": [["b", [0], [1]]]}), "list of 4"),
         (lambda d: d["models"][0].update(names={"a": [["b", [2], [1], [1]]]}), "not a box"),
-        (lambda d: d["models"][0].update(names={"a": [["b", [-1], [1], [1]]]}), "not a size"),
     ],
 )
 def test_a_hostile_document_is_refused(change: Any, words: str) -> None:
