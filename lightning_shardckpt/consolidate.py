@@ -193,9 +193,6 @@ def write_export(
     check_local(output)
     if output_file is not None and os.path.lexists(os.path.join(os.path.dirname(os.path.abspath(output)), ROOT_NAME)):
         raise ValueError(f"{output!r} lies inside a checkpoint: choose a path somewhere else")
-    source = None if is_url(where) else folder
-    if (folder / ROOT_NAME).exists():  # else the error about the folder is raised first
-        _check_output(output, source, options)
     with ExitStack() as stack:
         try:
             if not is_url(where) and not folder.is_dir():
@@ -206,7 +203,7 @@ def write_export(
             if is_url(where):
                 raise
             raise CheckpointNotFoundError(_describe_problem(Path(checkpoint_folder))) from None
-        _check_output(output, source, options)
+        _check_output(output, None if is_url(where) else folder, options)
         may_replace = is_replaceable if options.overwrite else lambda path: False
         _write(stored, _plan(stored, options), output, options, may_replace, tuning)
         if options.format != "peft":

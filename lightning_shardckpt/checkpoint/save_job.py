@@ -40,11 +40,9 @@ from lightning_shardckpt.format.index import (
     Component,
     FileInfo,
     RootIndex,
-    TablesText,
     TensorSpec,
     root_from_json,
     root_to_json,
-    tables_to_text,
 )
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
 from lightning_shardckpt.format.plan import check_cover, plan_save, table_digest
@@ -119,21 +117,19 @@ class LastResult(Generic[K, V]):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The files that a rank writes, and on rank 0 the tables' text in the root index.
+    """The files that a rank writes.
 
     Attributes:
         tables: of all ranks.
         files: of this rank, by component.
         elements: the number of elements that this rank writes.
         all_elements: the number of elements of all tensors; on rank 0.
-        text: the tables in the root index; on rank 0.
     """
 
     tables: Tables = field(default_factory=dict)
     files: dict[str, list[FilePlan]] = field(default_factory=dict)
     elements: int = 0
     all_elements: int = 0
-    text: TablesText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +152,9 @@ def _plan_rank(tables: Tables, rank: int, world: int, size_per_shard: float) -> 
     for name, table in tables.items():
         check_cover(name, table.tensors)
     all_elements = sum(prod(spec.shape) for table in tables.values() for spec in table.tensors.values())
-    text = tables_to_text(tables)
     without_files = RootIndex("0" * 32, world, {n: replace(t, indexes={}) for n, t in tables.items()}, {})
-    root_from_json(root_to_json(without_files, text), ROOT_NAME)  # a loader accepts it
-    return SavePlan(tables, files, elements, all_elements, text)
+    root_from_json(root_to_json(without_files), ROOT_NAME)  # a loader accepts it
+    return SavePlan(tables, files, elements, all_elements)
 
 
 def _check_new_parts(root: RootIndex) -> None:
@@ -394,7 +389,7 @@ class SaveJob:
             software=_software(),
             prefix=self._draft.prefix,
         )
-        content = root_to_json(root, plan.text)
+        content = root_to_json(root)
         _check_new_parts(root)
         self._draft.write(ROOT_NAME, [content])
         self._draft.publish()

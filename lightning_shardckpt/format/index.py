@@ -8,7 +8,6 @@ one spec object, and their text is built once; entries of ranks with equal field
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -321,42 +320,26 @@ COMPONENTS = ("model", "optimizer", "trainer")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{16})",\n')
 
 
-@dataclass(frozen=True, slots=True)
-class TablesText:
-    """The JSON of the tensors in a root index, which is the same for all saves of the same tensors."""
-
-    layouts: str
-    components: dict[str, str]
-    """JSON of each component without its indexes."""
-
-
-def tables_to_text(components: Mapping[str, Component]) -> TablesText:
-    """Return the JSON of the tensors and aliases of components, and of their layouts."""
-    layouts: dict[tuple[Layout, Holders], int] = {}
-    specs: dict[int, list[Any]] = {}  # equal tensors share one spec object
-    texts = {}
-    for name, component in components.items():
-        for spec in component.tensors.values():
-            if id(spec) not in specs:
-                number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
-                specs[id(spec)] = [spec.dtype, list(spec.shape), number] + ([1] if spec.pinned else [])
-        tensors = {key: specs[id(spec)] for key, spec in component.tensors.items()}
-        texts[name] = compact({"tensors": tensors, "aliases": component.aliases})
-    return TablesText(compact([_layout_to_json(layout, holders) for layout, holders in layouts]), texts)
-
-
-def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
+def root_to_json(root: RootIndex) -> bytes:
     """Return the bytes of the root index, whose first line is the checksum of the rest.
-
-    Args:
-        root: the index.
-        tables: the text of its components, if it was already built.
 
     Raises:
         FormatError: if the text is too large for a reader.
     """
-    tables = tables or tables_to_text(root.components)
-    head: dict[str, Any] = {
+    layouts: dict[tuple[Layout, Holders], int] = {}
+    specs: dict[int, list[Any]] = {}  # equal tensors share one spec object
+    components = {}
+    for name, component in root.components.items():
+        for spec in component.tensors.values():
+            if id(spec) not in specs:
+                number = layouts.setdefault((spec.layout, spec.holders), len(layouts))
+                specs[id(spec)] = [spec.dtype, spec.shape, number] + ([1] if spec.pinned else [])
+        components[name] = {
+            "tensors": {key: specs[id(spec)] for key, spec in component.tensors.items()},
+            "aliases": component.aliases,
+            "indexes": {str(rank): [f.name, f.nbytes, f.checksum] for rank, f in component.indexes.items()},
+        }
+    value = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": root.save_id,
@@ -365,16 +348,12 @@ def root_to_json(root: RootIndex, tables: TablesText | None = None) -> bytes:
         "world_size": root.world_size,
         "topology": root.topology,
         "software": root.software,
+        **({"prefix": root.prefix} if root.prefix else {}),
+        "layouts": [_layout_to_json(layout, holders) for layout, holders in layouts],
+        "components": components,
+        "documents": {f.name: [f.nbytes, f.checksum] for f in root.documents.values()},
     }
-    if root.prefix:
-        head["prefix"] = root.prefix
-    components = []
-    for name, component in root.components.items():
-        indexes = {str(r): [f.name, f.nbytes, f.checksum] for r, f in component.indexes.items()}
-        components.append(f'{compact(name)}:{tables.components[name][:-1]},"indexes":{compact(indexes)}}}')
-    documents = {f.name: [f.nbytes, f.checksum] for f in root.documents.values()}
-    parts = [compact(head)[1:-1], f'"layouts":{tables.layouts}', f'"components":{{{",".join(components)}}}']
-    body = f'{",".join(parts)},"documents":{compact(documents)}}}'.encode()
+    body = compact(value)[1:].encode()
     check_json_size(body, "the root index")
     return f'{{"checksum":"{checksum(body)}",\n'.encode() + body
 
