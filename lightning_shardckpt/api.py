@@ -30,7 +30,7 @@ from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.state.nested_dict import NestedObjects
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, is_url
 from lightning_shardckpt.system.threads import drain_all
 

@@ -42,9 +42,9 @@ from lightning_shardckpt.state.state_dicts import (
     lift_state_dicts,
     states_of_checkpoint,
 )
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter, absolute_path, file_path, is_url
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all

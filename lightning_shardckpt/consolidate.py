@@ -28,8 +28,8 @@ from lightning_shardckpt.sources.did_you_mean import describe_path, did_you_mean
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source, sharded_source
-from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
-from lightning_shardckpt.storage.router import backend_of, check_local, file_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
+from lightning_shardckpt.storage.temporaries import output_directory, output_file
 from lightning_shardckpt.system.text import progress, size_text
 from lightning_shardckpt.system.threads import drain_all
 from lightning_shardckpt.system.tuning import TUNING, Tuning
@@ -197,7 +197,7 @@ def write_export(
         try:
             if not is_url(where) and not folder.is_dir():
                 raise CheckpointNotFoundError(where)
-            stored, _ = open_source(where, backend_of(where, storage_options), for_export=True)
+            stored, _ = open_source(where, StorageRouter(storage_options=storage_options), for_export=True)
             stack.callback(stored.close)
         except CheckpointNotFoundError:
             if is_url(where):
@@ -253,10 +253,10 @@ def _write(
     """Write an export to the file or directory ``output``, and tell the user its notes."""
     with progress(export.nbytes) as advance, ExitStack() as stack:
         if options.is_file:
-            file, notes = stack.enter_context(LocalOutputs().file(output, overwrite=options.overwrite))
+            file, notes = stack.enter_context(output_file(output, overwrite=options.overwrite))
             write(stored, export, lambda name: nullcontext(file), advance, tuning=tuning)
         else:
-            create, notes = stack.enter_context(LocalOutputs().directory(output, replaceable=may_replace))
+            create, notes = stack.enter_context(output_directory(output, may_replace))
             write(stored, export, create, advance, tuning=tuning)
     for note in (*export.notes, *notes):
         _log.warning(note)

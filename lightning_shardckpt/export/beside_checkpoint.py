@@ -17,11 +17,11 @@ from lightning_shardckpt.export.whole_files import Options, write
 from lightning_shardckpt.format.index import EXPORT_FOLDER
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import CONFIG
-from lightning_shardckpt.storage.local.local_outputs import LocalOutputs, NewFile
-from lightning_shardckpt.storage.local.posix import rename_with_flag
+from lightning_shardckpt.storage.posix import rename_with_flag
 from lightning_shardckpt.storage.protocol import Storage
-from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.remote_storage import RemoteStorage
 from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.temporaries import NewFile, output_directory
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 _PART_BYTES = 8 << 20
@@ -79,8 +79,7 @@ def _directory(path: str, check: Callable[[], None]) -> Iterator[NewFile]:
         check()
         return rename_with_flag(new, target, flag)
 
-    output = LocalOutputs(rename).directory(os.path.join(path, EXPORT_FOLDER), replaceable=lambda folder: True)
-    with output as (create, _):
+    with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True, rename) as (create, _):
         yield create
 
 

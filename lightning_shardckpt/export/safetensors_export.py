@@ -25,7 +25,7 @@ from lightning_shardckpt.sources.source import Source, StoredTensor
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
-from lightning_shardckpt.storage.local.posix import write_at
+from lightning_shardckpt.storage.posix import write_at
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.file_filler import Region
 from lightning_shardckpt.transfer.writer import MB

@@ -18,8 +18,8 @@ from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import CONFIG, CONFIGS
-from lightning_shardckpt.storage.local.local_outputs import NewFile
-from lightning_shardckpt.storage.local.posix import write_at
+from lightning_shardckpt.storage.posix import write_at
+from lightning_shardckpt.storage.temporaries import NewFile
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 from lightning_shardckpt.transfer.file_filler import DtypeConversion, Region, fill
 

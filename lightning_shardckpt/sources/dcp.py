@@ -44,7 +44,7 @@ from lightning_shardckpt.sources.torch_save import LoadedTensors, source_of_dict
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 META = "meta.pt"

@@ -32,7 +32,7 @@ from lightning_shardckpt.format.value_checks import (
 )
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor
 from lightning_shardckpt.state.tensor_bytes import DTYPES
-from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 KeyPath = tuple[str | int, ...]

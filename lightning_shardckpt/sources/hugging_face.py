@@ -31,7 +31,7 @@ from lightning_shardckpt.sources.foreign_source import (
 )
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.sources.torch_save import open_path as open_torch_files
-from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.system.text import list_some
 

@@ -30,7 +30,7 @@ from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights, lift_state_dicts, versions_of
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
-from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
 
 
@@ -128,18 +128,15 @@ class LoadedTensors:
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` with a tensor's row-major bytes from ``offset`` on."""
         tensor = self._load(self._files, name)
-        if self._held[0] is not tensor:
-            self._held = tensor, host_bytes(tensor)
-        piece = torch.frombuffer(self._held[1], dtype=torch.uint8, count=len(target), offset=offset)
+        held = self._held
+        if held[0] is not tensor:
+            held = self._held = tensor, host_bytes(tensor)
+        piece = torch.frombuffer(held[1], dtype=torch.uint8, count=len(target), offset=offset)
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return sorted(self._nbytes)
-
-    def clone(self) -> LoadedTensors:
-        """Return a reader of the same tensors for another thread."""
-        return LoadedTensors(self._files.clone(), self._nbytes, self._load)
 
     def close(self) -> None:
         """Close the files."""

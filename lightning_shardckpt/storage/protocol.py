@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from lightning_shardckpt.format.index import PREFIXED_NAME
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
 
 Bytes = bytes | memoryview
 
 
 class Reader(Protocol):
-    """A checkpoint opened for reading.
+    """A checkpoint opened for reading. Thread-safe.
 
-    If another checkpoint has replaced it at its path, a file that is gone is an OSError with ``errno.ESTALE``.
+    Names are those in its indexes, without the prefix of stored names that the root index records. If another
+    checkpoint has replaced it at its path, a file that is gone is an OSError with ``errno.ESTALE``.
 
     If ``high_latency``, each call is slow however little it reads: callers read in parallel, and nothing twice.
     """
@@ -32,12 +34,6 @@ class Reader(Protocol):
 
     def names(self) -> list[str]:
         """Return all entries, sorted. Only ``verify`` lists: a load opens the files that an index names."""
-
-    def clone(self) -> Reader:
-        """Return another reader of the same checkpoint for another thread, valid while this one is open.
-
-        Closing the clone does not close this reader.
-        """
 
     def close(self) -> None:
         """Close all files."""
@@ -95,6 +91,16 @@ class Storage(Protocol):
 
         Returns notes if it no longer exists at its path but could not be deleted completely.
         """
+
+
+def names_of_save(stored: Iterable[str], prefix: str) -> list[str]:
+    """Return the sorted names of stored files without their prefix; if there is one, without those of other saves.
+
+    >>> names_of_save(["5afe5afe5afe5afe-a", "0000000000000000-a", ".tmp-1", "x.json"], "5afe5afe5afe5afe-")
+    ['a', 'x.json']
+    """
+    names = [name.removeprefix(prefix) for name in stored]
+    return sorted(name for name in names if not prefix or not (name[:1] == "." or PREFIXED_NAME.fullmatch(name)))
 
 
 def read_all(reader: Reader, name: str) -> bytes:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
-from lightning_shardckpt.storage.local.locks import machine_upload_lock
+from lightning_shardckpt.storage.local_storage import LocalStorage
+from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
-from lightning_shardckpt.storage.remote.objects import ObjectStore
-from lightning_shardckpt.storage.remote.remote_reader import CachedReader
-from lightning_shardckpt.storage.remote.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.remote_storage import CachedReader, RemoteStorage
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _LOCAL_PROTOCOLS = ("file://", "local://")
@@ -92,22 +89,20 @@ class StorageRouter:
             TypeError: for an unknown option.
             ImportError: if a package for the protocol is missing.
         """
-        if is_url(path):
-            return self.remote(path)
-        _check_not_mangled(path)
-        return self.local
+        if not is_url(path):
+            _check_not_mangled(path)
+        return self.remote(path) if is_url(path) else self.local
 
     def remote(self, url: str) -> RemoteStorage:
         """Return the backend of a URL; raises like ``backend``. Connections to a bucket are shared by its URLs."""
         bucket = "/".join(url.split("/")[:3])
         if bucket not in self._buckets:
-            turn = machine_upload_lock if self._throttles else nullcontext
-            self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, turn)
+            self._buckets[bucket] = ObjectStore(url, self._options, self._tuning, throttles=self._throttles)
         return RemoteStorage(self._buckets[bucket])
 
     def open(self, path: str) -> Reader:
         """Open the checkpoint at ``path``. Raises CheckpointNotFoundError."""
-        reader = self.backend(path).open(path)
+        reader = self.backend(path).open(file_path(path))
         return CachedReader(reader, self._cache) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
@@ -117,11 +112,11 @@ class StorageRouter:
             ValueError: as ``backend`` does, and for a URL of the web, where nothing can be written.
         """
         check_writable(path)
-        return self.backend(path).draft(path, save_id)
+        return self.backend(path).draft(file_path(path), save_id)
 
     def remove(self, path: str) -> list[str]:
         """Delete the checkpoint at ``path``; return notes. Raises CheckpointNotFoundError."""
-        return self.backend(path).remove(path)
+        return self.backend(path).remove(file_path(path))
 
 
 def check_writable(path: str) -> None:
@@ -145,10 +140,3 @@ def _check_not_mangled(path: str) -> None:
     if _MANGLED_URL.match(os.fspath(path)):
         raise ValueError(f"{path!r} was a URL before it became a Path, which drops a slash: pass it as a str")
 
-
-def backend_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """Return the storage backend of a path or a URL.
-
-    Without ``storage_options``, environment variables and the configuration of the store's own tools apply.
-    """
-    return StorageRouter(storage_options=storage_options).backend(os.fspath(path))

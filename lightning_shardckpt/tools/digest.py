@@ -21,7 +21,7 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.storage.router import backend_of, file_path
+from lightning_shardckpt.storage.router import StorageRouter, file_path
 from lightning_shardckpt.system.text import count_text, shape_text, table
 from lightning_shardckpt.tools.inspect import is_selected
 from lightning_shardckpt.transfer.shard_reader import WindowReader
@@ -96,7 +96,7 @@ def digest(
     if names not in get_args(Names):
         raise ValueError(f"names is one of {get_args(Names)}, got {names!r}")
     where = file_path(path)
-    source, _ = open_source(where, backend_of(where, storage_options), for_export=True)
+    source, _ = open_source(where, StorageRouter(storage_options=storage_options), for_export=True)
     with closing(source) as stored:
         outputs = _tensors(stored, names)
         places = {(one.source, one.box): one.nbytes for every in outputs.values() for one in every}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +162,7 @@ class _Verification:
         def check(number: int) -> None:
             _, index, info = self.files[number]
             if readable[number] and not self._quick:
-                with closing(self._checkpoint.reader.clone()) as reader:
-                    of_files[number] = list(_check_data(reader, index, info))
+                of_files[number] = list(_check_data(self._checkpoint.reader, index, info))
             with advancing:
                 advance(info.nbytes)
 

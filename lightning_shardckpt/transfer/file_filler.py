@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.layout import Part
-from lightning_shardckpt.storage.local.posix import begin_writeback, write_at
+from lightning_shardckpt.storage.posix import begin_writeback, write_at
 from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.threads import run_tasks
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, StoredTensors, clone_reader, plan_windows
+from lightning_shardckpt.transfer.shard_reader import Request, ShardReader, StoredTensors, plan_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +96,19 @@ def fill(
     @contextmanager
     def open_worker() -> Iterator[Callable[[_Window], None]]:
         memory = memoryview(allocate_pages(window_bytes))
-        with clone_reader(tensors) as reader:
-            source = ShardReader(tensors.path, reader)
+        source = ShardReader(tensors.path, tensors.reader)
 
-            def fill_window(window: _Window) -> None:
-                data = _content(source, window, files[window.file], memory)
-                with writing:
-                    write_at(files[window.file], data, window.begin)
-                    written_bytes[window.file] += len(data)
-                    if written_bytes[window.file] >= tuning.writeback_bytes:
-                        begin_writeback(files[window.file])
-                        written_bytes[window.file] = 0
-                    advance(window.counted)
+        def fill_window(window: _Window) -> None:
+            data = _content(source, window, files[window.file], memory)
+            with writing:
+                write_at(files[window.file], data, window.begin)
+                written_bytes[window.file] += len(data)
+                if written_bytes[window.file] >= tuning.writeback_bytes:
+                    begin_writeback(files[window.file])
+                    written_bytes[window.file] = 0
+                advance(window.counted)
 
-            yield fill_window
+        yield fill_window
 
     nbytes = sum(region.nbytes for region in regions)
     # at most one per window; two even on one core, since one may wait for the disk

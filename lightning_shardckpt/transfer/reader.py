@@ -27,7 +27,6 @@ from lightning_shardckpt.format.safetensors_header import (
 )
 from lightning_shardckpt.format.value_checks import checksum, refuse_lfs_pointer, shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
-from lightning_shardckpt.storage.remote.remote_reader import PrefixedReader
 
 
 class Checkpoint:
@@ -51,8 +50,6 @@ class Checkpoint:
         self._checked: set[tuple[str, int, str]] = set()
         try:
             self.root: RootIndex = root_from_json(self._read(ROOT_NAME), self._where(ROOT_NAME))
-            if self.root.prefix:
-                self.reader = PrefixedReader(self.reader, self.root.prefix)
             for name, component in self.root.components.items():
                 check_plausible(component, f"{self._where(ROOT_NAME)}, {name}")
         except BaseException:

@@ -12,7 +12,7 @@ memory for a window. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
@@ -23,7 +23,6 @@ from lightning_shardckpt.format.index import MAX_BLOCK_BYTES, ShardEntry, Tensor
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import ByteRuns
 from lightning_shardckpt.format.value_checks import DIGITS, DTYPE_BYTES, checksum_blocks, slice_checksums
-from lightning_shardckpt.storage.local.posix import errors_with_path
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.memory import allocate_pages
 from lightning_shardckpt.system.threads import cores_per_rank, run_tasks
@@ -124,8 +123,7 @@ def fetch(
 
     @contextmanager
     def open_worker() -> Iterator[Callable[[Sequence[Segment]], None]]:
-        with clone_reader(files) if threads > 1 else nullcontext(files.reader) as reader:
-            yield ShardReader(files.path, reader, verify=verify, sizes=sizes).read
+        yield ShardReader(files.path, files.reader, verify=verify, sizes=sizes).read
 
     run_tasks(_plan_reads(ordered, verify, sizes), open_worker, threads=threads, name="shardckpt-reader")
 
@@ -270,17 +268,6 @@ class ShardReader:
                     f"rank {request.writer}, bytes {first} to {last}. Load another checkpoint, or restore the file; "
                     "verify lists all damage"
                 )
-
-
-@contextmanager
-def clone_reader(files: Files) -> Iterator[Reader]:
-    """Yield a clone of a checkpoint's reader, for another thread, and close it at the end."""
-    with errors_with_path(files.path):
-        clone = files.reader.clone()
-    try:
-        yield clone
-    finally:
-        clone.close()
 
 
 def _copy(runs: ByteRuns, size: int, data: memoryview, offset: int, target: memoryview) -> None:

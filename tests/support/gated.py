@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.protocol import Bytes
 
 TIMEOUT_S = 20.0

@@ -32,10 +32,6 @@ class MemoryReader:
         """Return every file, sorted."""
         return sorted(self._files)
 
-    def clone(self) -> MemoryReader:
-        """Itself: threads can share it."""
-        return self
-
     def close(self) -> None:
         """Do nothing: nothing is open."""
 

@@ -33,9 +33,8 @@ ROWS = [
     {"pytorch", "fabric", "cli", "lightning_cli"},
     {"__main__", "__init__"},
 ]
-# The same within the two rooms that have rooms of their own.
+# The same within the room that has rooms of its own.
 INNER_ROWS = {
-    "storage": [{"protocol", "other_programs"}, {"local"}, {"remote"}, {"router"}],
     "parallel": [{"tensors"}, {"sharding"}, {"first_values", "pipeline"}, {"shard_model"}, {"optimizers"}],
 }
 ROW = {name: number for number, row in enumerate(ROWS) for name in row}

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.format.index import ROOT_NAME, prefix_of, read_prefix
-from lightning_shardckpt.storage.local.local_reader import LocalReader
-from lightning_shardckpt.storage.local.local_storage import LocalDraft, LocalStorage
-from lightning_shardckpt.storage.local.posix import Rename, rename_with_flag
+from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
+from lightning_shardckpt.storage.posix import Rename, rename_with_flag
 from lightning_shardckpt.storage.protocol import read_all
 from tests.support.file_systems import without_flags
 from tests.support.pool import run_ranks
@@ -60,8 +60,7 @@ def held(path: str) -> str | None:
             return None
         try:
             root = read_all(reader, ROOT_NAME)
-            prefix = read_prefix(root) or ""
-            found = {root[-32:], *(read_all(reader, f"{prefix}{file}")[:32] for file in FILES)}
+            found = {root[-32:], *(read_all(reader, file)[:32] for file in FILES)}
         except OSError as error:  # a load begins again, too
             assert error.errno == errno.ESTALE
             continue
@@ -158,7 +157,7 @@ def saved_while_read(path: str, rounds: int, exchange: bool) -> tuple[int, int]:
         dist.barrier()
         if reader is not None:
             with pytest.raises(OSError, match="was replaced or deleted while it was read"):
-                read_all(reader, f"{'' if exchange else prefix_of(save_id(0, number - 1))}{FILES[0]}")
+                read_all(reader, FILES[0])
             reader.close()
         assert held(path) == save_id(0, number)
     return changes, len(seen)
@@ -182,7 +181,7 @@ def saved_and_deleted(path: str, rounds: int) -> tuple[int, int]:
             try:
                 assert LOCAL.remove(path) == []
                 found += 1
-            except CheckpointNotFoundError:
+            except FileNotFoundError:
                 pass
         else:
             seen = held(path)
@@ -284,5 +283,5 @@ def test_a_removed_checkpoint_is_not_found(path: str, monkeypatch: pytest.Monkey
     assert held(path) is None
     finish(begun(path, save_id(0, 2)), save_id(0, 2))
     once(monkeypatch, os, "rename", lambda: shutil.rmtree(path), after=False)
-    with pytest.raises(CheckpointNotFoundError, match="removed it just now"):
+    with pytest.raises(FileNotFoundError):
         LOCAL.remove(path)

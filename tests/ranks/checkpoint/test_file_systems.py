@@ -14,23 +14,13 @@ import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.temporaries import output_file
 from tests.support.pool import run_ranks
-from tests.unit.storage.test_storage import (
-    ID,
-    LOCAL,
-    OTHER_ID,
-    SAVE,
-    beside,
-    content,
-    mounted,
-    new_file,
-    own_mounts,
-    put,
-    root_of,
-    run,
-)
+from tests.unit.storage.test_local import SAVE
+from tests.unit.storage.test_storage import ID, LOCAL, OTHER_ID, beside, content, mounted, own_mounts, put, run
 
-WHOLE = {"a": b"1", ROOT_NAME: root_of(ID)}
+WHOLE = {"a": b"1"}
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,12 +54,12 @@ def test_any_name_will_do(name: str, tmp_path: Path) -> None:
 )
 def test_one_place_has_many_paths(as_written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = as_written.format(tmp_path / "a.ckpt")
-    put(LOCAL, path, a=b"1")
-    assert content(LOCAL, str(tmp_path / "a.ckpt")) == content(LOCAL, path) == WHOLE
-    put(LOCAL, path, OTHER_ID, a=b"2")
-    assert content(LOCAL, path)["a"] == b"2" and os.listdir(tmp_path) == ["a.ckpt"]
-    LOCAL.remove(path)
+    path, storage = as_written.format(tmp_path / "a.ckpt"), StorageRouter()
+    put(storage, path, a=b"1")
+    assert content(LOCAL, str(tmp_path / "a.ckpt")) == content(storage, path) == WHOLE
+    put(storage, path, OTHER_ID, a=b"2")
+    assert content(storage, path)["a"] == b"2" and os.listdir(tmp_path) == ["a.ckpt"]
+    storage.remove(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -77,9 +67,10 @@ def test_one_place_has_many_paths(as_written: str, tmp_path: Path, monkeypatch: 
     "name", ["x" * 256, "ü" * 128, "d/" * 2100 + "x"], ids=["letters", "letters of two bytes", "the whole path"]
 )
 def test_a_name_that_is_too_long_is_an_error_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    for act in (lambda path: LOCAL.draft(path, ID).begin(), lambda path: new_file(path).__enter__()):
+    path = str(tmp_path / name)
+    for act in (LOCAL.draft(path, ID).begin, output_file(path, overwrite=False).__enter__):
         with pytest.raises(OSError, match="File name too long") as caught:
-            act(str(tmp_path / name))
+            act()
         assert caught.value.errno == errno.ENAMETOOLONG
         assert not [p for p in tmp_path.rglob("*") if not p.is_dir() or p.name.startswith(".")]
 
@@ -181,7 +172,7 @@ def test_all_modes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         put(LOCAL, str(tmp_path / "deep" / "er" / "a.ckpt"), a=b"")
-        with new_file(str(tmp_path / "out" / "file")) as (file, _):
+        with output_file(str(tmp_path / "out" / "file"), overwrite=False) as (file, _):
             os.write(file, b"1")
     finally:
         os.umask(before)
@@ -233,7 +224,7 @@ def test_a_parent_that_may_not_be_written_is_an_error_that_names_it(tmp_path: Pa
 def test_what_is_in_the_way_of_a_parent_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(NotADirectoryError, match="file"), new_file(str(tmp_path / "file" / "a")):
+    with pytest.raises(NotADirectoryError, match="file"), output_file(str(tmp_path / "file" / "a"), overwrite=False):
         pass
     for path in ("link/a.ckpt", "link/deep/a.ckpt"):
         with pytest.raises(FileNotFoundError, match="link"):
@@ -252,11 +243,11 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(options: str, tm
 
 FULL = """
 import errno, os
-from lightning_shardckpt.storage.local.posix import write_at
-from lightning_shardckpt.storage.local.local_outputs import LocalOutputs
+from lightning_shardckpt.storage.posix import write_at
+from lightning_shardckpt.storage.temporaries import output_file
 output = sys.argv[1]
 try:
-    with LocalOutputs().file(output, overwrite=False) as (file, notes):
+    with output_file(output, overwrite=False) as (file, notes):
         write_at(file, memoryview(bytes(2 << 20)), 0)
 except OSError as error:
     assert error.errno == errno.ENOSPC, error

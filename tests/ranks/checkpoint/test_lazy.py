@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import lightning_shardckpt
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError
 from lightning_shardckpt.state.tensor_bytes import DTYPES
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import tiny, zoo
 from tests.support.pool import ROOT, run_ranks

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny

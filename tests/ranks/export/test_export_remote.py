@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_shardckpt import export_adapters
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.ranks.export import test_huggingface_out as hugging_face

@@ -30,7 +30,7 @@ from lightning_shardckpt.format.index import (
     root_to_json,
 )
 from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds, zoo

@@ -14,7 +14,7 @@ import pytest
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.format.index import ROOT_NAME, FileInfo, root_from_json, root_to_json
 from lightning_shardckpt.format.value_checks import checksum
-from lightning_shardckpt.storage.local.posix import EXCHANGE, rename_with_flag
+from lightning_shardckpt.storage.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.tools.verify import verify
 from tests.support import zoo
 from tests.support.pool import run_ranks

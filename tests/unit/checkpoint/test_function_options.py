@@ -19,7 +19,7 @@ from torch import nn
 from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.errors import MismatchError, StateError
-from lightning_shardckpt.storage.local.locks import machine_upload_lock
+from lightning_shardckpt.storage.object_store import machine_upload_lock
 from tests.support.stores import Bucket
 
 State = dict[str, Any]

@@ -22,7 +22,7 @@ from lightning_shardckpt.format.safetensors_header import plan_header
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, checksum
 from lightning_shardckpt.state.documents import parse_document
 from lightning_shardckpt.state.json_tree import TAGS, decode
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
 from tests.support.memory_storage import MemoryStorage

@@ -10,7 +10,7 @@ import torch
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.sources.foreign_source import ForeignBox, ForeignTensor, foreign_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-from lightning_shardckpt.storage.local.local_reader import LocalReader
+from lightning_shardckpt.storage.local_reader import LocalReader
 
 
 def test_columns_and_blocks_are_read_without_what_lies_between_them(tmp_path: Path) -> None:

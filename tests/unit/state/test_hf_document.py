@@ -16,7 +16,7 @@ from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.state.documents import parse_document
 from lightning_shardckpt.state.hf_document import HuggingFace
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
 from lightning_shardckpt.transfer.reader import Checkpoint

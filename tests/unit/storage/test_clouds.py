@@ -17,8 +17,7 @@ import torch
 
 import lightning_shardckpt
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.storage.remote.objects import ObjectStore
-from lightning_shardckpt.storage.remote.store_options import find_aws
+from lightning_shardckpt.storage.object_store import ObjectStore, find_aws
 from lightning_shardckpt.storage.router import StorageRouter
 from tests.support.stores import IMPATIENT, Bucket, Proxy
 
@@ -72,8 +71,8 @@ def test_credentials_are_renewed(aws: Path) -> None:
     (aws / "process.py").write_text(PROCESS)
     command = f"{sys.executable} {aws / 'process.py'} {aws / 'log'} {soon}"
     (aws / "config").write_text(f"[default]\nregion = eu-north-1\ncredential_process = {command}\n")
-    region, endpoint, provide = find_aws("s3://bucket/a", {})
-    assert (region, endpoint) == ("eu-north-1", None) and provide is not None
+    found, provide = find_aws("s3://bucket/a", {})
+    assert found == {"region": "eu-north-1"} and provide is not None
     first, second = provide(), provide()
     assert int(second["access_key_id"].removeprefix("KEY")) > int(first["access_key_id"].removeprefix("KEY"))
     assert first["expires_at"] - datetime.now(UTC) < timedelta(minutes=10)  # less than botocore leaves

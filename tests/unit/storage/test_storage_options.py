@@ -48,15 +48,6 @@ def test_functions_take_them(url: str, s3: Bucket, tmp_path: Path) -> None:
     assert torch.equal(torch.load(consolidate(url, tmp_path / "a.pt", **options))["model"]["weight"], weight)
 
 
-def test_functions_take_them_for_a_path_in_vain(tmp_path: Path) -> None:
-    path, options = str(tmp_path / "a.ckpt"), {"anything": 1}
-    lightning_shardckpt.save(path, {"model": torch.nn.Linear(4, 2)}, storage_options=options)
-    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    assert lightning_shardckpt.metadata(path, storage_options=options).tensors["weight"].shape == (2, 4)
-    assert lightning_shardckpt.metadata(tmp_path / "w.pt", storage_options=options).tensors["w"].shape == (2,)
-    assert inspect(path, storage_options=options)["problems"] == []
-
-
 @pytest.mark.parametrize("spelling", ["apart", "together"])
 def test_every_tool_takes_them(
     spelling: str, url: str, s3: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]

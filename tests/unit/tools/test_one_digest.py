@@ -22,7 +22,7 @@ from lightning_shardckpt.format.index import TensorSpec
 from lightning_shardckpt.format.layout import REPLICATED, DimShard, Layout
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
-from lightning_shardckpt.storage.local.local_storage import LocalStorage
+from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.digest import NamedDigest, component_digest, digest, values_digest, whole_digest
 from tests.support import worlds
 from tests.support.worlds import mesh

@@ -1,31 +1,36 @@
 """The operations on an object store that checkpoints need: through obstore, or fsspec for ``memory://`` and the web.
 
-Keys are paths within a bucket, without a slash at either end. obstore retries what passes, such as throttling and
-connections that break, within the bounds of ``Tuning``. Errors are OSErrors that name the action and the URL.
+Options have fsspec's names, and credentials are found as botocore finds them. Keys are paths within a bucket, without a
+slash at either end. obstore retries what passes, such as throttling and connections that break, within the bounds of
+``Tuning``. Errors are OSErrors that name the action and the URL.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.value_checks import MAX_JSON_BYTES
+from lightning_shardckpt.storage.posix import locked
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.remote.store_options import open_bucket
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 _FSSPEC = ("memory", "http", "https")  # protocols
 _UPLOADS = 4  # of pieces at a time, each in memory
 _MOST_PIECES = 10_000  # of an object in S3
 _PUTS = 2  # of a root index: obstore doesn't repeat a conditional put whose answer was lost
+_TURN_WAIT_S = 3600.0  # for another process of this machine that uploads
 _first_process = list[int]()  # the process that used obstore
 
 
@@ -43,7 +48,7 @@ class ObjectStore:
         url: of anything in the bucket.
         options: by fsspec's names.
         tuning: of requests: sizes, attempts, times.
-        turn: returns a context that a rank holds while it uploads, and in which it may wait for other ranks.
+        throttles: only one process of each machine uploads at a time.
 
     Raises:
         ValueError: if the protocol is unknown, or the URL names no bucket.
@@ -53,20 +58,12 @@ class ObjectStore:
     """
 
     def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        tuning: Tuning = TUNING,
-        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, url: str, options: Mapping[str, Any], tuning: Tuning = TUNING, *, throttles: bool = False
     ) -> None:
         protocol, _, rest = url.partition("://")
-        self._tuning, self._turn = tuning, turn
-        if protocol in _FSSPEC:
-            self._root = f"{protocol}://"
-            self._bucket: Any = _FsspecBucket(protocol, options)
-        else:
-            self._root = f"{protocol}://{rest.partition('/')[0]}/"
-            self._bucket = open_bucket(url, options, tuning)
+        self._tuning, self._throttles, self._is_forkable = tuning, throttles, protocol in _FSSPEC
+        self._root = f"{protocol}://" if self._is_forkable else f"{protocol}://{rest.partition('/')[0]}/"
+        self._bucket: Any = (_FsspecBucket if self._is_forkable else partial(_open_bucket, tuning))(url, options)
         self.conditional = True
         """True if ``put`` compares and writes in one step with respect to all writers."""
 
@@ -126,13 +123,21 @@ class ObjectStore:
                     bucket.put(key, content, mode=mode, use_multipart=False)
                 return
             except OSError as error:
-                if self._holds(key, content):  # an attempt succeeded, and its answer was lost
-                    return
+                with suppress(OSError, FormatError):  # else an attempt succeeded, and its answer was lost
+                    if self.read_json(key) == content:
+                        return
                 if isinstance(error, FileNotFoundError) and expected is not None:
                     raise FileExistsError(f"the object at {self.url(key)} was deleted meanwhile") from error
                 if not left or isinstance(error, FileExistsError | PermissionError | FileNotFoundError):
                     raise
                 self.conditional = self.conditional and "501 Not Implemented" not in str(error)
+
+    def _check_tag(self, key: str, expected: Mapping[str, str] | None) -> None:
+        found = None
+        with suppress(FileNotFoundError):
+            found = self.stat(key).tag
+        if found != expected:
+            raise FileExistsError(f"another object is at {self.url(key)}")
 
     def upload(self, key: str, parts: Iterable[Bytes], nbytes: int = 0) -> None:
         """Write a new object from its parts, without keeping references to them.
@@ -141,7 +146,8 @@ class ObjectStore:
         aborts the upload. Pieces are larger for an object of ``nbytes`` that would have more of them than S3 takes.
         """
         piece_bytes = max(self._tuning.upload_part_bytes, -(-nbytes // _MOST_PIECES))
-        with self._turn(), self._call("writing", key) as bucket:
+        turn = machine_upload_lock() if self._throttles else nullcontext()
+        with turn, self._call("writing", key) as bucket:
             pieces = _pieces(parts, piece_bytes)
             first, second = next(pieces, b""), next(pieces, None)
             if second is None:
@@ -166,32 +172,26 @@ class ObjectStore:
             if all_keys:
                 with self._call("deleting", all_keys[0]) as bucket:
                     bucket.delete(all_keys)
-            return
         except PermissionError:
             raise
         except OSError:  # a missing object stops it on GCS and Azure, a lost connection on S3; others lack it
-            pass
-        for key in all_keys:
-            with suppress(FileNotFoundError), self._call("deleting", key) as bucket:
-                bucket.delete(key)
-
-    def _check_tag(self, key: str, expected: Mapping[str, str] | None) -> None:
-        found = None
-        with suppress(FileNotFoundError):
-            found = self.stat(key).tag
-        if found != expected:
-            raise FileExistsError(f"another object is at {self.url(key)}")
-
-    def _holds(self, key: str, content: bytes) -> bool:
-        """Return True if the object is there and has the content."""
-        with suppress(OSError, FormatError):
-            return self.read_json(key) == content
-        return False
+            for key in all_keys:
+                with suppress(FileNotFoundError), self._call("deleting", key) as bucket:
+                    bucket.delete(key)
 
     @contextmanager
     def _call(self, action: str, key: str) -> Iterator[Any]:
-        """Yield the bucket for one call; its errors become OSErrors that begin with the action."""
-        self._check_not_forked()
+        """Yield the bucket for one call; its errors become OSErrors that begin with the action.
+
+        Raises RuntimeError in a child of a process that used obstore, since a fork does not copy its threads.
+        """
+        if not self._is_forkable:
+            _first_process[:] = _first_process or [os.getpid()]
+            if os.getpid() != _first_process[0]:
+                raise RuntimeError(
+                    f"{self._root} can't be reached in this process, which was forked from one that had used an object "
+                    "store: start processes with spawn, or before an object store is used"
+                )
         try:
             yield self._bucket
         except Exception as error:
@@ -208,18 +208,6 @@ class ObjectStore:
                 message += "; the store does not permit it: check the credentials"
                 raise PermissionError(errno.EACCES, message) from error
             raise OSError(errno.EIO, message) from error
-
-    def _check_not_forked(self) -> None:
-        """Raise RuntimeError in a child of a process that used obstore, since a fork does not copy its threads."""
-        if isinstance(self._bucket, _FsspecBucket):
-            return
-        if not _first_process:
-            _first_process.append(os.getpid())
-        if os.getpid() != _first_process[0]:
-            raise RuntimeError(
-                f"{self._root} can't be reached in this process, which was forked from one that had used an object "
-                "store: start processes with spawn, or before an object store is used"
-            )
 
 
 def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
@@ -238,6 +226,175 @@ def _pieces(parts: Iterable[Bytes], piece_bytes: int) -> Iterator[bytes]:
         yield bytes(piece)
 
 
+@contextmanager
+def machine_upload_lock(wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
+    """Hold the upload lock, so that only one thread of this user's processes on this machine uploads.
+
+    The lock of a process that dies is released. Without locks in the file system, does not wait.
+
+    Raises:
+        TimeoutError: if the lock is not available within ``wait_s``.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"lightning-shardckpt-uploads-{os.getuid()}")
+    with locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, wait_s) as file:
+        if file is None:
+            raise TimeoutError(f"other ranks of this machine have uploaded for {wait_s:g} s ({path} is locked)")
+        yield
+
+
+# ── obstore ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_EXTRA = 'pip install "lightning-shardckpt[s3]"'
+_PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+_KEPT_FOR = timedelta(minutes=6)  # obstore asks again five minutes before the end: botocore renews when asked
+
+# obstore's names of options by fsspec's (s3fs, gcsfs, adlfs); a dot leads into a dictionary. None: see `_find_aws`.
+_NAMES: dict[str, dict[str, str | None]] = {
+    "s3": {
+        "endpoint_url": "endpoint",
+        "client_kwargs.endpoint_url": "endpoint",
+        "client_kwargs.region_name": "region",
+        "anon": "skip_signature",
+        "requester_pays": "request_payer",
+        "s3_additional_kwargs.ServerSideEncryption": "server_side_encryption",
+        "s3_additional_kwargs.SSEKMSKeyId": "sse_kms_key_id",
+        **dict.fromkeys(("key", "secret", "token", "profile")),
+    },
+    "gs": {"token": "token", "endpoint_url": "base_url"},
+    "az": {
+        **{name: name for name in ("account_name", "account_key", "tenant_id", "client_id", "client_secret")},
+        "sas_token": "sas_key",
+        "anon": "skip_signature",
+    },
+}
+_CLIENT = ("config_kwargs.connect_timeout", "config_kwargs.read_timeout", "client_kwargs.verify")
+
+
+def _open_bucket(tuning: Tuning, url: str, options: Mapping[str, Any]) -> Any:
+    """Return obstore's store for the bucket of a URL; raises like ``ObjectStore``."""
+    protocol, _, rest = url.partition("://")
+    bucket, kind = rest.partition("/")[0], _PROTOCOLS.get(protocol)
+    if kind is None:
+        protocols = ", ".join(f"{name}://" for name in (*_PROTOCOLS, "memory"))
+        raise ValueError(f"{url!r} can't be opened: checkpoints are in file systems or at {protocols}, not {protocol}://")
+    if not bucket:
+        raise ValueError(f"{url!r} is no path of a checkpoint, such as '{protocol}://bucket/name.ckpt'")
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise ImportError(f"{url!r} can't be opened: {error}; {_EXTRA}") from error
+
+    stores: Any = obstore.store  # its typed dictionaries can't be built from tables
+    flat = dict(_dotted(options))
+    names = _NAMES[kind]
+    if unknown := sorted(flat.keys() - {*names, *_CLIENT}):
+        raise TypeError(
+            f"unknown storage_options for {url!r}: {', '.join(unknown)}; known are "
+            f"{', '.join(sorted((*names, *_CLIENT)))} (a dot leads into a dictionary) and throttle_uploads"
+        )
+    config: dict[str, Any] = {own: value for name, value in flat.items() if (own := names.get(name))}
+    common = {"client_options": _client(flat), "retry_config": _retry(tuning)}
+    if kind == "gs":
+        token = config.pop("token", None)
+        if token == "anon":
+            config["skip_signature"] = True
+        elif token is not None:
+            config["application_credentials" if os.path.exists(token) else "bearer_token"] = token
+        return stores.GCSStore(bucket, config=config, **common)
+    if kind == "az":
+        bucket, _, host = bucket.partition("@")  # abfss://container@account.dfs.core.windows.net/…
+        account = {"account_name": host.partition(".")[0]} if host else {}
+        return stores.AzureStore(bucket, config={**account, **config}, **common)
+    found, provider = find_aws(url, flat, anonymous=bool(config.get("skip_signature")))
+    return stores.S3Store(bucket, config={**found, **config}, credential_provider=provider, **common)
+
+
+def _dotted(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by dotted names.
+
+    >>> dict(_dotted({"key": "a", "client_kwargs": {"region_name": "b"}}))
+    {'key': 'a', 'client_kwargs.region_name': 'b'}
+    """
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _client(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the HTTP client. A stalled connection times out; an endpoint may be of http://."""
+    client: dict[str, Any] = {"allow_http": True, "timeout": timedelta(minutes=10)}
+    for name, default_s in (("connect_timeout", 10), ("read_timeout", 30)):
+        client[name] = timedelta(seconds=flat.get(f"config_kwargs.{name}", default_s))
+    verify = flat.get("client_kwargs.verify", True)
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif verify is not True:
+        client["root_certificate"] = Path(verify).read_bytes()
+    return client
+
+
+def _retry(tuning: Tuning) -> dict[str, Any]:
+    pauses = {"init_backoff": tuning.retry_pause_s, "max_backoff": tuning.retry_longest_pause_s}
+    return {
+        "max_retries": tuning.retry_attempts - 1,
+        "retry_timeout": timedelta(seconds=tuning.retry_total_s),
+        "backoff": {"base": 2, **{name: timedelta(seconds=pause) for name, pause in pauses.items()}},
+    }
+
+
+def find_aws(
+    url: str, given: Mapping[str, Any], *, anonymous: bool = False
+) -> tuple[dict[str, str], Callable[[], dict[str, Any]] | None]:
+    """Find the settings of S3 as botocore does: in the environment, profiles and files, from roles and processes.
+
+    Args:
+        url: for messages.
+        given: ``profile``, or ``key``, ``secret`` and ``token``; missing ones are looked for.
+        anonymous: look for no credentials.
+
+    Returns:
+        The region and the endpoint, if any, and a function that returns credentials for obstore, renewed by botocore.
+
+    Raises:
+        PermissionError: if there are no credentials.
+        ImportError: if botocore is missing.
+    """
+    try:
+        from botocore.configprovider import ConfiguredEndpointProvider  # type: ignore[import-untyped]
+        from botocore.credentials import Credentials  # type: ignore[import-untyped]
+        from botocore.session import Session  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(f"{url!r} can't be opened: {error}; {_EXTRA}") from error
+
+    session = Session(profile=given.get("profile"))
+    endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
+    settings = {"region": session.get_config_variable("region"), "endpoint": endpoint}
+    found = {name: value for name, value in settings.items() if value}
+    if anonymous:
+        return found, None
+    names = ("key", "secret", "token")
+    credentials = Credentials(*map(given.get, names)) if "key" in given else session.get_credentials()
+    if credentials is None:
+        raise PermissionError(
+            errno.EACCES,
+            f"no credentials for {url!r}: set AWS_PROFILE or AWS_ACCESS_KEY_ID, or storage_options (key, secret; or "
+            "anon=True)",
+        )
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _KEPT_FOR,
+        }
+
+    return found, provide
+
+
 # ── fsspec ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -246,9 +403,10 @@ class _FsspecBucket:
 
     _putting = threading.Lock()
 
-    def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         import fsspec  # type: ignore[import-untyped]  # comes with lightning; here: only these URLs need it
 
+        protocol = url.partition("://")[0]
         self._root, self._fs = f"{protocol}://", fsspec.filesystem(protocol, **options)
 
     def head(self, key: str) -> dict[str, Any]:

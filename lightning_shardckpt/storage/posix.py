@@ -1,11 +1,18 @@
-"""File system calls: durable directories, renames, owners and modes, mount points, and writes of many parts."""
+"""File system calls: durable files and directories, renames, owners and modes, mount points, and locks.
+
+Locks are advisory ``flock`` locks on open files, which the kernel releases when the process that holds them ends. A
+process that was forked in the meantime, such as a data loader's worker, shares them, so they are always unlocked
+explicitly, not by closing. Some network file systems have no locks.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,8 +24,24 @@ EXCHANGE, NO_REPLACE = 2, 1
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE alone: with a flag that waits, errors would be reported here and not by fsync
 _AT_FDCWD = -100
 _CALL_BYTES = 256 << 10  # measured on ext4, Linux 6.18, with little free memory: calls of 1 to 4 MiB took twice as long
+_BUFFER_BYTES = 1 << 20  # for small parts; larger ones are not copied
 _WRITEBACK_BYTES = 8 << 20  # no difference from 1 to 32 MiB
-_BATCH_PARTS, _BATCH_BYTES = 512, 1 << 20  # per writev call: Linux accepts 1,024 parts; small enough to stay in cache
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
+_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def errors_with_path(path: str) -> Iterator[None]:
+    """Add a path to errors of the operating system, since calls on a descriptor raise them without one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
+            error.filename = path
+        raise
+
+
+# ── directories and names ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_directories(path: str, *, sync: bool = True) -> None:
@@ -44,22 +67,6 @@ def sync_directory(path: str) -> None:
         os.close(directory)
 
 
-@contextmanager
-def errors_with_path(path: str) -> Iterator[None]:
-    """Add a path to errors of the operating system, since calls on a descriptor raise them without one."""
-    try:
-        yield
-    except OSError as error:
-        add_path(error, path)
-        raise
-
-
-def add_path(error: OSError, path: str) -> None:
-    """Set the path of an error of the operating system, unless it has an absolute path."""
-    if error.errno is not None and not (error.filename and os.path.isabs(error.filename)):
-        error.filename = path
-
-
 def rename_with_flag(source: str, target: str, flag: int) -> bool:
     """Rename with a flag of renameat2; return False if the system or the file system does not support the flag."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -72,6 +79,17 @@ def rename_with_flag(source: str, target: str, flag: int) -> bool:
         return False
     action = "exchanging" if flag == EXCHANGE else "renaming"
     raise OSError(code, f"{action} {source!r} and {target!r}: {os.strerror(code)}")
+
+
+def can_exchange(folder: str, rename: Rename) -> bool:
+    """Return True if the file system of an empty directory exchanges two names."""
+    one, other = os.path.join(folder, "1"), os.path.join(folder, "2")
+    os.mkdir(one)
+    os.mkdir(other)
+    is_possible = rename(one, other, EXCHANGE)
+    os.rmdir(one)
+    os.rmdir(other)
+    return is_possible
 
 
 def status_of(path: str) -> os.stat_result | None:
@@ -112,44 +130,30 @@ def is_mount_point(path: str) -> bool:
     if os.path.ismount(path):
         return True
     parent, name = os.path.split(path)
-    before = os.lstat(path)
     with os.scandir(parent) as entries:  # an entry has the inode below the mount
-        below = [entry.inode() for entry in entries if entry.name == name]
-    return below != [before.st_ino] and os.path.samestat(before, os.lstat(path))  # else it was replaced meanwhile
+        return [entry.inode() for entry in entries if entry.name == name] != [os.lstat(path).st_ino]
 
 
-def write_parts(file: int, parts: Iterable[Bytes], *, sync: bool, writeback_bytes: int = _WRITEBACK_BYTES) -> None:
+# ── content of files ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_file(path: str, parts: Iterable[Bytes], *, sync: bool) -> None:
     """Write all parts into a new file, one after the other, and with ``sync`` make it durable.
 
     The kernel writes earlier parts to the disk while the next parts are produced, so that the final sync has little to
     wait for. The file stays in the page cache for a later load.
     """
     dirty_bytes = 0
-    for batch in _batches(parts):
-        dirty_bytes += sum(map(len, batch))
-        while batch:
-            count = os.writev(file, batch)
-            while batch and count >= len(batch[0]):
-                count -= len(batch.pop(0))
-            if count:
-                batch[0] = batch[0][count:]
-        if sync and dirty_bytes >= writeback_bytes:
-            begin_writeback(file)
-            dirty_bytes = 0
-    if sync:
-        os.fsync(file)
-
-
-def _batches(parts: Iterable[Bytes]) -> Iterator[list[memoryview]]:
-    """Yield the parts that are not empty, as many together as one system call takes."""
-    batch, size = list[memoryview](), 0
-    for part in parts:
-        batch += [memoryview(part)] if len(part) else []
-        size += len(part)
-        if len(batch) >= _BATCH_PARTS or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    yield batch
+    with errors_with_path(path), open(path, "xb", buffering=_BUFFER_BYTES) as file:
+        for part in parts:
+            file.write(part)
+            dirty_bytes += len(part)
+            if sync and dirty_bytes >= _WRITEBACK_BYTES:
+                begin_writeback(file.fileno())
+                dirty_bytes = 0
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
 
 
 def begin_writeback(file: int) -> bool:
@@ -168,3 +172,47 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(file, data[:_CALL_BYTES], offset)
         data, offset = data[count:], offset + count
+
+
+# ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def try_lock(file: int) -> bool | None:
+    """Lock an open file or directory without waiting.
+
+    Returns:
+        True if this process has the lock now, False if another has it, None if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def release(file: int) -> None:
+    """Unlock and close a file."""
+    with suppress(OSError):  # the file system has no locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+@contextmanager
+def locked(path: str, flags: int, wait_s: float) -> Iterator[int | None]:
+    """Open a file or directory with ``flags``, and hold its lock; proceed without in a file system that has none.
+
+    Yields the descriptor, or None if another process holds the lock for longer than ``wait_s``.
+    """
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        deadline, pause = time.monotonic() + wait_s, _POLL_S
+        while not (is_ours := try_lock(file) is not False) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        yield file if is_ours else None
+    finally:
+        release(file)

@@ -1,0 +1,354 @@
+"""Checkpoints as directories of a file system.
+
+A save claims a temporary name, writes its files, and commits in one of two ways. It fills a temporary directory beside
+the target, with the mode, owner and group of the directory that is there, and exchanges the two in one system call, so
+that the path always holds a whole checkpoint, old or new. Or it fills the directory that is there: an empty or current
+one, a mount point, one whose parent cannot be written or whose owner cannot be kept, an older checkpoint where the file
+system cannot exchange two names (some network file systems), and a checkpoint that was filled in place. Then names
+begin with the save's id, as in an object store, and the root index, under the temporary name, is renamed last.
+
+After that, and once it is durable, what was there is deleted. Names of temporaries neither contain "ckpt_" nor end in
+".ckpt", since Lightning scans for both.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from functools import partial
+from uuid import uuid4
+
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.format.index import (
+    EXPORT_FOLDER,
+    PREFIXED_NAME,
+    ROOT_NAME,
+    is_ours,
+    prefix_of,
+)
+from lightning_shardckpt.storage.local_reader import LocalReader
+from lightning_shardckpt.storage.posix import (
+    Rename,
+    can_exchange,
+    is_mount_point,
+    keep_owner_and_mode,
+    make_directories,
+    rename_with_flag,
+    status_of,
+    sync_directory,
+    write_file,
+)
+from lightning_shardckpt.storage.protocol import Bytes
+from lightning_shardckpt.storage.temporaries import (
+    Temporary,
+    delete,
+    is_claim,
+    is_temporary,
+    put_directory,
+    temporary_name,
+)
+
+_ATTEMPTS = 20  # to open or to replace a path that other processes change meanwhile
+_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+
+
+class LocalStorage:
+    """Directories on a local or shared POSIX file system.
+
+    Args:
+        visible_within_s: the time within which a network file system shows a machine the changes of another.
+        sync_files: make files durable before a call returns. Without syncs, a process may still die at any moment, but
+            after a crash of the machine neither the old nor the new checkpoint may be left.
+        rename: renames with a flag, or returns False if the file system does not support it.
+        machine: the name of this machine in claims.
+    """
+
+    def __init__(
+        self,
+        visible_within_s: float = 60.0,
+        *,
+        sync_files: bool = True,
+        rename: Rename = rename_with_flag,
+        machine: str | None = None,
+    ) -> None:
+        self.visible_within_s, self.sync_files = visible_within_s, sync_files
+        self.rename, self.machine = rename, machine
+
+    def open(self, path: str) -> LocalReader:
+        """Open the checkpoint at ``path``.
+
+        Raises:
+            CheckpointNotFoundError: if there is none, or it is incomplete or not a checkpoint.
+        """
+        path = os.path.abspath(path)
+        for _ in range(_ATTEMPTS):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                reader = LocalReader(path)
+                if reader.is_checkpoint():
+                    return reader
+                reader.close()
+            if not os.path.exists(os.path.join(path, ROOT_NAME)):
+                raise CheckpointNotFoundError(_why_none(path))
+        raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")
+
+    def draft(self, path: str, save_id: str) -> LocalDraft:
+        """Return a draft of a checkpoint that will appear at ``path``."""
+        return LocalDraft(os.path.abspath(path), save_id, self)
+
+    def remove(self, path: str) -> list[str]:
+        """Delete the checkpoint, or the link to one, at ``path``; nothing else is ever deleted.
+
+        The directory is renamed first, so that the path never holds a half-deleted checkpoint. If it cannot be deleted
+        after that, the next save in the same folder deletes it. One that was filled in place, or would be, loses its
+        root index first, and stays as an empty directory.
+
+        Returns:
+            Notes about leftovers, and about failures after the rename.
+
+        Raises:
+            CheckpointNotFoundError: if no checkpoint is at the path.
+        """
+        path = os.path.abspath(path)
+        if os.path.islink(path):
+            os.unlink(path)
+            return []
+        with closing(self.open(path)) as reader:
+            names = os.listdir(path)
+            if _is_filled_in_place(path, names):
+                others = [n for n in names if PREFIXED_NAME.fullmatch(n) and not n.startswith(reader.prefix or "?")]
+                return self._empty(path, [n for n in names if is_ours(n) and n not in others])
+        name = os.path.join(os.path.dirname(path), uuid4().hex)
+        old = Temporary(name, uuid4().hex, machine=self.machine)
+
+        def move() -> list[str]:
+            os.rename(path, old.path)
+            return [old.path]
+
+        try:
+            old.publish(move, sync=self.sync_files, old="the deleted checkpoint")
+        finally:
+            old.drop()
+        return old.notes
+
+    def _empty(self, path: str, names: list[str]) -> list[str]:
+        _delete_export(path)
+        os.unlink(os.path.join(path, ROOT_NAME))
+        self.sync(path)
+        errors = [error for name in names if (error := delete(os.path.join(path, name))) is not None]
+        return [f"could not remove all files of the deleted checkpoint in {path!r}: {error}" for error in errors[:1]]
+
+    def sync(self, directory: str) -> None:
+        """Sync a directory, unless syncs are disabled."""
+        if self.sync_files:
+            sync_directory(directory)
+
+
+def _why_none(path: str) -> str:
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"no checkpoint at {path!r}: it is a link to {os.readlink(path)!r}, which is gone"
+    if not os.path.exists(path):
+        return f"no checkpoint at {path!r}: there is nothing at this path"
+    return f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}"
+
+
+# ── the target ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _replaceable_names(target: str, *, is_begun: bool) -> list[str] | None:
+    """Return the names in a directory that a save may replace or fill; None if nothing or a link is there.
+
+    That is a checkpoint of ours or an empty directory; before a save ``is_begun``, also one that has only files of
+    other saves in it.
+
+    Raises:
+        FileExistsError: for anything else.
+        OSError: if the name is too long.
+    """
+    entry = status_of(target)
+    if entry is None or stat.S_ISLNK(entry.st_mode):  # such as ModelCheckpoint's "last"; the link is replaced
+        return None
+    if not stat.S_ISDIR(entry.st_mode):
+        raise FileExistsError(
+            f"a file is in the way at {target!r}: a sharded checkpoint is a directory; move it or use another path"
+        )
+    try:
+        names = os.listdir(target)
+    except FileNotFoundError:  # removed since
+        return None
+    if ROOT_NAME not in names and not all(not is_begun and _is_of_a_save(name) for name in names):
+        raise FileExistsError(
+            f"the directory {target!r} is not empty and holds no checkpoint of this package, so it is not "
+            "replaced; move it or use another path"
+        )
+    return names
+
+
+def _is_of_a_save(name: str) -> bool:
+    return PREFIXED_NAME.fullmatch(name) is not None or is_temporary(name)
+
+
+def _is_filled_in_place(target: str, names: list[str]) -> bool:
+    """Return True if a directory with these names is filled in place on any file system."""
+    return (
+        ROOT_NAME not in names
+        or any(map(PREFIXED_NAME.fullmatch, names))
+        or is_mount_point(target)
+        or not os.access(os.path.dirname(target), os.W_OK | os.X_OK, effective_ids=True)
+        or _is_current(target)
+    )
+
+
+def _is_current(target: str) -> bool:
+    try:
+        return os.path.samefile(target, ".")
+    except OSError:  # the current directory was deleted, or this user may not enter it
+        return False
+
+
+def _delete_export(directory: str) -> None:
+    """Delete an export, which must not outlive its root index. Raises OSError."""
+    if (error := delete(os.path.join(directory, EXPORT_FOLDER))) is not None:
+        raise error
+
+
+# ── drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LocalDraft:
+    """A draft in a temporary directory next to the target, or in the target itself.
+
+    ``begin`` decides which; ranks that don't call it find out when they write.
+    """
+
+    def __init__(self, target: str, save_id: str, storage: LocalStorage) -> None:
+        self._target, self._save_id, self._storage = target, save_id, storage
+        self._beside = temporary_name(target, save_id)
+        self._root = temporary_name(target, save_id, target)  # if it is filled in place
+        self._directory: str | None = None  # where files are written, once this rank knows it
+        self._claimed: Temporary | None = None  # on the rank that begins
+        self._written: set[str] = set()
+        self.prefix = ""
+        self.notes: list[str] = []
+
+    def begin(self) -> None:
+        """Create the directory, or claim the target to fill it in place, and delete leftovers of killed saves.
+
+        Raises:
+            FileExistsError: if the target exists and is neither a checkpoint of ours nor an empty directory, or is a
+                link that can't be replaced in one step, or if another process is saving to it.
+            PermissionError: if neither the target nor its parent can be written.
+        """
+        names = _replaceable_names(self._target, is_begun=False)
+        if (names is not None and _is_filled_in_place(self._target, names)) or not self._begin_beside():
+            self._claimed = Temporary(self._target, self._save_id, self._target, self._storage.machine)
+            self._fill_in_place()
+        assert self._claimed is not None
+        self.notes = self._claimed.notes
+
+    def _begin_beside(self) -> bool:
+        """Create the temporary directory; return False if it can't replace the target."""
+        make_directories(os.path.dirname(self._target), sync=self._storage.sync_files)
+        status_of(self._target)  # a name may be too long, which only shows if its parent exists
+        new = Temporary(self._target, self._save_id, machine=self._storage.machine)
+        try:
+            os.mkdir(new.path)
+            is_possible = keep_owner_and_mode(self._target, new.path, writable=True)
+            if os.path.isdir(self._target) and not can_exchange(new.path, self._storage.rename):
+                if os.path.islink(self._target):
+                    raise FileExistsError(
+                        f"{self._target!r} is a link, and the file system can't exchange it for a directory in one "
+                        "step: delete the link, or save to another path"
+                    )
+                is_possible = False
+        except BaseException:
+            new.drop()
+            raise
+        if is_possible:
+            self._claimed, self._directory = new, new.path
+        elif (error := new.drop()) is not None:  # other ranks would write there
+            raise error
+        return is_possible
+
+    def _fill_in_place(self) -> None:
+        self._directory, self.prefix = self._target, prefix_of(self._save_id)
+
+    def write(self, name: str, parts: Iterable[Bytes], *, nbytes: int = 0) -> None:
+        """Write a new file; sync it and its entry in the directory, unless syncs are disabled."""
+        directory = self._directory or self._find_directory()
+        stored = self._root if self.prefix and name == ROOT_NAME else os.path.join(directory, self.prefix + name)
+        write_file(stored, parts, sync=self._storage.sync_files)
+        self._storage.sync(directory)
+        if name != ROOT_NAME:
+            self._written.add(self.prefix + name)
+
+    def _find_directory(self) -> str:
+        """Return the directory in which ``begin`` lets all ranks write; wait until this machine sees it."""
+        pause, within_s = _PAUSE_S, self._storage.visible_within_s
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                os.close(os.open(self._beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                self._directory = self._beside
+                return self._beside
+            except OSError as failure:
+                if failure.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+            with suppress(OSError):
+                if any(is_claim(name, self._beside) for name in os.listdir(self._target)):
+                    self._fill_in_place()
+                    return self._target
+            if time.monotonic() >= deadline:
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"the machine {os.uname().nodename!r} does not see this directory, which rank 0 made at least "
+                    f"{within_s:g} s ago; the path must be on a file system that all ranks share",
+                    self._beside,
+                )
+            with suppress(OSError):
+                os.listdir(os.path.dirname(self._target))  # makes a network file system refresh its cache
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def publish(self) -> None:
+        """Make the checkpoint appear at the target, sync, and delete the old one."""
+        assert self._claimed is not None
+        commit = partial(self._commit_in_place if self.prefix else self._commit_beside, self._claimed)
+        self._claimed.publish(commit, sync=self._storage.sync_files)
+
+    def _commit_beside(self, new: Temporary) -> list[str]:
+        for left in reversed(range(_ATTEMPTS)):
+            _replaceable_names(self._target, is_begun=True)
+            keep_owner_and_mode(self._target, new.path)
+            try:
+                return put_directory(self._storage.rename, new.path, self._target)
+            except OSError as conflict:  # another process may have removed or created the target meanwhile
+                if not left or conflict.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        raise AssertionError("unreachable")
+
+    def _commit_in_place(self, new: Temporary) -> list[str]:
+        names = [name for name in os.listdir(self._target) if is_ours(name)]
+        if missing := sorted(self._written - set(names)):
+            raise FileExistsError(
+                f"another process saved to {self._target!r} since this save began, and deleted {missing[0]} of it; let "
+                "each job save to paths of its own"
+            )
+        root, kept = os.path.join(self._target, ROOT_NAME), (self.prefix, *map(prefix_of, new.living))
+        if os.path.lexists(root):
+            _delete_export(self._target)
+        os.rename(new.path, root)
+        return [os.path.join(self._target, name) for name in names if not name.startswith(kept)]
+
+    def discard(self) -> None:
+        """Delete the files as far as possible. Never raises, so that an earlier error is not hidden."""
+        if self._claimed is not None and self._claimed.is_held:
+            if self.prefix:
+                with suppress(OSError):
+                    for name in os.listdir(self._target):
+                        if name.startswith(self.prefix):
+                            delete(os.path.join(self._target, name))
+            self._claimed.drop()
