@@ -43,14 +43,7 @@ from lightning_shardckpt.storage.posix import (
     write_file,
 )
 from lightning_shardckpt.storage.protocol import Bytes
-from lightning_shardckpt.storage.temporaries import (
-    Temporary,
-    delete,
-    is_claim,
-    is_temporary,
-    put_directory,
-    temporary_name,
-)
+from lightning_shardckpt.storage.temporaries import Temporary, delete, is_temporary, put_directory, temporary_name
 
 _ATTEMPTS = 20  # to open or to replace a path that other processes change meanwhile
 _PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
@@ -298,7 +291,8 @@ class LocalDraft:
                 if failure.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
             with suppress(OSError):
-                if any(is_claim(name, self._beside) for name in os.listdir(self._target)):
+                claim = f"{os.path.basename(self._beside)}."
+                if any(name.startswith(claim) for name in os.listdir(self._target)):
                     self._fill_in_place()
                     return self._target
             if time.monotonic() >= deadline:

@@ -106,12 +106,7 @@ class StorageRouter:
         return CachedReader(reader, self._cache) if self._cache is not None and is_url(path) else reader
 
     def draft(self, path: str, save_id: str) -> Draft:
-        """Return a draft of a checkpoint that will appear at ``path``.
-
-        Raises:
-            ValueError: as ``backend`` does, and for a URL of the web, where nothing can be written.
-        """
-        check_writable(path)
+        """Return a draft of a checkpoint that will appear at ``path``; raises like ``backend``."""
         return self.backend(path).draft(file_path(path), save_id)
 
     def remove(self, path: str) -> list[str]:

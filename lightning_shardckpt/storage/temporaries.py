@@ -48,12 +48,6 @@ def temporary_name(target: str, save_id: str, folder: str | None = None) -> str:
     return os.path.join(os.path.dirname(target) if folder is None else folder, f".tmp-{key}-{save_id}")
 
 
-def is_claim(name: str, temporary: str) -> bool:
-    """Return True if ``name`` is the name of a claim on the temporary of that path."""
-    match = _NAME.fullmatch(name)
-    return match is not None and match[1] == os.path.basename(temporary) and match[4] is not None
-
-
 def is_temporary(name: str) -> bool:
     """Return True if a name is one of a temporary or of a claim."""
     return _NAME.fullmatch(name) is not None
@@ -231,11 +225,7 @@ def put_directory(rename: Rename, new: str, target: str) -> list[str]:
         return [new]
     old = temporary_name(target, uuid4().hex)
     os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except OSError:
-        os.rename(old, target)
-        raise
+    os.rename(new, target)
     return [old]
 
 

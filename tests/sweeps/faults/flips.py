@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from tests.sweeps.faults import dcp
 from tests.sweeps.faults.inject import NO_FAULT
-from tests.sweeps.faults.kill import WORKERS
 from tests.sweeps.faults.saves import NEW, equal, scenario, whole
-from tests.sweeps.faults.trial import scratch, spread, together
+from tests.sweeps.faults.trial import WORKERS, scratch, spread, together
 
 Noticed = Literal["detected", "harmless", "silent"]
 _AT_ONCE = 100

@@ -24,15 +24,13 @@ from typing import Any, Literal
 FaultKind = Literal["none", "kill", "half", "errno", "sticky", "short", "short from on", "full", "no inodes"]
 """The last two are real disks, see disk.py."""
 
-# Where the descriptor or the path is among the arguments; of two paths, the second is what changes for a link only.
-_OF_DESCRIPTORS = {"write": 0, "writev": 0, "pwrite": 0, "pwritev": 0, "sendfile": 0, "copy_file_range": 1}
-_OF_DESCRIPTORS |= {"posix_fallocate": 0, "truncate": 0, "ftruncate": 0, "fsync": 0, "fdatasync": 0}
+# Calls of descriptors, and where the path is among the arguments of others; for a link, the second one is what changes.
+_OF_DESCRIPTORS = ("write", "pwrite", "posix_fallocate", "truncate", "ftruncate", "fsync", "fdatasync")
 _OF_PATHS = {"unlink": 0, "remove": 0, "rmdir": 0, "mkdir": 0, "rename": 0, "replace": 0, "symlink": 1}
-_COUNTS = {"sendfile": 3, "copy_file_range": 2}  # the argument that says how many bytes
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 READING = "open-to-read"  # counts where the fault is survivable
 _EXCHANGE = 2  # flag of renameat2
-WRITES = ("write", "writev", "pwrite", "pwritev", "sendfile", "copy_file_range")
+WRITES = ("write", "pwrite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Interposer:
         self._counting = threading.Lock()
 
     def __enter__(self) -> Interposer:
-        for name in _OF_DESCRIPTORS | _OF_PATHS:
+        for name in (*_OF_DESCRIPTORS, *_OF_PATHS):
             self._replace(os, name, self._around(name, getattr(os, name)))
         self._replace(os, "open", self._opening(os.open))
         self._replace(ctypes, "CDLL", self._loading(ctypes.CDLL))
@@ -113,7 +111,7 @@ class Interposer:
         return found[len(self._root) + 1 :] if found.startswith(self._root + "/") else None
 
     def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        place = (_OF_DESCRIPTORS | _OF_PATHS)[name]
+        place = _OF_PATHS.get(name, 0)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             path = self._inside(args[place], _directory(kwargs))
@@ -198,7 +196,9 @@ class Interposer:
     ) -> Any:
         """Make a call on an open file, as a whole, in part, or not at all."""
         if self._count(name, path, []):
-            args = _shortened(name, args, at_least=0 if self._fault.kind == "half" else 1)
+            data = memoryview(args[1])  # as aligned as it was
+            half = max(len(data) // 2, min(0 if self._fault.kind == "half" else 1, len(data)))
+            args = args[0], data[:half], *args[2:]
         begin = 0
         if self._recording and name in WRITES:
             begin = args[-1] if name.startswith("p") else os.lseek(file, 0, os.SEEK_CUR)
@@ -246,8 +246,11 @@ class _CountedFile(io.FileIO):
 
     def __init__(self, interposer: Interposer, path: Any, mode: str, closefd: bool) -> None:
         self._interposer = interposer
-        opener = None if isinstance(path, int) else lambda name, flags: os.open(name, flags, 0o666)
-        super().__init__(path, mode, closefd, opener)
+        if not isinstance(path, int):  # opened here, so that it is counted, and once
+            how = {"x": os.O_CREAT | os.O_EXCL, "w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "r": 0}
+            flags = how[mode[0]] | (os.O_RDWR if "+" in mode else os.O_WRONLY)
+            path = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        super().__init__(path, mode, closefd)
 
     def write(self, data: Any) -> int:
         file = self.fileno()
@@ -264,19 +267,6 @@ class _CountedFile(io.FileIO):
 
 def _directory(kwargs: dict[str, Any]) -> int | None:
     return kwargs["dir_fd"] if kwargs.get("dir_fd") is not None else kwargs.get("src_dir_fd")
-
-
-def _shortened(name: str, args: Any, *, at_least: int) -> tuple[Any, ...]:
-    """The arguments of a write of half as many bytes."""
-    found = list(args)
-    if name in _COUNTS:
-        place = _COUNTS[name]
-        found[place] = max(args[place] // 2, min(at_least, args[place]))
-        return tuple(found)
-    data = b"".join(map(bytes, args[1])) if name.endswith("v") else memoryview(args[1])  # as aligned as it was
-    part = data[: max(len(data) // 2, min(at_least, len(data)))]
-    found[1] = [part] if name.endswith("v") else part
-    return tuple(found)
 
 
 def _content(file: int, begin: int, count: int) -> bytes:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
 from tests.sweeps.faults.inject import NO_FAULT, Change
-from tests.sweeps.faults.kill import WORKERS
-from tests.sweeps.faults.trial import Found, Scenario, action, prepared, scratch, spread
+from tests.sweeps.faults.trial import WORKERS, Found, Scenario, action, prepared, scratch, spread
 
 State: TypeAlias = Union[bytes, str, "tuple[tuple[str, State], ...]"]
 """A file's content, a link's target or a directory's entries; a value, so that equal states are loaded once."""

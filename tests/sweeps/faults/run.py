@@ -1,21 +1,22 @@
-"""What is tried, and how thoroughly. The whole of it takes minutes, the short form a part of one."""
+"""What is tried, and how thoroughly, and tables: kinds of fault by what became of the checkpoints.
+
+The whole of it takes minutes, the short form a part of one.
+"""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from tests.sweeps.faults import dcp
 from tests.sweeps.faults.disk import full_disks
-from tests.sweeps.faults.flips import FORMATS, flips
-from tests.sweeps.faults.kill import ERRNOS, errors, kills, problems, sweep
-from tests.sweeps.faults.powerloss import losses
-from tests.sweeps.faults.report import FLIP_COLUMNS, Row, of_flips, of_losses, of_outcomes, table
-from tests.sweeps.faults.saves import scenario, scenarios
-from tests.sweeps.faults.trial import Outcome, Scenario
+from tests.sweeps.faults.flips import FORMATS, Flip, flips, summary
+from tests.sweeps.faults.powerloss import Loss, losses
+from tests.sweeps.faults.saves import FULL_DISKS, scenario, scenarios
+from tests.sweeps.faults.trial import ERRNOS, Outcome, Scenario, errors, kills, problems, sweep
 
-FULL_DISKS = ("first save, 1 rank", "save over an older one, 1 rank", "consolidation, 1 rank")
 KINDS = {
     "SIGKILL before a call": ("kill",),
     "SIGKILL in a write": ("half",),
@@ -23,14 +24,13 @@ KINDS = {
     "an error, from there on": ("sticky",),
     "short writes": ("short", "short from on"),
 }
+COLUMNS = ("faults", "OLD", "NEW", "mixed", "lost", "undetected", "hung", "next save wrong", "not named")
+FLIP_COLUMNS = ("flips", "detected", "harmless", "silent")
 
 
-def everything(short: bool, every_scenario: int = 1) -> str:
-    """Run all sweeps; the tables, and what is wrong. In a process with one thread.
-
-    ``every_scenario``: of ours, one in so many.
-    """
-    tried = [*scenarios(*((1,) if short else (1, 2, 4)))][::every_scenario]
+def everything(short: bool) -> str:
+    """Run all sweeps; the tables, and what is wrong. In a process with one thread."""
+    tried = [*scenarios(*((1,) if short else (1, 2, 4)))]
     ours = [outcome for each in tried for outcome in _swept(each, short)]
     disks, why_not = _disks()
     every = 11 if short else 1
@@ -80,3 +80,43 @@ def _disks() -> tuple[list[Outcome], str]:
 def _rows(outcomes: Sequence[Outcome]) -> Iterable[Row]:
     for name, kinds in KINDS.items():
         yield of_outcomes(name, [o for o in outcomes if o.fault.kind in kinds])
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Row(NamedTuple):
+    """A kind of fault, and how often what happened."""
+
+    name: str
+    counts: tuple[int, ...]
+
+
+def of_outcomes(name: str, outcomes: Sequence[Outcome]) -> Row:
+    """``undetected``: the action returned and what loads is not new; ``OLD``: also nothing, before a first save."""
+    found = [sum(o.found == kind for o in outcomes) for kind in ("old", "new", "mixed", "lost")]
+    said = [
+        sum(any(p.startswith(kind) for p in o.problems) for o in outcomes)
+        for kind in ("undetected:", "hung:", "next:", "message:")
+    ]
+    return Row(name, (len(outcomes), *found, *said))
+
+
+def of_losses(name: str, losses: Sequence[Loss]) -> Row:
+    """Counts states of the disk, over all moments."""
+    found = [sum(loss.states for loss in losses if loss.found == kind) for kind in ("old", "new", "mixed", "lost")]
+    after = sum(loss.states for loss in losses if loss.done == loss.of and loss.found == "old")
+    return Row(name, (sum(loss.states for loss in losses), *found, after, 0, 0, 0))
+
+
+def of_flips(name: str, flips: list[Flip]) -> Row:
+    """Counts changed bytes."""
+    counts = summary(flips)
+    return Row(name, (len(flips), counts["detected"], counts["harmless"], counts["silent"]))
+
+
+def table(title: str, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> str:
+    """As Markdown."""
+    lines = [(title, *columns), ("---", *["---:"] * len(columns))]
+    lines += [(row.name, *(f"{count:,}" for count in row.counts)) for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

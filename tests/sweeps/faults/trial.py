@@ -1,7 +1,8 @@
-"""One trial: a state, an action of one or more processes, a fault in one of them, and what loads afterwards."""
+"""Trials: an action of one or more processes, a fault at one call of one of them, and what loads afterwards."""
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import pickle
@@ -10,7 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,13 @@ import torch.distributed as dist
 
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.system.tuning import Tuning
-from tests.sweeps.faults.inject import NO_FAULT, Change, Fault, Interposer
+from tests.sweeps.faults.inject import NO_FAULT, READING, WRITES, Change, Fault, FaultKind, Interposer
 
 Found = Literal["old", "new", "mixed", "lost"]
+ERRNOS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.ENAMETOOLONG,
+)  # fmt: skip
+WORKERS, WAITING_WORKERS = 3, 16  # the latter where ranks wait for each other most of the time
 HUNG_S = 30.0  # a rank that lives for so long after the start of a trial hangs
 LOOK_S = 0.1  # how often a rank looks for dead ones: Ranks' default makes a sweep ten times as long, and no better
 
@@ -273,3 +278,45 @@ def _not_said(root: str, rank: int | None, fault: Fault, end: End) -> Iterator[s
         yield "no path"
     if fault.errno and os.strerror(fault.errno) not in end.message:
         yield f"no {os.strerror(fault.errno)!r}"
+
+
+# ── sweeps: a fault at each call in turn, on each rank ───────────────────────────────────────────────────────────────
+
+
+def kills(calls: Sequence[str]) -> Iterator[Fault]:
+    """Death before each call, and in the middle of each write. An opening to read changes nothing."""
+    number = 0
+    for call in calls:
+        if call.split()[0] == READING:
+            continue
+        number += 1
+        yield Fault("kill", number)
+        if call.split()[0] in WRITES:
+            yield Fault("half", number)
+
+
+def errors(
+    calls: Sequence[str], codes: Sequence[int] = ERRNOS, kinds: Sequence[FaultKind] = ("errno", "sticky")
+) -> Iterator[Fault]:
+    """Each error at each call, once and from there on; and writes that write half."""
+    for number, call in enumerate(calls, 1):
+        for code in codes:
+            yield from (Fault(kind, number, code) for kind in kinds)
+        if call.split()[0] in WRITES:
+            yield from (Fault("short", number), Fault("short from on", number))
+
+
+def sweep(
+    scenario: Scenario, faults_of: Callable[[Sequence[str]], Iterable[Fault]], *, every: int = 1
+) -> list[Outcome]:
+    """Every fault, or one of ``every``, on every rank of a scenario, each in a trial of its own."""
+    with scratch() as folder:
+        template, ends = prepared(scenario, folder)
+        jobs = [(rank, fault) for rank, end in enumerate(ends) for fault in faults_of(end.calls)]
+        workers = WORKERS if scenario.world == 1 else WAITING_WORKERS
+        return spread(lambda job: attempt(scenario, template, folder, *job), jobs[::every], workers)
+
+
+def problems(outcomes: Iterable[Outcome]) -> list[str]:
+    """What no fault may lead to, as sentences."""
+    return [f"{o.scenario}: {o.fault} on rank {o.rank}: {said}" for o in outcomes for said in o.problems]

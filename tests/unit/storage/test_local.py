@@ -1,11 +1,10 @@
-"""Directories of a file system: whose they are, what killed saves leave, full disks, and ranks that see late."""
+"""Directories of a file system: whose they are, what killed saves leave, and disks that fail."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import re
 import resource
 import shutil
 import signal
@@ -32,7 +31,6 @@ from lightning_shardckpt.storage.temporaries import output_directory, output_fil
 from lightning_shardckpt.tools.verify import verify
 from tests.support.file_systems import without_flags
 from tests.support.killed import killed
-from tests.support.pool import run_ranks
 from tests.sweeps.faults.inject import Fault, Interposer
 from tests.unit.storage.test_storage import (
     ID,
@@ -640,95 +638,6 @@ def test_without_syncs_a_save_and_a_removal_sync_nothing_and_do_all_else(tmp_pat
     made, synced = calls(LocalStorage(sync_files=False)), calls(LOCAL)
     assert "fsync" in synced and "fsync" not in made
     assert made[1:] == [name for name in synced if name != "fsync"]  # the first one made a directory
-
-
-# ── ranks that see late ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Lag:
-    """A network file system that shows a new directory late: after so many looks, each after a pause."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: str, looks: int, error: int) -> None:
-        self._open, self._directory, self._left, self._error = os.open, directory, looks, error
-        self.clock = 0.0
-        monkeypatch.setattr(os, "open", self.open)
-        monkeypatch.setattr(time, "sleep", self.sleep)
-        monkeypatch.setattr(time, "monotonic", lambda: self.clock)
-
-    def open(self, path: str, *args: Any, **kwargs: Any) -> int:
-        if path.startswith(self._directory) and self._left:
-            self._left -= 1
-            raise OSError(self._error, os.strerror(self._error), path)
-        return self._open(path, *args, **kwargs)
-
-    def sleep(self, seconds: float) -> None:
-        self.clock += seconds
-
-
-@beside_only
-@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
-def test_a_rank_waits_until_it_sees_the_directory_of_rank_0(
-    error: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, third = begun(path), LOCAL.draft(path, OTHER_ID), LocalStorage(7).draft(path, OTHER_ID)
-    directory = temporary_name(path, OTHER_ID)
-    with monkeypatch.context() as patch:
-        lag = Lag(patch, directory, 20, error)
-        second.write("b", [b"2"])
-        assert 5 < lag.clock < 60
-    with monkeypatch.context() as patch:
-        lag = Lag(patch, directory, 10**9, error)
-        with pytest.raises(FileNotFoundError) as caught:
-            third.write("c", [b"2"])
-        assert 7 <= lag.clock <= 8
-    for part in (os.uname().nodename, "does not see this directory", "7 s", "all ranks share", directory):
-        assert part in str(caught.value)
-    finish(first)
-    assert content(LOCAL, path) == {"b": b"2"}
-
-
-class LateStorage(LocalStorage):
-    """On one rank, opens something else a few times: what was there before."""
-
-    def __init__(self, looks: int, before: str, visible_within_s: float) -> None:
-        super().__init__(visible_within_s)
-        self.left, self._before, self.opened = looks, before, 0
-
-    def open(self, path: str) -> Any:
-        self.opened += 1
-        self.left -= 1
-        return super().open(self._before if self.left >= 0 else path)
-
-
-def load_late(directory: str, late: int, looks: int, before: str, visible_within_s: float) -> tuple[str, int]:
-    import torch.distributed as dist
-
-    from lightning_shardckpt.distributed.ranks import Ranks
-    from lightning_shardckpt.sources import open_source
-
-    rank = dist.get_rank()
-    storage = LateStorage(looks if rank == late else 0, f"{directory}/{before}", visible_within_s)
-    try:
-        with open_source.open_on_ranks(f"{directory}/new", ranks=Ranks.of_default_group(), storage=storage) as source:
-            assert source.root is not None
-            return source.root.save_id, storage.opened
-    except (OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", storage.opened
-
-
-@pytest.mark.parametrize(("before", "late"), [("old", 1), pytest.param("nothing", 0, marks=pytest.mark.slow)])
-def test_a_rank_that_sees_what_was_there_before_looks_again(before: str, late: int, tmp_path: Path) -> None:
-    for name in ("old", "new"):
-        save(tmp_path / name, {"w": torch.ones(2)})
-    (a, looks), (b, _) = run_ranks(2, load_late, str(tmp_path), late, 2, before, 1000.0)
-    assert a == b and len(a) == 32 and looks == 3
-    (a, _), (b, _) = run_ranks(2, load_late, str(tmp_path), late, 10**9, before, 0.0)
-    expected = "MismatchError: .*see different" if before == "old" else rf"CheckpointNotFoundError: .*ranks \[{late}\]"
-    for answer in (a, b):
-        assert re.search(expected, answer), answer
-    os.rename(tmp_path / "new", tmp_path / "gone")
-    for answer, looks in run_ranks(2, load_late, str(tmp_path), 0, 0, "", 20.0):
-        assert "nothing at this path" in answer and looks == 1  # what no rank sees is not waited for
 
 
 # ── one file, as consolidate writes it ────────────────────────────────────────────────────────────────────────────────
