@@ -150,8 +150,8 @@ def _verify(options: Namespace) -> int:
     from lightning_shardckpt.tools.verify import render, verify
 
     path, quick = options.path, options.quick
-    with progress() as bar:
-        report = verify(path, quick=quick, advance=bar, expect=bar.expect, storage_options=options.storage_options)
+    with progress() as (advance, expect):
+        report = verify(path, quick=quick, advance=advance, expect=expect, storage_options=options.storage_options)
     _print(asdict(report), options, lambda: render(report, path, quick=quick))
     return int(bool(report.findings))
 
@@ -160,8 +160,8 @@ def _digest(options: Namespace) -> int:
     from lightning_shardckpt.tools.digest import digest, render
 
     about = {name: options[name] for name in ("tensors", "names", "storage_options")}
-    with progress() as bar:
-        report = digest(options.path, **about, advance=bar, expect=bar.expect)
+    with progress() as (advance, expect):
+        report = digest(options.path, **about, advance=advance, expect=expect)
     _print(report, options, lambda: render(report, options.tensors is not None))
     return 0
 
@@ -170,8 +170,8 @@ def _diff(options: Namespace) -> int:
     from lightning_shardckpt.tools.diff import diff, is_same, render
 
     about = {name: options[name] for name in ("tensors", "storage_options")}
-    with progress() as bar:
-        report = diff(options.a, options.b, **about, advance=bar, expect=bar.expect)
+    with progress() as (advance, expect):
+        report = diff(options.a, options.b, **about, advance=advance, expect=expect)
     _print(report, options, lambda: render(report, options.tensors is not None))
     return int(not is_same(report))
 

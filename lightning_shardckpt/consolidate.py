@@ -251,7 +251,7 @@ def _write(
     tuning: Tuning = TUNING,
 ) -> None:
     """Write an export to the file or directory ``output``, and tell the user its notes."""
-    with progress(export.nbytes) as advance, ExitStack() as stack:
+    with progress(export.nbytes) as (advance, _), ExitStack() as stack:
         if options.is_file:
             file, notes = stack.enter_context(output_file(output, overwrite=options.overwrite))
             write(stored, export, lambda name: nullcontext(file), advance, tuning=tuning)

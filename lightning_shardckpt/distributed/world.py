@@ -452,6 +452,7 @@ def abort_unfinished(device: torch.device, tuning: Tuning) -> None:
     if device.type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     waits = Worker(partial(torch.get_device_module(device).synchronize, device), name="shardckpt-device", daemon=True)
-    waits.start_or_run()
+    with suppress(NoThreadError):
+        waits.start()
     if not waits.has_ended(tuning.exception_agreement_s):
         abort_accelerators()

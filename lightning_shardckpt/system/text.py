@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-_QUIET_S = 1.0  # a progress bar appears after this time
 
 
 def size_text(nbytes: int) -> str:
@@ -94,39 +92,19 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-class Progress:
-    """A progress bar on stderr, shown only on a terminal; call it with the bytes done since the last call.
+@contextmanager
+def progress(nbytes: int | None = None) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """Show a progress bar on stderr while the block runs, on a terminal, if that takes more than a second.
 
     Args:
         nbytes: the total, if known.
-        quiet_s: the bar appears after this time.
+
+    Yields:
+        A function to call with the bytes done since the last call, and one to call once with the total.
     """
+    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
 
-    def __init__(self, nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # comes with lightning; no stubs
-
-        # disable=None: no bar unless stderr is a terminal; dynamic_ncols follows its width
-        self._bar = tqdm(
-            total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, delay=quiet_s, disable=None, dynamic_ncols=True
-        )
-
-    def __call__(self, nbytes: int) -> None:
-        self._bar.update(nbytes)
-
-    def expect(self, nbytes: int) -> None:
-        """Set the total number of bytes."""
-        self._bar.total = nbytes
-
-    def close(self) -> None:
-        """Leave the bar on the screen and end its line."""
-        self._bar.close()
-
-
-@contextmanager
-def progress(nbytes: int | None = None, *, quiet_s: float = _QUIET_S) -> Iterator[Progress]:
-    """Show a ``Progress`` with the same arguments while the block runs."""
-    bar = Progress(nbytes, quiet_s=quiet_s)
-    try:
-        yield bar
-    finally:
-        bar.close()
+    # disable=None: no bar unless stderr is a terminal; dynamic_ncols follows its width
+    options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": None, "dynamic_ncols": True}
+    with tqdm(total=nbytes, delay=1.0, **options) as bar:
+        yield bar.update, bar.reset

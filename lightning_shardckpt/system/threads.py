@@ -70,7 +70,7 @@ def cores_per_rank() -> int:
 
 
 class Worker:
-    """A thread that calls ``work`` once and keeps its error.
+    """A thread that calls ``work`` once.
 
     Args:
         work: the function to call.
@@ -82,8 +82,6 @@ class Worker:
         self._work, self._running, self._has_ended = work, threading.Lock(), False
         self._running.acquire()  # until the work is done
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
-        self.error: BaseException | None = None
-        """The exception that ``work`` raised, if any."""
 
     def start(self) -> None:
         """Start the thread, with signals deferred.
@@ -97,23 +95,9 @@ class Worker:
             except RuntimeError as error:
                 raise NoThreadError(str(error)) from error
 
-    def start_or_run(self) -> None:
-        """Start the thread, or do the work in the calling thread if none can be started."""
-        try:
-            self.start()
-        except NoThreadError:
-            self._run()
-
     def is_running(self) -> bool:
         """Return True while the thread runs."""
         return self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the work is done; any thread may call it. An interrupt ends the wait, not the work."""
-        with self._running:
-            pass
-        if self._thread.ident is not None:
-            self._thread.join()
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait for up to ``timeout_s``; return True if the work is done."""
@@ -139,8 +123,6 @@ class Worker:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:
-            self.error = error
         finally:
             self._has_ended = True
             self._running.release()
@@ -152,7 +134,6 @@ def run_tasks(
     *,
     threads: int,
     name: str,
-    on_failure: Callable[[], object] = lambda: None,
 ) -> None:
     """Do all tasks in the calling thread and others; return when every thread has ended.
 
@@ -161,17 +142,12 @@ def run_tasks(
         open_worker: entered once by each thread, to open its own resources; yields the function that does one task.
         threads: the maximum number, including the calling one.
         name: of the other threads.
-        on_failure: called after each error, in any thread, to release tasks that wait for others or take long.
 
     Raises:
         BaseException: the first error of any thread, or of ``tasks``.
     """
     remaining, taking = iter(tasks), threading.Lock()
     failures: list[BaseException] = []
-
-    def fail(error: BaseException) -> None:
-        failures.append(error)
-        on_failure()
 
     def work() -> None:
         try:
@@ -183,7 +159,7 @@ def run_tasks(
                         return
                     do(task)  # type: ignore[arg-type]  # not _END
         except BaseException as error:
-            fail(error)
+            failures.append(error)
 
     others = [Worker(work, name=name) for _ in range(threads - 1)]
     try:
@@ -194,9 +170,9 @@ def run_tasks(
             pass  # the threads that have started do the work
         work()
     except BaseException as error:  # an interrupt
-        fail(error)
+        failures.append(error)
     for other in others:
-        other.end(fail)
+        other.end(failures.append)
     _raise_first(failures)
 
 

@@ -99,7 +99,7 @@ def test_an_interrupt_comes_when_the_thread_has_been_started(monkeypatch: pytest
         worker.start()
     assert worker.is_running() and signal.getsignal(signal.SIGINT) is handler
     go.set()
-    worker.wait()
+    assert worker.has_ended(_PATIENCE_S)
 
 
 def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_what_a_handler_raises_is_not_taken_for_a_lack_of_threads(monkeypatch: p
             worker.start()
     finally:
         signal.signal(signal.SIGINT, before)
-        worker.wait()
+        assert worker.has_ended(_PATIENCE_S)
     assert not isinstance(raised.value, NoThreadError)
     monkeypatch.setattr(threading.Thread, "start", none)
     with pytest.raises(NoThreadError, match="new thread"):
