@@ -156,7 +156,7 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         if adapters_only and export is not None:
             raise ValueError(f"adapters_only leaves out the base model, so export={export!r} has none: choose one")
         self.is_async, self._exports = use_async, export is not None
-        self._saves_in_background = self._has_noted_waiting = False
+        self._saves_in_background = False
         self.finished: deque[FinishedSave] = deque(maxlen=_KEPT)
         self.load_options = LoadOptions(verify=verify)
         self.key_mapping = KeyMapping.of(key_mapping)
@@ -328,12 +328,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
     def _notes(self) -> list[str]:
         """Return what the background has noted for the user since the last call, as one text, or none."""
         notes = self._group.background.notes()
-        if self._group.background.waited and not self._has_noted_waiting:
-            self._has_noted_waiting = True
-            notes.append(
-                "a save waited until the one before was written: saves come faster than they can be written, or two "
-                "callbacks save in one step. This warning is shown once."
-            )
         return ["\n".join(notes)] if notes else []
 
     def _warn(self, notes: Iterable[str]) -> None:

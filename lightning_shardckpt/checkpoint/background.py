@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 
 from lightning_shardckpt.distributed.ranks import ErrorReport, Ranks, rebuild_error, report_error
 from lightning_shardckpt.errors import RankError
@@ -20,18 +20,6 @@ from lightning_shardckpt.state.tensor_bytes import HostMemory
 from lightning_shardckpt.system.threads import WRITERS, NoThreadError, Worker
 
 _CHECK_S = 1.0  # between two checks that the thread is alive
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A save, with the memory that holds its copies; or work that follows it, with the beginning of a note if it fails.
-    """
-
-    path: str
-    work: Callable[[], list[str]]
-    done: Future[list[str]]
-    memory: HostMemory | None = None
-    problem: str = ""
 
 
 class Background:
@@ -44,11 +32,10 @@ class Background:
 
     Attributes:
         lock: held while the queue is read or changed; a forked process gets a new one.
-        waited: True if a save had to wait for an earlier one.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self.waited = ranks, False
+        self._ranks = ranks
         ranks.is_background = True
         self._free: HostMemory | None = None
         self.forget()
@@ -57,7 +44,7 @@ class Background:
         """Empty the queue: at construction, and in a forked process, whose parent does the jobs."""
         self.lock = threading.RLock()  # reentrant: a signal handler may save
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
-        self._jobs: deque[_Job] = deque()
+        self._jobs = deque[Callable[[], None]]()
         self._writer: Worker | None = None
         self._last: Future[list[str]] | None = None  # of the last save
         self._is_pending = False  # until ``settle`` has collected its outcome
@@ -80,8 +67,33 @@ class Background:
         Returns:
             A future of the notes.
         """
-        self._last, self._is_pending = Future(), True
-        return self._put(_Job(path, lambda: work(self._ranks), self._last, memory))
+        self._is_pending = True
+        done = self._last = Future[list[str]]()
+
+        def write() -> None:
+            failure: Exception | None = None
+            notes: list[str] = []
+            try:
+                notes = work(self._ranks)
+            except Exception as error:
+                failure = error
+            except BaseException as error:  # such as SystemExit, which would end the process that collects it
+                failure = RankError(
+                    f"rank {self._ranks.rank} failed while saving {path!r}: {type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+            self.note(notes)
+            with self.lock:
+                self._free = memory
+            if failure is None:
+                done.set_result(notes)
+            else:
+                failure.add_note(f"in the background, while saving {path!r}")
+                atexit.register(self._at_exit)
+                done.set_exception(failure)
+
+        self._put(path, write)
+        return done
 
     def follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
         """Queue work that follows the last save, and is dropped, with a note, if that save failed.
@@ -91,14 +103,23 @@ class Background:
             work: returns notes for the user; its failure becomes a note.
             problem: begins the note about a failure, such as "not removed".
         """
-        self._put(_Job(path, work, Future(), problem=problem))
+        self._put(path, partial(self._follow, path, work, problem))
 
     def remove(self, path: str, work: Callable[[], list[str]]) -> None:
         """Remove a checkpoint after the last save, or at once if all is done; see ``follow``."""
         if self._jobs:
             self.follow(path, work, "not removed")
         else:
-            self._do(_Job(path, work, Future(), problem="not removed"))
+            self._follow(path, work, "not removed")
+
+    def _follow(self, path: str, work: Callable[[], list[str]], problem: str) -> None:
+        if self._failure() is not None:
+            self.note([f"{problem}: {path!r}, since the save before it failed"])
+            return
+        try:
+            self.note(work())
+        except Exception as error:
+            self.note([f"{problem}: {path!r}: {error}"])
 
     def settle(self, ranks: Ranks, *, before: str | None = None) -> None:
         """Wait until all jobs are done, and raise the failure of the last save, once.
@@ -112,7 +133,6 @@ class Background:
         Raises:
             Exception: the failure of the save, the lowest rank's, on all ranks.
         """
-        self.waited = self.waited or (before is not None and bool(self._jobs))
         if not self._is_pending:  # the same on all ranks
             self.drain()
             return
@@ -152,19 +172,18 @@ class Background:
     def _is_alive(self) -> bool:
         return self._writer is not None and self._writer.is_running()
 
-    def _put(self, job: _Job) -> Future[list[str]]:
+    def _put(self, path: str, job: Callable[[], None]) -> None:
         WRITERS.add(self)
         with self.lock:
             self._jobs.append(job)
             if self._writer is not None:
-                return job.done
+                return
             self._writer = Worker(self._run, name="shardckpt-writer")
         try:
             self._writer.start()
         except NoThreadError as error:  # run here, since the other ranks wait for this one
-            self._notes.append(f"training waited for {job.path!r} to be written: {error}")
+            self._notes.append(f"training waited for {path!r} to be written: {error}")
             self._run()
-        return job.done
 
     def _run(self) -> None:
         while True:
@@ -173,39 +192,11 @@ class Background:
                     self._writer = None
                     return
                 job = self._jobs[0]
-            self._do(job)
+            job()
             with self.lock:
                 self._jobs.popleft()
                 del job  # from now on its memory belongs to another save
                 self._changed.notify_all()
-
-    def _do(self, job: _Job) -> None:
-        failure: Exception | None = None
-        notes: list[str] = []
-        try:
-            if job.memory is None and self._failure() is not None:
-                notes = [f"{job.problem}: {job.path!r}, since the save before it failed"]
-            else:
-                notes = job.work()
-        except Exception as error:
-            failure = error
-        except BaseException as error:  # such as SystemExit, which would end the process that collects it
-            failure = RankError(
-                f"rank {self._ranks.rank} failed while saving {job.path!r}: {type(error).__name__}: {error}"
-            )
-            failure.__cause__ = error
-        if job.memory is None:
-            self.note(notes if failure is None else [f"{job.problem}: {job.path!r}: {failure}"])
-            return
-        self.note(notes)
-        with self.lock:
-            self._free = job.memory
-        if failure is None:
-            job.done.set_result(notes)
-        else:
-            failure.add_note(f"in the background, while saving {job.path!r}")
-            atexit.register(self._at_exit)
-            job.done.set_exception(failure)
 
     def _failure(self) -> Exception | None:
         """Return the failure of the last save, if it has ended so."""

@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -113,7 +112,6 @@ def disk_error() -> None:
 
 
 def gated_io(**options: Any) -> ShardCkptIO:
-    warnings.filterwarnings("ignore", "a save waited until")
     io = ShardCkptIO(use_async=True, **options)
     io.storage = Gated()
     return io

@@ -269,8 +269,8 @@ MUTATIONS = (
         "an error of the writing thread is swallowed",
         RANKS,
         "checkpoint/background.py",
-        "            failure = error\n        except BaseException",
-        "            pass\n        except BaseException",
+        "                failure = error\n            except BaseException",
+        "                pass\n            except BaseException",
         (_BACKGROUND,),
     ),
     Mutation(
@@ -285,8 +285,8 @@ MUTATIONS = (
         "a checkpoint is deleted although the save that was to replace it failed",
         ATOMIC,
         "checkpoint/background.py",
-        "if job.memory is None and self._failure() is not None:",
-        "if False:",
+        "        if self._failure() is not None:\n            self.note",
+        "        if False:\n            self.note",
         (_BACKGROUND,),
     ),
     # ── boxes and plans ───────────────────────────────────────────────────────────────────────────────────────────────

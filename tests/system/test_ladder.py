@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,7 +17,6 @@ from tests.support.pool import run_ranks
 
 def fit(folder: str, steps: int, resume: str | None, use_async: bool) -> int:
     """Run up to this number of steps; return the one from which the run began."""
-    warnings.filterwarnings("ignore", "a save waited until")  # two callbacks save in one step
     began: list[int] = []
     recent = ModelCheckpoint(
         f"{folder}/recent", "{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -139,7 +138,6 @@ def terminated_often(directory: str, numbers: Sequence[int]) -> list[tuple[int, 
 
     In these, each hook meets each step, and each kind of save on each choice of ranks.
     """
-    warnings.filterwarnings("ignore", "a save waited until the one before was written")  # the disk may be slow
     found = []
     for number in numbers:
         turn, place = divmod(number, len(HOOKS))
