@@ -208,14 +208,17 @@ class WriteReport(TypedDict):
 # ── joining the groups of pipeline stages ─────────────────────────────────────────────────────────────────────────────
 
 
-def group_text(tables: Tables, holders: Holders, own: Mapping[str, TensorSpec], save_id: str, world: int) -> str:
-    """Return a group's tables as a root index without files; ``own`` are tensors that only its first rank writes."""
-    held = {
-        name: Component({k: _held_by(s, holders) for k, s in c.tensors.items()}, c.aliases)
-        for name, c in tables.items()
+def tables_as_root(tables: Tables, save_id: str, world: int) -> str:
+    """Return tables as the text of a root index without files."""
+    return root_to_json(RootIndex(save_id, world, tables, {})).decode()
+
+
+def held_by(tables: Tables, holders: Holders) -> Tables:
+    """Return the tables with other holders of all tensors."""
+    return {
+        name: Component({key: _held_by(spec, holders) for key, spec in table.tensors.items()}, table.aliases)
+        for name, table in tables.items()
     }
-    held["trainer"] = Component({**table_of(held, "trainer").tensors, **own})
-    return root_to_json(RootIndex(save_id, world, held, {})).decode()
 
 
 def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
@@ -239,7 +242,7 @@ def join_groups(groups: list[GroupTable], world: int) -> tuple[str, Any]:
             "a callback must keep them in dicts by parameter name, in the same place on every rank"
         )
     joined["trainer"] = Component({key: spec for key, spec in tensors.items() if key in referred})
-    return root_to_json(RootIndex(roots[0].save_id, world, joined, {})).decode(), trainer
+    return tables_as_root(joined, roots[0].save_id, world), trainer
 
 
 def _held_by(spec: TensorSpec, holders: Holders) -> TensorSpec:

@@ -27,10 +27,11 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     find_replicas,
     find_replicas_of_groups,
     group_ranks,
-    group_text,
+    held_by,
     join_groups,
     refuse_differences,
     table_of,
+    tables_as_root,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import FormatError
@@ -195,7 +196,6 @@ class SaveJob:
     those of ``checkpoint.save``.
 
     Attributes:
-        writer: of this rank's files.
         replicas: digests of state that several ranks hold, after ``prepare``.
         notes: sentences for the user.
     """
@@ -262,8 +262,8 @@ class SaveJob:
         group = next((group for group in agreed["groups"] if self._ranks.rank == group[0][0]), None)
         if group is None:
             return None
-        holders = tuple((start, stop) for start, stop in group)
-        text = group_text(self._tables, holders, self._own_specs(), agreed["save_id"], self._ranks.world)
+        held = self._with_own(held_by(self._tables, tuple((start, stop) for start, stop in group)))
+        text = tables_as_root(held, agreed["save_id"], self._ranks.world)
         return {"tables": text, "trainer": self._snapshot.documents.get("trainer")}
 
     def join_tables(self, reports: list[GroupTable | None]) -> str:
@@ -271,12 +271,14 @@ class SaveJob:
         text, self._trainer = join_groups([report for report in reports if report is not None], self._ranks.world)
         return text
 
-    def _own_specs(self) -> dict[str, TensorSpec]:
+    def _with_own(self, tables: Tables) -> Tables:
+        """Return the tables with the plain tensors of the trainer's state, which this rank alone writes."""
         holders = ((self._ranks.rank, self._ranks.rank + 1),)
-        return {
+        own = {
             key: TensorSpec(dtype_name(tensor, f"trainer/{key}"), tuple(tensor.shape), REPLICATED, holders, True)
             for key, tensor in self._snapshot.own.items()
         }
+        return {**tables, "trainer": Component({**table_of(tables, "trainer").tensors, **own})} if own else tables
 
     def stage(self, agreed: Agreement, memory: HostMemory) -> None:
         """Copy this rank's content into ``memory``; from then on the live state may change. Runs on every rank."""
@@ -296,9 +298,8 @@ class SaveJob:
             own_group = next(group for group in agreed["groups"] if any(start <= rank < stop for start, stop in group))
             size = sum(stop - start for start, stop in own_group)
             shared = digest_replicas(find_replicas_of_groups(snapshot, tables, this_rank(), size))
-        elif rank == 0 and snapshot.own:
-            trainer = Component({**table_of(tables, "trainer").tensors, **self._own_specs()})
-            tables = {**tables, "trainer": trainer}
+        elif rank == 0:
+            tables = self._with_own(tables)
         key = tables, rank, self._ranks.world, self._options.size_per_shard
         plan = self._plans.plan.get(key, lambda: _plan_rank(*key))
         tensors: dict[int, torch.Tensor] = {}

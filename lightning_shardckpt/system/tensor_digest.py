@@ -6,7 +6,7 @@ comparable only within one run and between tensors on the same device type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -33,16 +33,11 @@ def bit_digest(tensor: Tensor) -> Tensor:
     Returns:
         Int64, 0-dim, on the tensor's device: xxh3-64 of the bytes in host memory, ``keyed_sum`` on other devices.
     """
-    return bit_digests([tensor])[0]
-
-
-def bit_digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the `bit_digest` of each tensor, as one tensor on their device; at least one, all on the same device."""
-    contents = [byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
-    if not contents[0].is_cpu:
-        return torch.stack([keyed_sum(content) for content in contents])
-    digests = [xxhash.xxh3_64_intdigest(content.numpy().data) for content in contents]
-    return torch.tensor([digest - (digest >> 63 << 64) for digest in digests])  # as signed numbers
+    content = byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    if not content.is_cpu:
+        return keyed_sum(content)
+    digest = xxhash.xxh3_64_intdigest(content.numpy().data)
+    return torch.tensor(digest - (digest >> 63 << 64))  # as a signed number
 
 
 def keyed_sum(content: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.index import (
@@ -57,17 +56,7 @@ class FilePlan:
         return self.header.begins[-1] + self.pieces[-1].nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A shard file that was written, and the (key, entry) of its pieces for the index, in stored order."""
-
-    info: FileInfo
-    entries: Sequence[tuple[str, ShardEntry]]
-
-
-def plan_files(
-    component: str, rank: int, pieces: list[Piece], size_per_shard: float
-) -> list[FilePlan]:
+def plan_files(component: str, rank: int, pieces: list[Piece], size_per_shard: float) -> list[FilePlan]:
     """Plan the shard files, of at most ``size_per_shard`` MB each, for a rank's pieces."""
     files = []
     for number, group in enumerate(split_into_files(pieces, int(size_per_shard * MB)), start=1):
@@ -77,13 +66,7 @@ def plan_files(
 
 
 def write_component(
-    draft: Draft,
-    component: str,
-    rank: int,
-    save_id: str,
-    files: list[FilePlan],
-    stage: StagePiece,
-    advance: Callable[[int], Any] = lambda nbytes: None,
+    draft: Draft, component: str, rank: int, save_id: str, files: list[FilePlan], stage: StagePiece
 ) -> FileInfo:
     """Write a rank's shard files, then their index.
 
@@ -94,7 +77,6 @@ def write_component(
         save_id: the id of the save, for the header of every file.
         files: the plans of the files, from ``plan_files``.
         stage: returns the bytes of a piece.
-        advance: called with the number of bytes after each part that is passed to the storage.
 
     Returns:
         Name, size and checksum of the index.
@@ -104,45 +86,20 @@ def write_component(
     """
     infos: dict[str, FileInfo] = {}
     shards: dict[str, tuple[ShardEntry, ...]] = {}
-    for plan in files:
-        file = write_file(draft, plan, save_id, stage, advance)
-        infos[file.info.name] = file.info
-        for key, entry in file.entries:
-            shards[key] = (*shards[key], entry) if key in shards else (entry,)
+    for file in files:
+        header = file.header.of(save_id)
+        draft.write(file.name, _content(header, file, stage, shards), nbytes=file.nbytes)
+        infos[file.name] = FileInfo(file.name, file.nbytes, checksum(header))
     content = rank_index_to_json(RankIndex(save_id, component, rank, infos, shards))
     info = FileInfo(rank_index_name(component, rank), len(content), checksum(content))
     draft.write(info.name, [content])
     return info
 
 
-def write_file(
-    draft: Draft,
-    file: FilePlan,
-    save_id: str,
-    stage: StagePiece,
-    advance: Callable[[int], Any] = lambda nbytes: None,
-) -> WrittenFile:
-    """Write a shard file, and return its entries for the index. Arguments and errors are as in ``write_component``."""
-    header = file.header.of(save_id)
-    written: list[ShardEntry] = []
-    draft.write(file.name, _content(header, file, stage, written, advance), nbytes=file.nbytes)
-    info = FileInfo(file.name, file.nbytes, checksum(header))
-    return WrittenFile(info, [(piece.key, entry) for piece, entry in zip(file.pieces, written, strict=True)])
-
-
-def hash_step(block: int) -> int:
-    """Return the number of bytes that are hashed at a time, a multiple of ``block``."""
-    return max(_PART // block, 1) * block
-
-
 def _content(
-    header: bytes,
-    file: FilePlan,
-    stage: StagePiece,
-    written: list[ShardEntry],
-    advance: Callable[[int], Any],
+    header: bytes, file: FilePlan, stage: StagePiece, shards: dict[str, tuple[ShardEntry, ...]]
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a shard file in order, and append the entry of each piece to ``written``."""
+    """Yield the parts of a shard file in order, and add the entry of each piece to ``shards``."""
     yield header
     begins = file.header.begins
     for piece, begin, end in zip(file.pieces, begins, (*begins[1:], file.nbytes), strict=True):
@@ -150,10 +107,10 @@ def _content(
         if len(data) != nbytes:
             raise StateError(f"{piece.key!r} has {len(data)} bytes for {box}, expected {nbytes}")
         block, sums = block_bytes(nbytes), list[str]()
-        step = hash_step(block)
+        step = max(_PART // block, 1) * block
         for at in range(0, nbytes, step):
             part = data[at : at + step] if nbytes > step else data
             sums.append(checksum_blocks(part, block))
             yield part
-            advance(len(part))
-        written.append(ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums)))
+        entry = ShardEntry(box, spec.shape, spec.dtype, file.name, begin, block, nbytes, "".join(sums))
+        shards[piece.key] = (*shards.get(piece.key, ()), entry)

@@ -120,15 +120,6 @@ def test_memory_that_is_not_what_was_planned_is_not_written() -> None:
         write_component(storage.draft(PATH, SAVE_ID), "model", 0, SAVE_ID, files, lambda p: memoryview(bytes(92)))
 
 
-def test_the_writer_tells_of_every_byte() -> None:
-    told: list[int] = []
-    tensors = {"a": spec((6, 4), REPLICATED, 1), "b": spec((5,), REPLICATED, 1, "U8")}
-    draft = MemoryStorage().draft(PATH, SAVE_ID)
-    files = plan_files("model", 0, plan_save(tensors, 0), 1)
-    write_component(draft, "model", 0, SAVE_ID, files, lambda p: memoryview(bytes(p.nbytes)), told.append)
-    assert told == [96, 5]
-
-
 def test_blocks_are_small_enough_for_a_reader_and_for_a_reshard() -> None:
     for nbytes in (0, 1, 4096, 131_073, MB, 10 * MB, 96 * MB + 1, 1 << 40):
         block = block_bytes(nbytes)
