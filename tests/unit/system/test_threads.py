@@ -23,7 +23,7 @@ _PATIENCE_S = 1.0
 _CHECKS = {"RESUME", "CALL", "JUMP_BACKWARD"}  # after these Python (3.11) lets signal handlers run
 
 
-def is_interrupted(done: Any, number: int) -> bool:
+def is_interrupted(done: Background, number: int) -> bool:
     """Wait, and be interrupted at the point of this number; whether there were as many."""
     was: dict[FrameType, str] = {}
 
@@ -41,7 +41,7 @@ def is_interrupted(done: Any, number: int) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        done.wait()
+        done.drain()
     except KeyboardInterrupt:
         return True
     finally:
@@ -49,37 +49,19 @@ def is_interrupted(done: Any, number: int) -> bool:
     return False
 
 
-def is_usable(done: Any) -> bool:
-    thread = threading.Thread(target=done.wait)
+def is_usable(done: Background) -> bool:
+    thread = threading.Thread(target=done.drain)
     thread.start()
     thread.join(_PATIENCE_S)
-    if not thread.is_alive():
-        return True
-    done._cond.release()  # an Event's
-    thread.join()
-    return False
+    return not thread.is_alive()
 
 
-def ended_worker() -> Worker:
-    worker = Worker(lambda: None, name="test-worker")
-    worker.start()
-    assert worker.has_ended(_PATIENCE_S)
-    return worker
-
-
-def set_event() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-@pytest.mark.parametrize("make", [ended_worker, set_event])
-def test_an_interrupted_wait_keeps_no_lock(make: Any) -> None:
+def test_an_interrupted_wait_for_saves_keeps_no_lock() -> None:
     found, number = list[bool](), 0
-    while is_interrupted(done := make(), number):
+    while is_interrupted(done := Background(Ranks.alone()), number):
         found.append(is_usable(done))
         number += 1
-    assert found and all(found) == (make is ended_worker)
+    assert found and all(found)
 
 
 _START = threading.Thread.start
