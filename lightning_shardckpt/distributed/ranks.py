@@ -81,7 +81,7 @@ class Ranks:
         store: shared by the ranks; None for a single process.
         rank: of this process.
         world: the number of ranks.
-        timeout_s: of the work of a rank in a step.
+        timeout_s: of each step.
         name: of this instance, the same on all ranks; by default its number.
         tuning: intervals and waits.
         members: the ranks in the default process group, which has registered their processes; None for ranks of
@@ -151,7 +151,7 @@ class Ranks:
             phase: completes the sentence "rank 3 failed while …"; its first word must be the same on all ranks.
             work: returns this rank's result, as JSON.
             lead: called on rank 0 with the list of results by rank, when all ranks have done their work; returns JSON.
-            timeout_s: of the work of a rank in this step, in place of the instance's.
+            timeout_s: of this step, in place of the instance's.
 
         Returns:
             The value that ``lead`` returned, on every rank.
@@ -231,6 +231,7 @@ class Ranks:
             text = _json({"error": {**report_error(error), "ranks": [0]}})
             interrupt = None if isinstance(error, Exception) else error
         put_bytes(store, f"{self._count}/answer", text)
+        store.delete_key(f"{self._count}/leading")
         if self._answered:
             store.delete_key(f"{self._answered}/answer")  # all ranks have read it, since they have all answered later
         self._answered = self._count
@@ -264,30 +265,35 @@ class Ranks:
             calls.setdefault(report["phase"].split(" ")[0], f"rank {rank} is {report['phase']}")
         if len(calls) > 1:
             raise MismatchError(f"the ranks are in different calls: {', '.join(calls.values())}")
+        put_bytes(store, f"{self._count}/leading", b"")
         return {"value": lead([report["value"] for report in reports])}
 
     def _get_answer(self, store: Store, phase: str, timeout_s: float) -> dict[str, Any]:
-        """Wait for the answer of rank 0, which has time for its own work, for that of the others, and to lead."""
-        look, longest_s = partial(get_if_set, store, f"{self._count}/answer"), 3 * timeout_s + self._tuning.rank_grace_s
+        """Wait for the answer of rank 0, which has the time for its own work, then for that of others, then to lead."""
+        look = partial(get_if_set, store, f"{self._count}/answer")
+        signs = [f"{self._count}/0", f"{self._count}/leading"]
         try:
-            if (text := self._wait(store, look, longest_s, phase)) is not None:
+            if (text := self._wait(store, look, timeout_s + self._tuning.rank_grace_s, phase, signs)) is not None:
                 answer: dict[str, Any] = json.loads(text)
                 return answer
-            problem = f"after {longest_s:g} s: it hangs, is stopped, or did not enter this call"
+            problem = f"within {timeout_s:g} s: it hangs, is stopped, or did not enter this call"
         except ShardCkptError:
             raise
         except RuntimeError as error:  # the store's
-            problem = f": it died, and the store with it: {error}"
+            problem = f"any more: it died, and the store with it: {error}"
         raise RankError(f"rank {self.rank} got no answer from rank 0 while {phase}, {problem}")
 
-    def _wait(self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str) -> T | None:
+    def _wait(
+        self, store: Store, look: Callable[[], T | None], timeout_s: float, phase: str, signs: Sequence[str] = ()
+    ) -> T | None:
         """Poll ``look`` until it returns a value; return None if it does not in time.
 
-        Looks whether a rank is lost, or waits for this one elsewhere. The more ranks poll, the longer each pauses:
-        together they would keep the store's server busy, and it serves a request of rank 0 only after one of each other
-        rank. Rank 0 polls as often as one of few ranks.
+        Each key of ``signs``, which appear in this order, restarts the time. Looks whether a rank is lost, or waits for
+        this one elsewhere. The more ranks poll, the longer each pauses: together they would keep the store's server
+        busy, and it serves a request of rank 0 only after one of each other rank. Rank 0 polls as often as one of few
+        ranks.
         """
-        seen = set[str]()
+        signs, seen = list(signs), set[str]()
         began = checked_at = time.monotonic()
         deadline, polling = began + timeout_s, self.world if self.rank else 1
         shortest = max(self._tuning.rank_poll_s, polling * _PAUSE_PER_RANK_S)
@@ -300,6 +306,9 @@ class Ranks:
                 self._answer_for_gone_ranks(store)
                 if self._members is not None and not self.is_background:
                     look_for_notices(phase, self._members, seen)
+                while signs and store.check([signs[0]]):
+                    del signs[0]
+                    deadline = now + timeout_s
             if now >= deadline:
                 return look()
             time.sleep(max(min(max(shortest, (now - began) / 20), longest, deadline - now), 0))
