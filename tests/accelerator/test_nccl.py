@@ -13,7 +13,7 @@ from torch.distributed import P2POp, batch_isend_irecv
 
 from tests.accelerator import device
 from tests.accelerator.ranks import run_on_gpus
-from tests.ranks.compat.test_torch_distributed import gathered_and_reduced
+from tests.support.collectives import gathered_and_reduced
 from tests.support.pool import run_ranks
 
 DEADLOCK = 86

@@ -131,5 +131,9 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for rank in ranks for key, value in rank.items()}
 
 
+def fit_once(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(strategy, 1, **options)
+
+
 def fit_each(runs: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [fit(strategy, 1, **options) for strategy, options in runs]
+    return [fit_once(*one) for one in runs]

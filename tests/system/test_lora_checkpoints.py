@@ -21,7 +21,7 @@ from lightning_shardckpt.state.peft_modules import frozen_base_parameters
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import adapters, small, tiny
-from tests.support.adapters import FSDP, PP, TP, base, fit_each, whole
+from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.pool import run_ranks
 
 __all__ = ["base"]  # a fixture
@@ -50,10 +50,6 @@ def _is_adapter(key: str) -> bool:
     return "lora_" in key or "modules_to_save" in key
 
 
-def fit(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return adapters.fit(strategy, 1, **options)
-
-
 # ── a base model that was saved without adapters ────────────────────────────────────────────────────────────────────
 
 
@@ -80,7 +76,7 @@ def start_from(path: str, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]
 def without_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     path = str(tmp_path_factory.mktemp("plain") / "base.ckpt")
     saved = {"base": None, "options": None, "io": {}, "save": path}
-    return path, whole(run_ranks(2, fit, FSDP, saved))
+    return path, whole(run_ranks(2, fit_once, FSDP, saved))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +205,7 @@ def test_a_checkpoint_of_adapters_fills_what_peft_computed_from_pretrained_weigh
 @pytest.mark.slow
 def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    run_ranks(2, fit, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
+    run_ranks(2, fit_once, FSDP, {"base": None, "save": path, "options": {"target_modules": ["q_proj", "o_proj"]}})
     options = {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "o_proj"], "r": 5}
     ((message, other),) = run_ranks(1, refused_alone, path, *({"base": None, "options": each} for each in options))
     lines = [line.strip() for line in message.splitlines() if line.startswith("  ")]
@@ -223,7 +219,7 @@ def test_missing_adapters_are_a_difference_and_the_missing_base_is_none(tmp_path
 @pytest.mark.slow
 def test_what_was_left_out_is_described_and_compared(base: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)})
+    run_ranks(1, fit_once, FSDP, {"base": base, "save": str(path)})
     name = "model.base_model.model.model.norm.weight"
 
     def shrunk(frozen: dict[str, Any]) -> None:
@@ -304,7 +300,7 @@ def test_adapters_alone_are_consolidated_and_loaded_without_a_trainer(
     base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    state = whole(run_ranks(2, fit, TP, {"base": base, "save": path}))
+    state = whole(run_ranks(2, fit_once, TP, {"base": base, "save": path}))
     file = str(consolidate(path))
     assert "saved with adapters_only=True: 21 frozen parameters are not in the output" in caplog.text
     expected = {key: value for key, value in state.items() if key.startswith("model/")}

@@ -71,7 +71,6 @@ REFUSED_IN_PIPELINES = {
     "StepsInBackwardByTorch": "is registered on a node of autograd's graph",
     "KeepsShadowInBuffers": "writes net.",
     "Averages": "WeightAveraging averages the weights in a copy of the whole module",
-    "Diffusion": "_foreach_copy_ writes net.",
     "Finetunes": "equal needs the value of net.",
     "MixesWithTheFlipped": "compute something else of parts of a batch than of the whole",
     "TwoViewsInARow": "compute something else of parts of a batch than of the whole",
@@ -83,8 +82,8 @@ NOT_IN_PIPELINES = (
     *REFUSED_IN_PIPELINES,
     *("AveragesExponentially", "AveragesStochastically", "PrunesGlobally", "PrunesRows"),
     *("FinetunesBackbone", "FollowsByData", "FollowsByAssignment", "FollowsForeach", "FollowsByState"),
-    *("FollowsByVector", "FollowsBeforeZeroGrad", "FollowsByCallback", "ResetsItsHead"),
-    *("LoadsInStep", "CopiesItself", "Elastic", "HoldsAList", "WritesThroughViews", "Recurrent", "Attentive"),
+    *("FollowsByVector", "FollowsByCallback", "ResetsItsHead"),
+    *("LoadsInStep", "CopiesItself", "HoldsAList", "WritesThroughViews", "Recurrent", "Attentive"),
     *("Recomputed", "Codebook", "ReparametrizedByHooks", "RescalesRows", "SparseGradients", "CompiledNet"),
     *("UsesWeightsByHand", "ScalesByHook", "MasksByHook", "ClampsByHook", "HooksWhileItAccumulates", "ReadsInHook"),
     "EditsAfterAccumulation",
@@ -203,7 +202,7 @@ ELSEWHERE = [
     *((topology, "GoesBackAlongLayers", OF_ARGUMENTS) for topology in ("fsdp2", "tp2")),
 ]
 
-APART = ("Diffusion", "KeepsShadowInBuffers", "FollowsByTorch", "PenalizesInBackward")
+APART = ("KeepsShadowInBuffers", "FollowsByTorch", "PenalizesInBackward")
 """A rank that is refused alone leaves the other one waiting until its process has ended."""
 
 

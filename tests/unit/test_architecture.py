@@ -69,7 +69,12 @@ MODULES = modules()
 
 
 def nodes(path: Path) -> list[ast.AST]:
-    """Return every node of a file: to find them takes longer than to look at them."""
+    """Return every node of a file: to find them takes longer than to look at them. Those of the package are kept."""
+    return kept_nodes(path) if path.is_relative_to(PACKAGE) else [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
+def kept_nodes(path: Path) -> list[ast.AST]:
     return [*ast.walk(ast.parse(path.read_text()))]
 
 

@@ -38,46 +38,6 @@ def test_no_two_threads_work_for_one_group_of_gloo() -> None:
         assert names.count("pt_gloo_runloop") == 2  # of the world, and of the other group
 
 
-def process() -> tuple[int, int, str, str, bool]:
-    import torch
-    import torch.distributed as dist
-
-    return os.getpid(), torch.get_num_threads(), str(Path.cwd()), os.environ["RANK"], dist.is_initialized()
-
-
-def test_every_rank_is_a_process_of_its_own_with_one_thread_and_a_shared_folder() -> None:
-    pids, threads, folders, ranks, initialized = zip(*run_ranks(3, process, init_process_group=False), strict=True)
-    assert len({*pids, os.getpid()}) == 4
-    assert threads == (1, 1, 1)
-    assert len(set(folders)) == 1
-    assert not Path(folders[0]).exists()
-    assert ranks == ("0", "1", "2")
-    assert initialized == (False, False, False)
-
-
-def leave_a_mark() -> None:
-    sys.modules["mark"] = sys
-
-
-def is_marked() -> bool:
-    return "mark" in sys.modules
-
-
-def test_a_call_sees_nothing_of_the_calls_before_it() -> None:
-    run_ranks(2, leave_a_mark)
-    assert run_ranks(2, is_marked) == [False, False]
-
-
-def environment(name: str) -> str | None:
-    return os.environ.get(name)
-
-
-def test_ranks_see_the_environment_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(1, environment, "A_NAME", init_process_group=False)
-    monkeypatch.setenv("A_NAME", "set after the server started")
-    assert run_ranks(1, environment, "A_NAME", init_process_group=False) == ["set after the server started"]
-
-
 def rank_1_raises() -> None:
     import torch.distributed as dist
 

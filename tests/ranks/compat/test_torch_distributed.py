@@ -24,6 +24,7 @@ from lightning_shardckpt.compat.torch_distributed import (
     put_bytes,
     reduce_scatter_single,
 )
+from tests.support.collectives import gathered_and_reduced
 from tests.support.pool import run_ranks
 
 
@@ -57,21 +58,6 @@ def distributed_locally() -> list[list[float]]:
 def test_tensors_are_distributed_without_communication_inside_only() -> None:
     first, second = [0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]
     assert run_ranks(2, distributed_locally) == [[first[:2], first, first], [second[2:], second, first]]
-
-
-def gathered_and_reduced(device: str) -> list[object]:
-    found = list[object]()
-    for dtype in (torch.int16, torch.bool, torch.complex64, torch.bfloat16):
-        own = (torch.arange(6) + dist.get_rank()).to(device, dtype).view(2, 3)
-        every = own.new_empty(2, 2, 3)
-        all_gather_single(every, own, group=None)
-        found.append(every.tolist())
-    for dtype in (torch.complex64, torch.float32):
-        parts = (torch.arange(6) + dist.get_rank()).to(device, dtype)
-        part = parts.new_empty(3)
-        reduce_scatter_single(part, parts, group=None)
-        found.append(part.tolist())
-    return found
 
 
 def test_dtypes_that_backends_lack_travel_too() -> None:

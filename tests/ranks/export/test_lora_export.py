@@ -23,9 +23,8 @@ from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
 from lightning_shardckpt.state.peft_modules import adapters_of
 from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json
 from tests.support import adapters, small
-from tests.support.adapters import FSDP, PP, TP, base, fit_each, whole
+from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.pool import run_ranks, selected
-from tests.system.test_lora_checkpoints import fit
 
 __all__ = ["base"]  # a fixture
 EMBEDDED = {"target_modules": ["embed_tokens", "up_proj"], "lora_dropout": 0.0}
@@ -178,7 +177,7 @@ def test_names_are_those_that_peft_gives_for_every_option_of_lora() -> None:
 @pytest.fixture
 def checkpoint(base: str, tmp_path: Path) -> Path:
     path = tmp_path / "a.ckpt"
-    run_ranks(1, fit, FSDP, {"base": base, "save": str(path)})
+    run_ranks(1, fit_once, FSDP, {"base": base, "save": str(path)})
     return path
 
 

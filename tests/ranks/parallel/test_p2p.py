@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shardckpt.compat.torch_distributed import all_gather_single, reduce_scatter_single, watch_collectives
+from lightning_shardckpt.compat.torch_distributed import watch_collectives
 from lightning_shardckpt.errors import RankError, UnsupportedCodeError
 from lightning_shardckpt.parallel.pipeline.agree import agree_on_numbers
 from lightning_shardckpt.parallel.pipeline.gates import refuse_world
@@ -144,19 +144,6 @@ def send_a_failure(this: Transport) -> str:
     return " ".join(seen)
 
 
-def send_what_cannot_be(this: Transport) -> list[str]:
-    said = []
-    for tensors in (
-        {i: (torch.zeros(1), False) for i in range(70)},
-        {i: (torch.zeros(1, 1, 1, 1, 1), False) for i in range(40)},
-    ):
-        try:
-            this.send(Receive("forward" if this.rank == 0 else "backward", 0, 0), Message(tensors))
-        except UnsupportedCodeError as error:
-            said.append(str(error))
-    return said
-
-
 def use_a_pair() -> dict[str, Any]:
     this = transport("gpipe")
     return {
@@ -164,7 +151,6 @@ def use_a_pair() -> dict[str, Any]:
         "order": receive_in_another_order(this),
         "expected": expect_before_it_is_sent(this),
         "failure": send_a_failure(this),
-        "refused": send_what_cannot_be(this),
         "after": send_a_failure(this),
         "loops": relay("looped_bfs", 2),
         "in v": relay("zbv_zero_bubble", 2),
@@ -225,13 +211,6 @@ def test_a_failure_takes_the_place_of_one_message_and_leaves_the_others(pair: li
     assert pair[1]["failure"] == pair[1]["after"] == "(2,) failed (2,)"
 
 
-def test_what_cannot_be_sent_is_an_error_before_anything_is(pair: list[dict[str, Any]]) -> None:
-    for one in pair:
-        many, long = one["refused"]
-        assert many.startswith("70 tensors are too many for one message between pipeline stages")
-        assert long.startswith("40 tensors are too many for one message between pipeline stages")
-
-
 def test_every_stage_hears_from_its_neighbours_wherever_they_are(pair: list[dict[str, Any]]) -> None:
     # stage s receives 10^0 + … + 10^(s-1) going forward, 10^(s+1) + … + 10^3 coming back
     forward, backward = [0, 1, 11, 111], [1110, 1100, 1000, 0]
@@ -287,40 +266,19 @@ def agree_on_all() -> list[Any]:
             found.append((type(raised), str(raised), raised is error, type(raised.__cause__)))
     # the group still works
     found.append(agree_on_numbers("testing", lambda: [dist.get_rank(), 7], 2, group).tolist())
-    return [found, guard(group), part_of_the_world()]
+    return [found, guard(group)]
 
 
-def part_of_the_world() -> list[Any]:
-    """In a group whose ranks are others than in the world, the message has the world's."""
-    group = dist.new_group([2, 1])
-    if dist.get_rank() == 0:
-        return []
-    try:
-        agree_on_numbers("testing", lambda: fail(ValueError("mine") if dist.get_rank() == 2 else None), 1, group)
-    except Exception as raised:
-        return [type(raised), str(raised)]
-    raise AssertionError
-
-
-WORLD: dict[str, Callable[[Tensor, Any], Any]] = {
+WORLD: dict[str, Callable[[Tensor, Any], Any]] = {  # test_torch_distributed has all collectives
     "all_reduce": lambda t, g: dist.all_reduce(t, group=g),
-    "broadcast": lambda t, g: dist.broadcast(t, 0, group=g),
     "broadcast, by position": lambda t, g: dist.broadcast(t, 0, g),
-    "reduce": lambda t, g: dist.reduce(t, 0, group=g),
     "barrier": lambda t, g: dist.barrier(group=g),
-    "barrier, by position": lambda t, g: dist.barrier(g),
-    "all_gather": lambda t, g: dist.all_gather([torch.zeros(2) for _ in range(3)], t, group=g),
     "all_gather_object": lambda t, g: dist.all_gather_object([None] * 3, 1, group=g),
-    "broadcast_object_list": lambda t, g: dist.broadcast_object_list([1], 0, g),
-    "all_gather_single": lambda t, g: all_gather_single(torch.zeros(6), t, group=g),
-    "reduce_scatter_single": lambda t, g: reduce_scatter_single(torch.zeros(1), torch.zeros(3), group=g),
 }
-IN_TORCH_2_12 = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
 
 def guard(group: Any) -> dict[str, Any]:
     """Inside the guard: which calls over the world are refused, and what works."""
-    originals = {name: getattr(dist, name) for name in dir(dist)}
     refused, messages = [], set()
     with watch_collectives(refuse_world):
         for name, call in WORLD.items():
@@ -355,7 +313,6 @@ def guard(group: Any) -> dict[str, Any]:
         "messages": sorted(messages),
         "total": total.tolist(),
         "elsewhere": elsewhere,
-        "restored": all(getattr(dist, name) is value for name, value in originals.items()),
     }
 
 
@@ -368,7 +325,7 @@ def three() -> list[Any]:
 def test_the_first_real_failure_is_raised_on_every_rank(name: str, three: list[Any]) -> None:
     errors = OF_THREE[name]
     real = [rank for rank, e in enumerate(errors) if e is not None and not isinstance(e, PeerFailed)]
-    for rank, (found, _, _) in enumerate(three):
+    for rank, (found, _) in enumerate(three):
         outcome = found[list(OF_THREE).index(name)]
         if not real:
             assert outcome == [[0], [1], [2]]
@@ -384,35 +341,17 @@ def test_the_first_real_failure_is_raised_on_every_rank(name: str, three: list[A
 
 
 def test_a_group_can_be_used_after_a_failure(three: list[Any]) -> None:
-    assert [found[-1] for found, _, _ in three] == [[[0, 7], [1, 7], [2, 7]]] * 3
-
-
-def test_the_failing_rank_is_named_by_its_number_in_the_world(three: list[Any]) -> None:
-    assert three[1][2] == [RankError, "rank 2 failed while testing: ValueError: mine"]
-    assert three[2][2] == [ValueError, "mine"]
+    assert [found[-1] for found, _ in three] == [[[0, 7], [1, 7], [2, 7]]] * 3
 
 
 def test_a_collective_over_all_processes_is_refused_in_a_step(three: list[Any]) -> None:
-    for _, found, _ in three:
+    for _, found in three:
         assert found["refused"] == [name for name in WORLD for _ in range(2)]
-        functions = {name.split(",")[0] for name in WORLD}
-        functions = {name if hasattr(dist, name) else IN_TORCH_2_12[name] for name in functions}
-        assert found["messages"] == sorted(f"torch.distributed.{name} over all processes" for name in functions)
+        functions = sorted(name.split(",")[0] for name in WORLD)
+        assert found["messages"] == [f"torch.distributed.{name} over all processes" for name in functions]
 
 
 def test_a_collective_of_a_group_or_of_another_thread_is_not_refused(three: list[Any]) -> None:
-    for _, found, _ in three:
+    for _, found in three:
         assert found["total"] == [3, 3]
         assert found["elsewhere"] == ["ran", "still refused"]
-
-
-def test_after_a_step_collectives_are_the_originals(three: list[Any]) -> None:
-    assert all(found["restored"] for _, found, _ in three)
-
-
-def test_collectives_are_restored_after_an_error() -> None:
-    original = dist.all_reduce
-    with pytest.raises(KeyError), watch_collectives(refuse_world):
-        assert dist.all_reduce is not original
-        raise KeyError
-    assert dist.all_reduce is original

@@ -79,14 +79,6 @@ class FollowsByVector(Teacher):
         vector_to_parameters(0.9 * slow + 0.1 * fast, self.teacher.parameters())
 
 
-@case()
-class FollowsBeforeZeroGrad(Teacher):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            for slow, fast in self.pairs():
-                slow.lerp_(fast, 0.1)
-
-
 class Byol(pl.Callback):
     """As in Lightning Bolts."""
 
@@ -293,22 +285,6 @@ class LoadsInStep(Natural):
 
 
 @case()
-class ClearsRows(Natural):
-    """Padding rows, pruned neurons."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.net.head.weight[0].fill_(0)
-        self.net.head.weight.data[1, 2:4] = 1.5
-        self.net.embed.weight[[1, 3]] = 0.25
-        self.net.layers[0].a.weight.data.view(-1)[::5] = 0.0
-        self.net.layers[0].b.weight.diagonal().fill_(1.0)
-        self.net.layers[1].a.weight.t()[2].mul_(0.5)
-        for row in self.net.layers[1].b.weight.data[:2]:
-            row.neg_()
-
-
-@case()
 class DecaysByHand(Natural):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with torch.no_grad():
@@ -333,23 +309,6 @@ class CopiesItself(Natural):
                 before = self.old(batch[0])
             loss = loss + (self.net(batch[0]) - before).square().mean()
         return loss
-
-
-@case()
-class Elastic(Natural):
-    """EWC: a penalty on the distance from old weights, by their importance."""
-
-    def on_train_start(self) -> None:
-        self.old = {n: p.detach().clone() for n, p in self.named_parameters()}
-        self.importance = {n: torch.ones_like(p) * 0.1 for n, p in self.named_parameters()}
-
-    def on_after_backward(self) -> None:
-        for n, p in self.named_parameters():
-            self.importance[n] += p.grad.detach() ** 2
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        distance = sum((self.importance[n] * (p - self.old[n]) ** 2).sum() for n, p in self.named_parameters())
-        return self.loss(batch) + 5 * distance
 
 
 @case()
@@ -394,19 +353,6 @@ class HoldsAList(Natural):
     def on_train_batch_end(self, *args: Any) -> None:
         for w in self.weights:
             w.data.clamp_(-0.5, 0.5)
-
-
-@case()
-class SlowsDown(Natural):
-    """A momentum of its own, kept by hand in the step."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        for p in self.parameters():
-            if not hasattr(p, "velocity"):
-                p.velocity = torch.zeros_like(p)
-            p.velocity.mul_(0.5).add_(p.detach(), alpha=0.1)
-            p.data.sub_(p.velocity, alpha=0.1)
-        return self.loss(batch)
 
 
 @case()

@@ -73,25 +73,6 @@ class BuildsItsOptimizerLate(Manual):
         self.own.step()
 
 
-@case()
-class LosesDeadUnits(Natural):
-    """Draws units that do nothing anew, together with what the optimizer remembers of them."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        layer = self.net.layers[index % 2]
-        weak = layer.a.weight.norm(dim=1) < layer.a.weight.norm(dim=1).median()
-        torch.manual_seed(index)
-        fresh = torch.empty_like(layer.a.weight)
-        nn.init.kaiming_uniform_(fresh)
-        layer.a.weight[weak] = fresh[weak]
-        layer.a.bias.data[weak] = 0
-        layer.b.weight[:, weak] = 0
-        momentum = self.trainer.optimizers[0].state[layer.a.weight]["momentum_buffer"]
-        momentum[weak] = 0
-        self.seen.append(float(weak.sum()))
-
-
 @case(max_epochs=2)
 class PrunesLayers(Natural):
     """torch's pruning when an epoch begins: masks, and weights that are computed before each forward."""

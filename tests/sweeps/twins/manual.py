@@ -33,13 +33,6 @@ class ClipsByNorm(Edited):
 
 
 @case()
-class ClipsAllForeach(Edited):
-    def edit(self, index: int) -> None:
-        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.1, norm_type=3.0, foreach=True)
-        self.seen.append(norm.item())
-
-
-@case()
 class ClipsByLargest(Edited):
     def edit(self, index: int) -> None:
         self.seen.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1, norm_type=float("inf"))))
@@ -94,27 +87,12 @@ class Replaces(Edited):
 
 
 @case()
-class Centralizes(Edited):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
-            if p.ndim > 1:
-                p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True))
-
-
-@case()
 class WritesIntoParts(Edited):
     def edit(self, index: int) -> None:
         self.net.head.weight.grad[0].zero_()
         self.net.embed.weight.grad.view(-1)[:5] = 1e-2
         self.net.layers[0].a.weight.grad[:, 1].mul_(2)
         self.net.layers[0].b.weight.grad.t()[3].add_(1e-3)
-
-
-@case()
-class Normalizes(Edited):
-    def edit(self, index: int) -> None:
-        for p in self.parameters():
-            p.grad.div_(p.grad.norm() + 1e-3)
 
 
 @case()
@@ -150,18 +128,6 @@ class Accumulates(Manual):
 
 
 @case()
-class TwoLossesOneGraph(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        out = self.net(batch[0])
-        self.manual_backward(F.cross_entropy(out, batch[1]), retain_graph=True)
-        first = [p.grad.clone() for p in self.parameters()]
-        self.manual_backward(out.square().mean())
-        self.seen.append(sum(float((p.grad - g).norm()) for p, g in zip(self.parameters(), first, strict=True)))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-@case()
 class Sam(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         optimizer = self.optimizers()
@@ -180,21 +146,6 @@ class Sam(Manual):
                 p.sub_(step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@case()
-class SamByData(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        self.manual_backward(self.loss(batch))
-        before = [p.data.clone() for p in self.parameters()]
-        for p in self.parameters():
-            p.data.add_(p.grad, alpha=0.05)
-        self.zero_grad()
-        self.manual_backward(self.loss(batch))
-        for p, old in zip(self.parameters(), before, strict=True):
-            p.data = old
-        self.optimizers().step()
-        self.optimizers().zero_grad()
 
 
 @case(whole=BY_FUNCTION)
@@ -251,21 +202,6 @@ class PenaltyOnGradients(Manual):
         self.manual_backward(loss + 0.1 * sum(g.square().sum() for g in grads))
         self.optimizers().step()
         self.optimizers().zero_grad()
-
-
-@case()
-class LooksAhead(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        if index == 0:
-            self.slow = [p.detach().clone() for p in self.parameters()]
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-        if index % 2:
-            with torch.no_grad():
-                for p, slow in zip(self.parameters(), self.slow, strict=True):
-                    slow += 0.5 * (p - slow)
-                    p.copy_(slow)
 
 
 @case()
@@ -327,27 +263,6 @@ class GanToggled(Gan):
 
 
 @case()
-class GanWithPenalty(Gan):
-    """WGAN-GP."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        x, _, z, _ = batch
-        for_generator, for_judge = self.optimizers()
-        between = (0.3 * x + 0.7 * self.generator(z).detach()).requires_grad_()
-        (slope,) = torch.autograd.grad(self.judge(between).sum(), between, create_graph=True)
-        penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
-        loss = self.judge(self.generator(z).detach()).mean() - self.judge(x).mean() + 10 * penalty
-        self.manual_backward(loss)
-        for_judge.step()
-        for_judge.zero_grad()
-        if index % 2:
-            self.manual_backward(-self.judge(self.generator(z)).mean())
-            for_generator.step()
-        for_generator.zero_grad()
-        for_judge.zero_grad()
-
-
-@case()
 class HalvesAndClips(Manual):
     def training_step(self, batch: list[Tensor], index: int) -> None:
         self.optimizers().zero_grad()
@@ -359,18 +274,4 @@ class HalvesAndClips(Manual):
         torch._foreach_div_(gradients, total + 1e-6)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), 0.5, total)
         self.seen.append(torch.nn.utils.parameters_to_vector(self.parameters()).norm().item())
-        self.optimizers().step()
-
-
-@case(refused=SECOND_DERIVATIVES, whole=BY_FUNCTION)
-class HessianVectorProducts(Manual):
-    def training_step(self, batch: list[Tensor], index: int) -> None:
-        params = list(self.net.parameters())
-        grads = torch.autograd.grad(self.loss(batch), params, create_graph=True)
-        directions = [torch.ones_like(p) for p in params]
-        inner = sum((g * v).sum() for g, v in zip(grads, directions, strict=True))
-        products = torch.autograd.grad(inner, params)
-        self.seen.append(sum((h * v).sum() for h, v in zip(products, directions, strict=True)).item())
-        for p, g, h in zip(params, grads, products, strict=True):
-            p.grad = g.detach() + 0.01 * h
         self.optimizers().step()

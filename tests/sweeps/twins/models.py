@@ -238,34 +238,6 @@ class MomentumContrast(Natural):
 
 
 @case()
-class Diffusion(Natural):
-    """Denoising, with a shadow of the weights for sampling."""
-
-    def build(self) -> None:
-        self.net = Net(features=7, classes=6)
-        self.shadow = Net(features=7, classes=6).requires_grad_(False)
-        self.shadow.load_state_dict(self.net.state_dict())
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        t = (batch[3][:, :1].to(batch[0].dtype) + 1) / 8
-        noisy = (1 - t).sqrt() * batch[0] + t.sqrt() * batch[2]
-        return F.mse_loss(self.net(torch.cat([noisy, t], 1)), batch[2])
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            ones = torch._foreach_mul(list(self.shadow.parameters()), 0.9)
-            new = torch._foreach_add(ones, list(self.net.parameters()), alpha=0.1)
-            torch._foreach_copy_(list(self.shadow.parameters()), new)
-
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():
-            x = torch.ones(2, 6, dtype=self.net.scale.dtype, device=self.device)
-            for step in range(3):
-                x = x - 0.1 * self.shadow(torch.cat([x, torch.full_like(x[:, :1], step / 3)], 1))
-        self.seen.append(float(x.sum()))
-
-
-@case()
 class Codebook(Natural):
     """VQ-VAE: codes that follow means of what was assigned to them, in a parameter without gradients."""
 

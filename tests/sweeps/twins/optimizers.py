@@ -108,20 +108,6 @@ class OfEach(Optimizer):
         raise NotImplementedError
 
 
-class Lars(OfEach):
-    """Trust ratios by ``item()``, as many have them."""
-
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        update = grad.add(p, alpha=1e-2)
-        w, u = p.norm().item(), update.norm().item()
-        if w > 0 and u > 0:
-            update.mul_(group["eta"] * w / u)
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
-        state["momentum"].mul_(group["momentum"]).add_(update)
-        p.add_(state["momentum"], alpha=-group["lr"])
-
-
 class Lamb(OfEach):
     """Trust ratios as tensors."""
 
@@ -135,14 +121,6 @@ class Lamb(OfEach):
         w, u = p.norm(p=2), update.norm(p=2)
         ratio = torch.where(w > 0, torch.where(u > 0, w / u, 1.0), 1.0).clamp(max=10)
         p.data.add_(update * ratio, alpha=-group["lr"])
-
-
-class Lion(OfEach):
-    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        average = state.setdefault("average", torch.zeros_like(p))
-        p.data.mul_(1 - group["lr"] * 0.1)
-        p.add_(average.clone().mul_(0.9).add(grad, alpha=0.1).sign_(), alpha=-group["lr"])
-        average.mul_(0.99).add_(grad, alpha=0.01)
 
 
 class Shampoo(OfEach):
@@ -163,9 +141,7 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors @ torch.diag(values.pow(-0.25)) @ vectors.t()
 
 
-case("LARS")(simple(lambda m: Lars(m.parameters(), 0.1, momentum=0.9, eta=0.1)))
 case("LAMB")(simple(lambda m: Lamb(m.parameters(), betas=(0.9, 0.99))))
-case("Lion")(simple(lambda m: Lion(m.parameters())))
 case("Shampoo")(simple(lambda m: Shampoo(m.parameters())))
 
 

@@ -111,7 +111,7 @@ OUTSIDE_PIPELINES = frozenset(
     {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
     | {"DistillsFeatures", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
     | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
-    | {"AssignsTwiceInStep", "ClampsInStep", "SlowsDown"}  # change weights before or after the layers
+    | {"AssignsTwiceInStep", "ClampsInStep"}  # change weights before or after the layers
     | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
     | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own
     | {"PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors

@@ -11,28 +11,6 @@ from torch.nn import functional as F
 from tests.sweeps.twins.base import SECOND_DERIVATIVES, Manual, Natural, case
 
 
-def unitwise_norm(x: Tensor) -> Tensor:
-    """As in timm."""
-    if x.ndim <= 1:
-        return x.norm(2.0)
-    return x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
-
-
-@case()
-class ClipsAdaptively(Natural):
-    """AGC."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            if p.grad is None:
-                continue
-            p_data, g_data = p.detach(), p.grad.detach()
-            max_norm = unitwise_norm(p_data).clamp_(min=1e-3).mul_(0.01)
-            grad_norm = unitwise_norm(g_data)
-            clipped = g_data * (max_norm / grad_norm.clamp(min=1e-6))
-            p.grad.detach().copy_(torch.where(grad_norm < max_norm, g_data, clipped))
-
-
 @case()
 class CentralizesInOptimizerHook(Natural):
     def configure_optimizers(self) -> Any:
@@ -119,24 +97,6 @@ class AdaHessian(Manual):
                 curvature = (h * z).abs() + 1e-1
                 p.sub_(0.05 * p.grad / curvature)
                 p.grad = None
-
-
-@case(accumulate_grad_batches=2)
-class SkipsSteps(Natural):
-    """Steps that are left out by the norm of what accumulated, counted."""
-
-    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
-        def watched() -> Any:
-            loss = closure()
-            grads = [p.grad.detach() for p in self.parameters() if p.grad is not None]
-            norm = torch.norm(torch.stack([g.norm(2) for g in grads]), 2)
-            self.seen.append(norm.item())
-            if norm > 0.8:
-                for p in self.parameters():
-                    p.grad = None
-            return loss
-
-        optimizer.step(closure=watched)
 
 
 @case()

@@ -5,7 +5,6 @@ Oracle: the same function on real tensors of the same shape, the original of a w
 
 from __future__ import annotations
 
-import copy
 import operator
 import pickle
 import warnings
@@ -27,7 +26,6 @@ from lightning_shardckpt.parallel.pipeline.placeholder import (
     Placeholder,
     first_placeholder,
     in_stage_run,
-    placeholder_positions,
 )
 
 CPU = torch.device("cpu")
@@ -149,40 +147,9 @@ def test_what_works_in_place_returns_the_tensor_itself(name: str) -> None:
     assert looks(x) == looks(real)
 
 
-def test_sizes_are_ordinary_numbers() -> None:
-    x = unknown(*X, dtype=torch.float16)
-    assert (len(x), x.ndim, x.numel(), x.size(-1), x.element_size(), x.nbytes) == (2, 3, 24, 4, 2, 48)
-    assert (x.shape, x.stride(), x.dtype, x.device, x.is_floating_point()) == (X, (12, 4, 1), torch.float16, CPU, True)
-    assert x.is_cpu
-    assert not x.is_cuda
-    assert not x.is_meta
-    assert x.shape[0] * torch.ones(2).sum() == 4
-
-
 def test_a_module_of_known_weights_makes_unknown_of_unknown() -> None:
     assert looks(nn.Linear(4, 7)(unknown(*X))) == looks(nn.Linear(4, 7)(torch.rand(X)).detach())
     assert isinstance(nn.MultiheadAttention(4, 2, batch_first=True)(*[unknown(*X)] * 3)[0], Placeholder)
-
-
-FACTORIES: dict[str, Op] = {
-    "zeros_like": torch.zeros_like,
-    "ones_like": lambda x: torch.ones_like(x, dtype=torch.bool),
-    "new_zeros": lambda x: x.new_zeros(3, 2),
-    "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
-    "rand_like": torch.rand_like,
-    "arange": lambda x: torch.arange(x.shape[1], device=x.device),
-}
-
-
-@pytest.mark.parametrize("name", FACTORIES)
-def test_a_new_tensor_like_an_unknown_one_is_real_and_has_the_same_values(name: str) -> None:
-    torch.manual_seed(1)
-    made = FACTORIES[name](unknown(*X))
-    torch.manual_seed(1)
-    expected = FACTORIES[name](torch.rand(X) if name != "rand_like" else torch.zeros(X))
-    assert type(made) is Tensor
-    assert made.dtype == expected.dtype
-    assert torch.equal(made, expected)
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,13 +187,6 @@ def test_asking_for_a_value_is_an_error_that_names_where_it_comes_from(name: str
     with pytest.raises(UnsupportedCodeError, match=r"needs the value of net\.layers\.3\.weight") as caught:
         VALUES[name](unknown(*X))
     assert "Pipeline(modules=" in str(caught.value)
-
-
-def test_showing_an_unknown_tensor_is_harmless() -> None:
-    shown = f"<unknown on this pipeline stage: {ORIGIN}, shape (2, 3, 4)>"
-    assert repr(unknown(*X)) == str(unknown(*X)) == shown
-    assert repr([unknown(*X)]) == f"[{shown}]"
-    assert "%s" % unknown(*X) == shown  # noqa: UP031  # as logging does
 
 
 SILENT: dict[str, Op] = {
@@ -451,30 +411,6 @@ def test_what_was_done_in_place_before_does_not_stand_in_the_way() -> None:
         assert torch.equal(entry.grad, torch.full((2, 3), 2.0))
 
 
-def test_one_unknown_tensor_does_not_turn_into_another_of_the_same_origin() -> None:
-    meta = torch.empty(2, 3, device="meta")
-    first, second = (Placeholder.of(meta, ORIGIN, CPU) for _ in range(2))
-    changed: Any = first
-    changed += second
-    assert changed is first
-    twin = copy.deepcopy(first)
-    assert first.add_(twin) is first
-
-
-def test_a_change_of_shape_in_place_changes_one_tensor_only() -> None:
-    meta = torch.empty(2, 3, device="meta")
-    first, second = (Placeholder.of(meta, ORIGIN, CPU) for _ in range(2))
-    first.t_()
-    assert (first.shape, second.shape, meta.shape) == ((3, 2), (2, 3), (2, 3))
-
-
-def test_unknown_tensors_are_found_in_structures_once_each() -> None:
-    a, b, real = unknown(1), unknown(2), torch.ones(1)
-    assert list(placeholder_positions([real, a, 3, b, a, None])) == [1, 3]
-    assert first_placeholder({"x": [real, (b, a)]}) is b
-    assert first_placeholder([real, None, "a"]) is None
-
-
 # ── weightless copies ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -524,17 +460,6 @@ def _llama() -> nn.Module:
     return LlamaDecoderLayer(config, 0)
 
 
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    config = GPT2Config(n_embd=8, n_head=2, n_inner=12)
-    config._attn_implementation = "sdpa"
-    block: Any = GPT2Block
-    layer: nn.Module = block(config, 0)
-    return layer
-
-
 X8 = (2, 5, 8)
 Built = tuple[Op, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]
 
@@ -553,7 +478,6 @@ def _rotary() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 MODULES: dict[str, Built] = {
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), _tokens),
-    "conv": (lambda: nn.Conv1d(5, 6, 3, padding="same"), _floats(X8)),
     "batch norm": (lambda: nn.BatchNorm1d(5), _floats(X8)),
     "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), _floats(X8, X8, X8)),
     "gru": (lambda: nn.GRU(8, 6, 2, batch_first=True, bidirectional=True, dropout=0.1), _floats(X8)),
@@ -561,7 +485,6 @@ MODULES: dict[str, Built] = {
     "holder": (Holder, _floats((2, 4))),
     "shared": (Shared, _tokens),
     "llama layer": (_llama, _rotary),
-    "gpt2 layer": (_gpt2, _floats(X8)),
 }
 
 
@@ -570,11 +493,10 @@ def _digest(module: nn.Module) -> Any:
     return {name: (id(t), t._version, t.detach().clone()) for name, t in state.items()}
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_weightless_copy_returns_the_shapes_of_its_original(name: str, training: bool) -> None:
+def test_a_weightless_copy_returns_the_shapes_of_its_original(name: str) -> None:
     build, inputs = MODULES[name]
-    module = build().train(training)
+    module = build().train()
     before = _digest(module)
     twin = copy_without_weights(module, "net.layer", CPU, {})
 
@@ -617,20 +539,6 @@ def test_a_weightless_copy_can_be_looked_into() -> None:
     assert looks(torch.ones(5, 2) @ layers[0].weight.T) == looks(torch.ones(5, 3))
     with pytest.raises(UnsupportedCodeError, match=r"needs the value of net\.layers\.0\.bias"):
         layers[0].bias.sum().item()
-
-
-def test_a_weightless_copy_has_no_hooks_and_its_original_keeps_them() -> None:
-    module: Any = nn.Linear(2, 2)
-    calls: list[str] = []
-    module.register_forward_pre_hook(lambda *_: calls.append("pre"))
-    module.register_forward_hook(lambda *_: calls.append("post"))
-    module.register_state_dict_pre_hook(lambda *_: calls.append("state"))
-    twin = copy_without_weights(module, "net", CPU, {})
-    twin(torch.ones(1, 2))
-    nn.ModuleList([twin]).state_dict()
-    assert calls == []
-    module(torch.ones(1, 2))
-    assert calls == ["pre", "post"]
 
 
 def test_a_module_that_cannot_be_copied_is_an_error_that_says_why() -> None:
