@@ -15,7 +15,7 @@ from lightning_shardckpt.compat.lightning_attributes import (
     fabric_original,
     loader_of_fabric,
 )
-from tests.unit.compat.test_lightning_trainer import trainer
+from tests.support.boring import trainer
 
 
 def test_a_module_has_its_trainer_from_the_fit_on(tmp_path: Path) -> None:

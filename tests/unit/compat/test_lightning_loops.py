@@ -13,12 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat import lightning_loops as compat
+from tests.support.boring import Asks, batches, trainer
 from tests.support.tiny import EXECUTES
-from tests.unit.compat.test_lightning_trainer import Asks, trainer
-
-
-def batches(count: int) -> DataLoader[Any]:
-    return DataLoader(RandomDataset(32, count))
 
 
 def test_loaders_are_those_that_training_draws_from(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
@@ -25,17 +28,8 @@ from torchmetrics import CatMetric, Metric, PearsonCorrCoef, SumMetric
 
 from lightning_shardckpt.compat import lightning_trainer as compat
 from lightning_shardckpt.errors import UnsupportedCodeError
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-    "limit_val_batches": 1,
-    "num_sanity_val_steps": 0,
-}
+from tests.support.boring import QUIET, Asks, batches, trainer
+from tests.support.pool import run_ranks
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -90,31 +84,6 @@ def test_a_random_sampler_shuffles_also_beside_an_argument_that_says_no(mode: Ru
         loader: DataLoader[Any] = DataLoader(range(4), shuffle=False, sampler=RandomSampler(range(4)))  # type: ignore[arg-type]
     kept: Any = trainer._data_connector._prepare_dataloader(loader, mode == RunningStage.TRAINING, mode)
     assert kept.sampler.shuffle
-
-
-def test_a_sampler_of_validation_draws_alike_on_ranks_that_have_drawn_differently() -> None:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
-    compat.keep_order_of_training(trainer)
-    loader: DataLoader[Any] = DataLoader(range(99), sampler=RandomSampler(range(99), num_samples=8))  # type: ignore[arg-type]
-    orders = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        kept: Any = trainer._data_connector._prepare_dataloader(loader, False, RunningStage.VALIDATING)
-        orders.append(list(kept.sampler))
-    assert orders[0] == orders[1] and len(set(orders[0])) == 8
-
-
-class Asks(pl.Callback):
-    """Calls a function at a hook, and keeps what it returns."""
-
-    def __init__(self, hook: str, ask: Any) -> None:
-        self.found: list[Any] = []
-        setattr(self, hook, lambda trainer, *args, **kwargs: self.found.append(ask(trainer)))
-
-
-def trainer(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    defaults = {**QUIET, "max_steps": 2, "default_root_dir": tmp_path, "enable_checkpointing": False}
-    return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
 
 
 @pytest.fixture
@@ -351,3 +320,71 @@ def test_callbacks_that_average_a_copy_of_the_module_are_refused() -> None:
     compat.refuse_averaging_of_modules(pl.Trainer(**QUIET))
     with pytest.raises(UnsupportedCodeError, match="StochasticWeightAveraging averages the weights in a copy"):
         compat.refuse_averaging_of_modules(pl.Trainer(**QUIET, callbacks=[StochasticWeightAveraging(0.1)]))
+
+
+def test_a_fit_may_be_given_another_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=4, limit_val_batches=0)
+    run.fit(BoringModel(), batches(4))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    seen: list[tuple[Any, set[str]]] = []
+
+    def before(run: pl.Trainer, arguments: dict[str, Any]) -> None:
+        seen.append((run, {*arguments}))
+        arguments["ckpt_path"] = str(tmp_path / "a.ckpt")
+
+    original, undo = pl.Trainer.fit, compat.intercept_fit(before)
+    try:
+        again = trainer(tmp_path, max_steps=6, limit_val_batches=0)
+        again.fit(BoringModel(), batches(4))
+    finally:
+        undo()
+    assert seen == [(again, {"self", "model", "train_dataloaders"})]
+    assert again.ckpt_path == str(tmp_path / "a.ckpt") and again.global_step == 6
+    assert pl.Trainer.fit is original
+
+
+class Tuned(BoringModel):
+    lr = 0.1
+
+
+def test_a_fit_of_the_tuner_is_told_from_one_that_trains(tmp_path: Path) -> None:
+    found: list[bool] = []
+    undo = compat.intercept_fit(lambda run, arguments: found.append(compat.is_tuning(run)))
+    try:
+        run = trainer(tmp_path, LearningRateFinder(num_training_steps=2), max_steps=1, limit_val_batches=0)
+        run.fit(Tuned(), batches(4))  # which looks for a learning rate, and trains
+        run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+        Tuner(run).lr_find(Tuned(), batches(4), num_training=2)
+        run.fit(Tuned(), batches(4))
+    finally:
+        undo()
+    assert found == [False, True, False]
+
+
+def sums() -> list[float]:
+    halves = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = halves[dist.get_rank() // 2]
+    own = SumMetric(dist_sync_fn=lambda result, group=None: [result, result, result])
+    module = torch.nn.ModuleDict({"sum": SumMetric(), "own": own})
+    undo = compat.gather_metrics_over(mine, module)
+    found = [_sum_of(metric) for metric in (module["sum"], copy.deepcopy(module["sum"]), module["own"], SumMetric())]
+    undo_inner = compat.gather_metrics_over(dist.group.WORLD, torch.nn.ModuleDict())  # of a run inside of this
+    found += [_sum_of(SumMetric())]
+    undo_inner()
+    found += [_sum_of(SumMetric())]
+    undo()
+    return [*found, _sum_of(module["sum"]), _sum_of(SumMetric())]
+
+
+def _sum_of(metric: SumMetric) -> float:
+    metric.reset()
+    metric.update(float(dist.get_rank() + 1))
+    return metric.compute().item()
+
+
+def test_each_group_sums_its_own_values_until_the_undo() -> None:
+    assert run_ranks(3, sums) == [
+        [3, 3, 3, 3, 6, 3, 3, 6],
+        [3, 3, 6, 3, 6, 3, 3, 6],
+        [3, 3, 9, 3, 6, 3, 3, 6],
+    ]
