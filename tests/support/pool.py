@@ -132,10 +132,11 @@ def run_ranks(
     init_process_group: bool = True,
     bare: bool = False,
     expect_errors: bool = False,
+    **named: Any,
 ) -> list[Any]:
-    """Return `[fn(*args) on rank 0, on rank 1, …]`, each from a fresh process with gloo initialised.
+    """Return `[fn(*args, **named) on rank 0, on rank 1, …]`, each from a fresh process with gloo initialised.
 
-    `fn` is a module-level function; `args` and its result are pickled. The ranks share an empty working directory,
+    `fn` is a module-level function; its arguments and result are pickled. The ranks share an empty working directory,
     which is deleted afterwards. They see the environment of the caller, extended as `torchrun` would. A rank fails,
     too, when it leaves a Python thread behind, or when an exception ended one of its threads or escaped a destructor.
 
@@ -151,7 +152,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         (folder / "cwd").mkdir()
-        (folder / "call.pickle").write_bytes(pickle.dumps((fn, args)))
+        (folder / "call.pickle").write_bytes(pickle.dumps((fn, args, named)))
         ended = _ask_server(
             _Job(
                 folder=name,
@@ -593,14 +594,14 @@ def _call(rank: int, job: _Job, exit_door: tuple[int, int]) -> Any:
     _apply_warning_filters(job["warning_filters"])
     lost = _collect_lost_exceptions()
     threads = threading.enumerate()
-    fn, args = pickle.loads((folder / "call.pickle").read_bytes())
+    fn, args, named = pickle.loads((folder / "call.pickle").read_bytes())
     if job["init_process_group"]:
         # Below the pool's timeout, so that a stuck collective raises in its own rank, with its own traceback.
         timeout = datetime.timedelta(seconds=max(job["timeout_s"] - 10, job["timeout_s"] / 2))
         store = FileStore(str(folder / "store"), world)  # no port to hunt for
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         dist.barrier()  # a rank that failed at once would break the connections that the others still make
-    value = fn(*args)
+    value = fn(*args, **named)
     if leaked := leaked_threads(threads):
         raise AssertionError(f"{fn.__qualname__} left threads behind: {leaked}")
     if lost:

@@ -187,24 +187,37 @@ class SaveAt(pl.Callback):
             trainer.save_checkpoint(self._path)
 
 
-def fit(
+def train(
+    module: pl.LightningModule,
     strategy: Mapping[str, Any] | str,
     steps: int,
     *,
     save: str | None = None,
     resume: str | None = None,
+    data: Any = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Train up to ``steps`` without validation, then save to ``save``."""
+    run = trainer(strategy, **{"max_steps": steps, "limit_val_batches": 0, **options})
+    run.fit(module, data or loader(), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return run
+
+
+def fit(
+    strategy: Mapping[str, Any] | str,
+    steps: int,
+    *,
     seed: int = 1,
     model: Mapping[str, Any] | None = None,
+    kind: type[TinyLM] = TinyLM,
     data: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train up to ``steps``, then save to ``save``; returns this rank's losses and the whole state at the end."""
+    """As `train`, after seeding all; returns this rank's losses and the whole state at the end."""
     pl.seed_everything(seed)
-    module = TinyLM(**(model or {}))
-    run = trainer(strategy, max_steps=steps, limit_val_batches=0, **options)
-    run.fit(module, loader(**(data or {})), ckpt_path=resume)
-    if save is not None:
-        run.save_checkpoint(save)
+    run = train(module := kind(**(model or {})), strategy, steps, data=loader(**(data or {})), **options)
     return {
         "losses": module.losses,
         "state": full_state(module, run.optimizers),

@@ -74,10 +74,7 @@ def test_model_checkpoint_keeps_and_finds_checkpoints(tmp_path: Path) -> None:
 
 
 def weights_only(directory: str) -> tuple[str, float]:
-    pl.seed_everything(1)
-    run = tiny.trainer({}, max_steps=2, limit_val_batches=0)
-    run.fit(tiny.TinyLM(), tiny.loader())
-    run.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
+    tiny.train(tiny.TinyLM(), {}, 2).save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
     again = tiny.trainer({}, max_steps=4)
     (metrics,) = again.validate(tiny.TinyLM(), _held_out(), ckpt_path=f"{directory}/weights.ckpt", verbose=False)
     with pytest.raises(MismatchError) as raised:
@@ -133,10 +130,7 @@ def test_storage_options_are_refused_for_paths() -> None:
 
 
 def saved_with_options_of_the_call(url: str, options: dict[str, Any]) -> None:
-    module = tiny.TinyLM()
-    trainer = tiny.trainer({}, max_steps=1, limit_val_batches=0)
-    trainer.fit(module, tiny.loader())
-    trainer.save_checkpoint(url, storage_options=options)
+    tiny.train(module := tiny.TinyLM(), {}, 1).save_checkpoint(url, storage_options=options)
     stored = lightning_shardckpt.load(url, storage_options=options)
     assert torch.equal(stored["state_dict"]["head.weight"], module.head.weight)
 
@@ -160,13 +154,10 @@ def test_map_location_is_what_torch_load_makes_of_it(place: Any, tmp_path: Path)
 
 def save_and_resume_at_home() -> tuple[list[int], list[str]]:
     os.environ["HOME"] = os.path.abspath("home")
-    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
-    run.fit(tiny.TinyLM(), tiny.loader())
-    run.save_checkpoint("~/a.ckpt")
+    tiny.train(tiny.TinyLM(), {}, 1, save="~/a.ckpt")
     steps = []
     for path in ("~/a.ckpt", f"file://{os.path.abspath('home')}/a.ckpt"):
-        run = tiny.trainer({}, max_steps=2, limit_val_batches=0)
-        run.fit(tiny.TinyLM(), tiny.loader(), ckpt_path=path)
+        run = tiny.train(tiny.TinyLM(), {}, 2, resume=path)
         steps += [run.global_step, run.fit_loop.epoch_loop.batch_progress.current.ready]
     assert lightning_shardckpt.load("~/a.ckpt")["global_step"] == 1
     return steps, os.listdir(".")
@@ -192,20 +183,17 @@ class Counts(tiny.TinyLM):
         return super().training_step(batch, index)
 
 
-def count_samples(path: str, steps: int, resume: bool) -> tuple[float, float]:
-    run = tiny.trainer({}, max_steps=steps, limit_val_batches=0)
-    data = tiny.loader(8 // run.world_size, shuffle=False)
-    run.fit(module := Counts(), data, ckpt_path=path if resume else None)
-    if not resume:
-        run.save_checkpoint(path)
+def count_samples(steps: int, **paths: Any) -> tuple[float, float]:
+    data = tiny.loader(8 // dist.get_world_size(), shuffle=False)
+    tiny.train(module := Counts(), {}, steps, data=data, **paths)
     return float(module.samples.compute()), float(module.average.compute())
 
 
 def test_a_metric_that_is_saved_counts_once_on_several_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    run_ranks(1, count_samples, path, 2, False)
-    ((samples, mean),) = run_ranks(1, count_samples, path, 3, True)
-    assert samples == 24 and run_ranks(2, count_samples, path, 3, True) == [(24, pytest.approx(mean))] * 2
+    run_ranks(1, count_samples, 2, save=path)
+    ((samples, mean),) = run_ranks(1, count_samples, 3, resume=path)
+    assert samples == 24 and run_ranks(2, count_samples, 3, resume=path) == [(24, pytest.approx(mean))] * 2
 
 
 class Fails(tiny.TinyLM):
@@ -236,9 +224,7 @@ class WithHyper(tiny.TinyLM):
 
 
 def save_with_hyper(path: str) -> dict[str, Any]:
-    run = tiny.trainer({}, max_steps=1, limit_val_batches=0)
-    run.fit(module := WithHyper(8), tiny.loader())
-    run.save_checkpoint(path)
+    tiny.train(module := WithHyper(8), {}, 1, save=path)
     return tiny.full_state(module, [])
 
 
@@ -267,22 +253,13 @@ class Halves(tiny.TinyLM):
         checkpoint["state_dict"]["gate"] = torch.ones(2, 16)
 
 
-def train_halves(strategy: Any, path: str, resume: bool) -> dict[str, Any]:
-    pl.seed_everything(2 if resume else 1)
-    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
-    run.fit(module := Halves(), tiny.loader(), ckpt_path=path if resume else None)
-    if not resume:
-        run.save_checkpoint(path)
-    return tiny.full_state(module, run.optimizers)
-
-
 @pytest.mark.slow
 def test_what_hooks_change_in_the_state_dict_counts(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    expected = run_ranks(2, train_halves, TP2, path, False)[0]
-    for found in run_ranks(2, train_halves, {}, path, True):
-        assert tiny.differences(expected, found) == ["model/gate"]
-        assert torch.equal(found["model/gate"], torch.ones(2, 16))
+    expected = run_ranks(2, tiny.fit, TP2, 2, kind=Halves, save=path)[0]
+    for found in run_ranks(2, tiny.fit, {}, 2, kind=Halves, resume=path, seed=2):
+        assert tiny.differences(expected["state"], found["state"]) == ["model/gate"]
+        assert torch.equal(found["state"]["model/gate"], torch.ones(2, 16))
 
 
 class KeepsItsOwn(tiny.TinyLM):
@@ -298,23 +275,19 @@ class KeepsItsOwn(tiny.TinyLM):
         del stored["blocks.0.down.bias"]
 
 
-def resume_and_keep(strategy: Any, path: str, seed: int) -> dict[str, Any]:
-    pl.seed_everything(seed, verbose=False)
-    run = tiny.trainer(strategy, max_steps=2, limit_val_batches=0)
-    run.fit(module := KeepsItsOwn(), tiny.loader(), ckpt_path=path if seed > 1 else None)
-    if seed == 1:
-        run.save_checkpoint(path)
-    return tiny.full_state(module, [])
+def weights_of(strategy: Any, seed: int, **paths: Any) -> dict[str, Any]:
+    found = tiny.fit(strategy, 2, kind=KeepsItsOwn, seed=seed, **paths)["state"]
+    return {name: value for name, value in found.items() if name.startswith("model/")}
 
 
 def test_a_hook_that_keeps_values_of_the_module_sees_those_from_before_the_load(tmp_path: Path) -> None:
     """Oracle: Lightning on one process, which loads into the module after the hook."""
     path = str(tmp_path / "a.ckpt")
-    saved = run_ranks(2, resume_and_keep, {}, path, 1)[0]
-    (expected,) = run_ranks(1, resume_and_keep, "auto", path, 2, init_process_group=False)
+    saved = run_ranks(2, weights_of, {}, 1, save=path)[0]
+    (expected,) = run_ranks(1, weights_of, "auto", 2, resume=path, init_process_group=False)
     kept = [f"model/blocks.0.{name}" for name in ("down.bias", "up.bias", "up.weight")]
     assert tiny.differences(saved, expected) == [*kept, "model/head.weight"]
-    for found in run_ranks(2, resume_and_keep, TP2, path, 2):
+    for found in run_ranks(2, weights_of, TP2, 2, resume=path):
         assert tiny.differences(expected, found) == []
 
 

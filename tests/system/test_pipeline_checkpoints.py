@@ -45,11 +45,7 @@ class Deep(tiny.TinyLM):
 
 def train(strategy: State, steps: int, save: str | None, resume: str | None, optimizer: str, seed: int) -> State:
     pl.seed_everything(seed)
-    module = Deep(optimizer, build_late=True)
-    run = tiny.trainer(strategy, max_steps=steps, limit_val_batches=0)
-    run.fit(module, tiny.loader(), ckpt_path=resume)
-    if save is not None:
-        run.save_checkpoint(save)
+    run = tiny.train(module := Deep(optimizer, build_late=True), strategy, steps, save=save, resume=resume)
     return tiny.full_state(module, run.optimizers)
 
 

@@ -417,13 +417,12 @@ def test_saving_leaves_no_trace_in_training(tmp_path: Path) -> None:
         assert tiny.differences(saving["state"], plain["state"]) == []
 
 
-def next_numbers(path: str, resume: bool, batch_size: int) -> list[float]:
+def next_numbers(batch_size: int, steps: int, **paths: Any) -> list[float]:
     """Return what the generators of torch, Python and NumPy draw after a save, in the run that saved or in the next."""
-    pl.seed_everything(9 if resume else 1, workers=True)
-    run = tiny.trainer({}, max_steps=4 if resume else 2, callbacks=[drawing := Drawing()], limit_val_batches=0)
-    run.fit(tiny.TinyLM(), tiny.loader(batch_size=batch_size), ckpt_path=path if resume else None)
-    if not resume:
-        run.save_checkpoint(path)
+    pl.seed_everything(steps, workers=True)
+    data = tiny.loader(batch_size=batch_size)
+    tiny.train(tiny.TinyLM(), {}, steps, data=data, callbacks=[drawing := Drawing()], **paths)
+    if "save" in paths:
         drawing.on_train_batch_start()
         return drawing.numbers[-3:]
     return drawing.numbers[:3]
@@ -441,8 +440,8 @@ class Drawing(pl.Callback):
 def test_added_ranks_draw_numbers_of_their_own_from_every_generator(tmp_path: Path) -> None:
     """The first ranks continue the streams of those that saved; augmentation of the others must not repeat theirs."""
     path = str(tmp_path / "a.ckpt")
-    saved = run_ranks(2, next_numbers, path, False, 4)
-    resumed = run_ranks(4, next_numbers, path, True, 2)
+    saved = run_ranks(2, next_numbers, 4, 2, save=path)
+    resumed = run_ranks(4, next_numbers, 2, 4, resume=path)
     assert resumed[:2] == saved
     for drawn in zip(*resumed, strict=True):  # of one generator
         assert len({*drawn}) == (3 if saved[0] == saved[1] else 4)
