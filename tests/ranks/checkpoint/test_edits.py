@@ -13,8 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,7 +32,7 @@ from lightning_shardckpt.tools.inspect import inspect, render
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks, selected
-from tests.support.small import DOCUMENT, INDEX, OTHER_INDEX, ROOT, SHARD, Edit, edit, put, put_header, put_header_json
+from tests.support.small import DOCUMENT, INDEX, OTHER_INDEX, ROOT, SHARD, Edit, edit, put, put_header_json
 from tests.sweeps import fuzz
 
 LIMIT_S = 20  # SIGALRM: a hang is an error, a slow machine is none
@@ -109,23 +107,12 @@ def raw_root(change: Callable[[bytes], bytes]) -> Change:
     return apply
 
 
-def header(change: Edit) -> Change:
-    return lambda p: put_header_json(p, change)
-
-
 def replaced(name: str, make: Change) -> Change:
     def apply(folder: Path) -> None:
         (folder / name).unlink()
         make(folder / name)
 
     return apply
-
-
-def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        here = os.open(path.parent, os.O_DIRECTORY)
-        made.bind(f"/proc/self/fd/{here}/{path.name}")
-        os.close(here)
 
 
 def sparse(size: int) -> Change:
@@ -199,8 +186,9 @@ def one_for_all(folder: Path) -> None:
         edit(folder, name, lambda v: v["metadata"].update(dict.fromkeys(many, v["metadata"]["w"])))
 
 
-def overlapping(value: Any) -> None:
-    value["b"]["data_offsets"] = value["norm"]["data_offsets"]
+def with_extra(header: Any) -> None:
+    end = max(value["data_offsets"][1] for key, value in header.items() if key != "__metadata__")
+    header["extra"] = {"dtype": "F32", "shape": [0], "data_offsets": [end, end]}
 
 
 DEEP: Any = 1
@@ -208,8 +196,6 @@ for _ in range(60):
     DEEP = {"a": DEEP}
 HARMLESS: dict[str, Change] = {
     "no size": root(("topology", {"shard": 0})),
-    "a huge mesh": root(("topology", {"pipeline": 1 << 40, "shard": 1})),
-    "an axis of markup": root(("topology", {"<script>": 1})),
     "software": root(("software", {"</script>": "\n\u2028"})),
     "hyper-parameters that are a list": parameters([1, {"$": "map", "v": 5}]),
     "pairs that are none": parameters({"$": "map", "v": [[1], 5, [[2], 3], ["a", "b"]]}),
@@ -222,13 +208,12 @@ CASES = [
     Case("file of no rank", index("metadata/w/file", "checkpoint.index.json"), "KeyError"),
     *(
         Case(f"{kind} as {name}", replaced(name, make), "regular file|link|not a complete|not bytes|unfinished")
-        for name in (SHARD, ROOT)
-        for kind, make in {
-            "link out": lambda p: p.symlink_to("/etc/passwd"),
-            "fifo": lambda p: os.mkfifo(p),
-            "socket": listening,
-            "directory": lambda p: p.mkdir(),
-        }.items()
+        for kind, name, make in (
+            ("link out", SHARD, lambda p: p.symlink_to("/etc/passwd")),
+            ("link out", ROOT, lambda p: p.symlink_to("/etc/passwd")),
+            ("fifo", ROOT, os.mkfifo),
+            ("directory", SHARD, Path.mkdir),
+        )
     ),
     Case("metadata of DCP beside", ambiguous, "at once, so the format is ambiguous", (*LOOKS, "verify", "diff")),
     Case("planted pickles", planted, "'pickle' is malformed", OF_DOCUMENTS),
@@ -252,7 +237,6 @@ CASES = [
     ),
     Case("2^40 elements with their boxes", both_boxes(("global_shape", [1 << 38, 4])), "do not fit"),
     Case("many tensors in the same bytes", one_for_all, "share bytes|cannot"),
-    Case("axis of 2^62 ranks", a_layout(axes=[["a", 1 << 62, 1]]), "more than 65536 ranks"),
     Case("order without a holder", a_layout(order=[5, 7]), "not in"),
     Case("huge world with nothing in it", huge_world, "do not fit"),
     Case("indexes that are not there", claimed_indexes, "1 difference|the file is missing"),
@@ -266,8 +250,7 @@ CASES = [
         )
     ),
     # what files say of each other
-    Case("header with overlaps", header(overlapping), "overlaps|follows a gap|wrongly"),
-    Case("header with a tensor more", lambda p: put_header(p, _with_extra), "in the header|header"),
+    Case("header with a tensor more", lambda p: put_header_json(p, with_extra), "in the header"),
     Case("index of another rank", index("rank", 1), "this is the index of rank 1"),
     Case("another place in the file", moved, "in the header of the file"),
     Case("box of a tensor twice", twice, "several boxes of one tensor"),
@@ -275,30 +258,15 @@ CASES = [
     *(
         Case(f"optimizer {path} {str(new)[:20]}", optimizer(path, new), words, OF_DOCUMENTS)
         for path, new, words in (
-            ("0", [], "not an object"),
             ("7", {}, "has keys"),
-            ("0/groups/0", {"params": []}, "with hyper"),
             ("0/groups/0/hyper", [], "not an object"),
             ("0/groups/0/params", [["w"]], "is not text"),
             ("0/numbered", True, "names no parameter"),
-            ("0/numbered", 1, "not true or false"),
-            ("0/values", {"step": 3}, "not a list"),
             ("0/values", {"step": [{"value": 3}]}, "with params, value"),
         )
     ),
     *(Case(name, change, "", READERS) for name, change in HARMLESS.items()),
 ]
-
-
-def _framed(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
-def _with_extra(content: bytes) -> bytes:
-    value = json.loads(content[8:])
-    end = max(v["data_offsets"][1] for k, v in value.items() if k != "__metadata__")
-    value["extra"] = {"dtype": "F32", "shape": [0], "data_offsets": [end, end]}
-    return _framed(json.dumps(value).encode())
 
 
 # ── what runs in a process of its own ─────────────────────────────────────────────────────────────────────────────
