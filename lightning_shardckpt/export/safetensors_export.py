@@ -1,17 +1,20 @@
-"""Plans of safetensors files for other programs: a model and its optimizers, a model of transformers, adapters of PEFT.
+"""Safetensors files for other programs: a model and its optimizers, a model of transformers, adapters of PEFT.
 
-Each is a choice of names over the stored tensors, and a few documents. No torch.
+The plan of each is a choice of names over the stored tensors, and a few documents. No torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
-from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, Options, WholeFile, plan_conversion
-from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, StateError
+from lightning_shardckpt.export.whole_files import OPTIMIZER, WRITER, Export, Options, WholeFile, plan_conversion, write
+from lightning_shardckpt.format.index import EXPORT_FOLDER, Component
 from lightning_shardckpt.format.safetensors_header import (
     OutputFile,
     OutputTensor,
@@ -21,17 +24,23 @@ from lightning_shardckpt.format.safetensors_header import (
     name_tensor_file,
     plan_file,
 )
-from lightning_shardckpt.sources.source import Source, StoredTensor
+from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_source
 from lightning_shardckpt.state import hf_directory
-from lightning_shardckpt.state.documents import PEFT
+from lightning_shardckpt.state.documents import CONFIG, PEFT
 from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
-from lightning_shardckpt.storage.posix import write_at
+from lightning_shardckpt.storage.posix import rename_with_flag, write_at
+from lightning_shardckpt.storage.protocol import Storage
+from lightning_shardckpt.storage.remote_storage import RemoteStorage
+from lightning_shardckpt.storage.router import StorageRouter
+from lightning_shardckpt.storage.temporaries import NewFile, output_directory
 from lightning_shardckpt.system.text import list_some
 from lightning_shardckpt.transfer.file_filler import Region
+from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.writer import MB
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _FORMAT = {"format": "pt"}
+_PART_BYTES = 8 << 20
 
 
 def plan_safetensors(stored: Source, options: Options) -> Export:
@@ -190,3 +199,90 @@ def _whole_file(stored: Source, planned: OutputFile) -> WholeFile:
             yield Region(offset, tensor.nbytes, tensor.source, conversion=conversion, box=tensor.box)
 
     return WholeFile(planned.name, sum(tensor.nbytes for tensor in planned.tensors), begin)
+
+
+# ── beside a checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────
+# The folder ``huggingface`` is no part of its checkpoint: no index names it, and no load of the checkpoint reads it. It
+# is deleted with the checkpoint. It appears when it is complete: by a rename in a file system, by its last object in an
+# object store.
+
+
+def export_beside(path: str, storage: Storage) -> list[str]:
+    """Write the model of a checkpoint into its folder ``huggingface``. Runs on one rank, also off the main thread.
+
+    Args:
+        path: a committed checkpoint, or its URL.
+        storage: of ``path``.
+
+    Returns:
+        Sentences for the user.
+
+    Raises:
+        StateError: if the saved module has no model of transformers, or it has adapters that are not merged.
+        CheckpointNotFoundError: if the checkpoint was replaced meanwhile.
+    """
+    store = storage.backend(path) if isinstance(storage, StorageRouter) else storage
+    with Checkpoint(storage, path) as checkpoint:
+
+        def check_current() -> None:
+            with Checkpoint(storage, path) as current:
+                if current.root.save_id != checkpoint.root.save_id:
+                    raise CheckpointNotFoundError("another process replaced it")
+
+        stored = sharded_source(checkpoint, for_export=True)
+        if stored.document("huggingface") is None:
+            raise StateError(
+                "its module has no model of transformers; `python -m lightning_shardckpt.consolidate --format "
+                "safetensors` converts any checkpoint"
+            )
+        try:
+            export = plan_safetensors(stored, Options(format="huggingface"))
+        except ValueError as error:
+            raise StateError(str(error)) from None
+        new_folder, open_files = _directory(path, check_current), 64
+        if isinstance(store, RemoteStorage):  # an object takes space on the local disk until it is uploaded
+            new_folder, open_files = _objects(store, path, check_current), 1
+        try:
+            with new_folder as create:
+                write(stored, export, create, open_files=open_files)
+        except FileNotFoundError:
+            check_current()
+            raise
+    return export.notes
+
+
+@contextmanager
+def _directory(path: str, check: Callable[[], None]) -> Iterator[NewFile]:
+    """Yield a function that creates a file of the export; at the end, ``check``, and let all appear at once."""
+
+    def rename(new: str, target: str, flag: int) -> bool:
+        check()
+        return rename_with_flag(new, target, flag)
+
+    with output_directory(os.path.join(path, EXPORT_FOLDER), lambda folder: True, rename) as (create, _):
+        yield create
+
+
+@contextmanager
+def _objects(store: RemoteStorage, path: str, check: Callable[[], None]) -> Iterator[NewFile]:
+    """Yield a function as `_directory` does. transformers reads the folder once its last object is there."""
+    last: list[bytes] = []
+
+    @contextmanager
+    def create(name: str) -> Iterator[int]:
+        with tempfile.TemporaryFile() as file:
+            yield file.fileno()
+            file.seek(0)
+            if name == CONFIG:
+                last.append(file.read())
+            else:
+                store.add(path, f"{EXPORT_FOLDER}/{name}", iter(lambda: file.read(_PART_BYTES), b""))
+
+    try:
+        yield create
+        check()
+        store.add(path, f"{EXPORT_FOLDER}/{CONFIG}", last)
+    except BaseException:
+        with suppress(OSError):
+            store.remove_export(path)
+        raise

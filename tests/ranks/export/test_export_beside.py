@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_shardckpt import ShardCkptIO, load_keys
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError
-from lightning_shardckpt.export.beside_checkpoint import export_beside
+from lightning_shardckpt.export.safetensors_export import export_beside
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.hub import Causal, model_of
