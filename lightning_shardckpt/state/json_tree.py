@@ -217,14 +217,15 @@ class Encoder:
             return self._list(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | enum.Enum):
-            return self.encode({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, depth)
         if not isinstance(value, enum.Enum):
             for base, plain in _PLAIN.items():  # subclasses, numpy's float64 among them, whatever they override
                 if isinstance(value, base) and kind is not base:
                     return self.encode(plain(value), path, depth)
-        tag = next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None)
-        return self._refuse(value, path) if tag is None else self._tagged(tag, value, path, depth)
+        if tag := next((tag for tag, row in _TAGS.items() if isinstance(value, row.kind)), None):
+            return self._tagged(tag, value, path, depth)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self.encode({f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, path, depth)
+        return self._refuse(value, path)
 
     def check(self) -> None:
         """Raise one StateError for all values that could not be stored."""

@@ -182,6 +182,13 @@ class Config:
     point: Any
 
 
+@dataclasses.dataclass
+class Output(collections.OrderedDict[str, Any]):
+    """Like the outputs of transformers: its items count, not its fields."""
+
+    loss: float = 0.0
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -191,6 +198,7 @@ class Config:
         (Point(1, (2,)), (1, (2,))),
         (torch.Size([1, 2]), (1, 2)),
         (Config(0.1, Point(1, 2)), {"lr": 0.1, "point": (1, 2)}),
+        (Output(), collections.OrderedDict()),
         (collections.defaultdict(list, a=[1]), {"a": [1]}),
         (numpy.float64(0.5), 0.5),
         (numpy.str_("x"), "x"),
