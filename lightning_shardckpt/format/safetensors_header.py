@@ -124,25 +124,20 @@ class Header(NamedTuple):
     metadata: dict[str, Any]
 
 
-def parse_header(start: bytes, where: str, *, needs_metadata: bool = True) -> Header:
+def parse_header(start: bytes, where: str) -> Header:
     """Parse the first bytes of a file, as ``read_header`` returns them.
 
     Args:
         start: the length of the header, and the header.
         where: the file, for messages.
-        needs_metadata: refuse headers without ``__metadata__``, which our files never have.
 
     Raises:
         FormatError: if it is not a safetensors header, or the tensors do not fill the file without gap and overlap.
     """
     header = parse_json(start[LENGTH_BYTES:], where)
-    if not isinstance(header, dict):
-        raise FormatError(f"{where}: the header is not a JSON object{' with __metadata__' if needs_metadata else ''}")
-    metadata = header.pop(_METADATA, None)
+    metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
-        if needs_metadata:
-            raise FormatError(f"{where}: the header is not a JSON object with __metadata__")
-        metadata = {}
+        raise FormatError(f"{where}: the header, or its {_METADATA}, is not a JSON object")
     return Header(_tensors(header, len(start), where), metadata)
 
 

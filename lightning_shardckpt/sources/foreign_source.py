@@ -37,7 +37,7 @@ def tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTensor
     A slice of a tensor is a tensor with one box, which does not begin at zeros or does not end at the tensor's end.
     """
     where_file = f"{where!r}, file {name}"
-    header = parse_header(_header(reader, name, where), where_file, needs_metadata=False)
+    header = parse_header(_header(reader, name, where), where_file)
     tensors = {}
     for key, start in starts_of(header, where_file).items():
         stored = header.tensors[key]
