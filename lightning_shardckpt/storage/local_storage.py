@@ -80,10 +80,8 @@ class LocalStorage:
         path = os.path.abspath(path)
         for _ in range(_ATTEMPTS):
             with suppress(FileNotFoundError, NotADirectoryError):
-                reader = LocalReader(path)
-                if reader.is_checkpoint():
+                if (reader := LocalReader(path)).is_checkpoint():
                     return reader
-                reader.close()
             if not os.path.exists(os.path.join(path, ROOT_NAME)):
                 raise CheckpointNotFoundError(_why_none(path))
         raise CheckpointNotFoundError(f"the checkpoint at {path!r} is replaced faster than it can be opened")

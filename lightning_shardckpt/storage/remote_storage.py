@@ -134,8 +134,8 @@ class RemoteStorage:
         roots = sorted(name for name in names if name.endswith(f"/{ROOT_NAME}"))
         hint = f"; did you mean {path.rstrip('/')}/{roots[0].removesuffix(f'/{ROOT_NAME}')}?" if roots else ""
         return (
-            f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}; what another program wrote can't be read "
-            f"at a URL: download it first{hint}"
+            f"{path!r} is not a complete checkpoint: it has no {ROOT_NAME}; checkpoints of other programs can't be "
+            f"read at a URL: download it first{hint}"
         )
 
 
