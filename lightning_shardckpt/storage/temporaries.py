@@ -84,22 +84,26 @@ class Temporary:
     def __init__(self, target: str, save_id: str, folder: str | None = None, machine: str | None = None) -> None:
         self.path, self.notes, self.living = temporary_name(target, save_id, folder), list[str](), set[str]()
         self._folder, machine = os.path.dirname(self.path), machine or this_machine()
-        self._claim = f"{self.path}.{machine}"
+        self._claim, self._file = f"{self.path}.{machine}", -1
+        try:
+            self._take(target, machine)
+        except BaseException:
+            self._release(is_done=True)
+            raise
+
+    def _take(self, target: str, machine: str) -> None:
+        """Claim the name, and delete leftovers in the folder."""
         with locked(self._folder, os.O_RDONLY | os.O_DIRECTORY, _FOLDER_WAIT_S):  # or without: its holder is no save
             others = _temporaries_in(self._folder)
             held = {path: _is_held(path, owner) for path, owner in others.items()}
             for path in filter(held.get, others):
-                if path.startswith(self.path.removesuffix(save_id)):
+                if path.startswith(self.path[:-32]):
                     raise FileExistsError(
                         f"another process is saving to {target!r} right now (it, or a process that it started, holds "
                         f"{path!r}); let each job save to paths of its own"
                     )
-            self._file = os.open(self._claim, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                try_lock(self._file)
-            except BaseException:
-                self._release(is_done=True)
-                raise
+            self._file = _create(self._claim)
+            try_lock(self._file)
         if others:
             sync_directory(self._folder)  # or else a loss of power might bring back the name of what is deleted here
         quiet_since = os.fstat(self._file).st_mtime - QUIET_S  # by the clock of the file system

@@ -190,8 +190,8 @@ MUTATIONS = (
         "the writer's lock is not taken",
         ATOMIC,
         "storage/temporaries.py",
-        "                try_lock(self._file)\n",
-        "                pass\n",
+        "            try_lock(self._file)\n",
+        "            pass\n",
         ("unit/storage/test_local.py",),
     ),
     Mutation(

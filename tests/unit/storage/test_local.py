@@ -515,6 +515,16 @@ def test_another_error_of_a_lock_fails_the_save(path: str, monkeypatch: pytest.M
 
 
 @beside_only
+def test_a_save_that_fails_at_its_begin_does_not_hold_the_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(lambda: begun(path, a=b"1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refusing(errno.EIO))  # which makes the deletion of leftovers safe
+        with pytest.raises(OSError, match="Input/output error"):
+            begun(path, THIRD_ID)
+    assert len(put(LOCAL, path)) == 1 and beside(path) == []
+
+
+@beside_only
 def test_a_stranger_who_holds_the_lock_of_the_parent_does_not_stop_a_save(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
