@@ -216,25 +216,26 @@ def test_a_stage_that_fails_in_mid_schedule_is_named_by_all() -> None:
         assert all("a bad microbatch" in one for one in said)
 
 
-def _save(path: str) -> list[float]:
-    return _train((by("1f1b"), {}), "cuda", steps=4, callbacks=[SaveAt(2, path)])[0]
-
-
 def _resume(run: Run, accelerator: str, path: str, steps: int, again: str | None = None) -> Any:
     callbacks = [SaveAt(steps, again)] if again else []
     losses, state = _train(run, accelerator, steps=steps, ckpt_path=path, callbacks=callbacks)
     return losses, {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
+def _save_and_resume(path: str, again: str) -> list[list[float]]:
+    """Return the losses of a run, of one that resumes it, and of one that does with other stages and saves."""
+    straight, _ = _train((by("1f1b"), {}), "cuda", steps=4, callbacks=[SaveAt(2, path)])
+    same, _ = _resume((by("1f1b"), {}), "cuda", path, 4)
+    other, _ = _resume((by("zbv_zero_bubble", 2, 2), {}), "cuda", path, 3, again)
+    return [straight, same, other]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_stages_resumes_exactly_and_loads_on_other_topologies(tmp_path: Path) -> None:
     path, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
-    straight = run_on_gpus(2, _save, path)[0]
-    assert run_on_gpus(2, _resume, (by("1f1b"), {}), "cuda", path, 4)[0][0] == straight[2:]
-    (_, whole), *_ = run_ranks(1, _resume, ({}, {}), "cpu", path, 2, init_process_group=False)
-    (_, sharded), *_ = run_on_gpus(2, _resume, ({}, {}), "cuda", path, 2)
-    assert whole and differences(whole, sharded) == []
-    losses, _ = run_on_gpus(2, _resume, (by("zbv_zero_bubble", 2, 2), {}), "cuda", path, 3, again)[0]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[2:3]), rtol=ROUNDING, atol=0)
-    (_, next_), *_ = run_ranks(1, _resume, ({}, {}), "cpu", again, 3, init_process_group=False)
-    assert len(differences(whole, next_)) > 50  # it has trained
+    straight, same, other = run_on_gpus(2, _save_and_resume, path, again)[0]
+    assert same == straight[2:]
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(straight[2:3]), rtol=ROUNDING, atol=0)
+    saves = [(path, 2), (again, 3)]
+    states = [run_ranks(1, _resume, ({}, {}), "cpu", *save, init_process_group=False)[0][1] for save in saves]
+    assert len(differences(*states)) > 50  # it has trained

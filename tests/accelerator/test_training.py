@@ -17,7 +17,7 @@ from lightning_shardckpt import FSDP
 from lightning_shardckpt.parallel.tensors.placement import peers_of
 from tests.accelerator.ranks import run_on_gpus
 from tests.accelerator.topologies import HSDP, REPLICAS, ROUNDING, TENSOR_PARALLEL
-from tests.support.pool import run_each, selected
+from tests.support.pool import run_ranks, selected
 from tests.support.tiny import TinyLM, fit, loader, trainer
 
 pytestmark = pytest.mark.gpu
@@ -73,8 +73,9 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [] if name in QUICK else [pytest.mark.slow, *([pytest.mark.sweep] if name in SWEPT else [])]
 
 
-def _losses_of(names: list[str]) -> dict[str, list[float]]:
-    return {name: _losses(CASES[name][1], "cuda", CASES[name][2]) for name in names}
+def _losses_of(names: list[str], accelerator: str) -> dict[str, list[float]]:
+    instead = ON_CPUS if accelerator == "cpu" else {}
+    return {name: _losses(CASES[name][1], accelerator, instead.get(name, CASES[name][2])) for name in names}
 
 
 Found = dict[str, list[list[float]]]
@@ -83,16 +84,17 @@ Found = dict[str, list[list[float]]]
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> tuple[Found, Found]:
     """What each rank found on CPUs and on GPUs, by name; runs of one world share its processes."""
-    names, together = selected(request, "name"), dict[tuple[int, str], list[str]]()
-    calls, on_gpus = dict[str, Any](), Found()
-    for name in names:
-        world, strategy, options, _ = CASES[name]
-        calls[name] = world, _losses, strategy, "cpu", ON_CPUS.get(name, options)
-        together.setdefault((world, name if name in GROUPS else ""), []).append(name)
+    together = dict[tuple[int, str], list[str]]()
+    on_cpus, on_gpus = Found(), Found()
+    for name in selected(request, "name"):
+        together.setdefault((CASES[name][0], name if name in GROUPS else ""), []).append(name)
     for (world, own), some in together.items():
-        ranks = run_on_gpus(world, _losses_of, some, timeout_s=300, **GROUPS.get(own, {}))
-        on_gpus |= {name: [rank[name] for rank in ranks] for name in some}
-    return run_each(calls), on_gpus
+        for found, ranks in (
+            (on_cpus, run_ranks(world, _losses_of, some, "cpu", timeout_s=300)),
+            (on_gpus, run_on_gpus(world, _losses_of, some, "cuda", timeout_s=300, **GROUPS.get(own, {}))),
+        ):
+            found |= {name: [rank[name] for rank in ranks] for name in some}
+    return on_cpus, on_gpus
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CASES])

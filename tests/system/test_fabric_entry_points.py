@@ -200,6 +200,3 @@ def test_functions_read_what_any_door_saved(saved: Path, saved_by: str) -> None:
     assert differing(whole_of(two), expected["two"]) == []
     with lightning_shardckpt.open(path) as opened:
         assert torch.equal(opened["up.weight"][:], expected["state"]["model"]["up.weight"])
-
-
-# ── asynchronous ──────────────────────────────────────────────────────────────────────────────────────────────────

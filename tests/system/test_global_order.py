@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -216,9 +215,13 @@ def joined(ranks: list[Found]) -> GlobalLeg:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[GlobalLeg]]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def seen(directory: str) -> dict[str, list[GlobalLeg]]:
     """The legs of all runs; those on as many ranks run in the same processes."""
-    directory = str(tmp_path_factory.mktemp("runs"))
     found: dict[str, list[GlobalLeg]] = {name: [] for name in RUNS}
     for number in range(3):
         legs = {name: run[number] for name, run in RUNS.items() if number < len(run)}
@@ -278,27 +281,26 @@ def test_ranks_without_a_sample_repeat_one_and_this_is_told(seen: dict[str, list
     assert any("1 of 3 data-parallel ranks repeat a sample" in said for said in legs[1].warnings)
 
 
-# By what it is: how the run that resumes in the middle of an epoch differs, and the global batches in the error.
-OTHER_BATCHES: dict[str, tuple[int, dict[str, Any], str]] = {
-    "batch size": (2, {"batch_size": 6}, r"had 8 samples .batch_size 4 on 2 .*, and has 12 .6 on 2."),
-    "ranks": (3, {"batch_size": 4}, r"had 8 samples .*, and has 12 .4 on 3."),
-    "batch size of a stream": (2, {"batch_size": 6, "sampler": "stream"}, "had 8 samples .*, and has 12"),
-}
+# What resumes a run in the middle of an epoch: the run, ranks, data, and the global batches in the error.
+OTHER_BATCHES: list[tuple[str, int, dict[str, Any], str]] = [
+    ("more samples", 2, {"batch_size": 6}, r"had 4 samples .batch_size 2 on 2 .*, and has 12 .6 on 2."),
+    ("more samples", 3, {"batch_size": 4}, r"had 4 samples .*, and has 12 .4 on 3."),
+    ("stream", 2, {"batch_size": 6, "sampler": "stream"}, "had 4 samples .*, and has 12"),
+]
 
 
-def refused(directory: str, data: dict[str, Any]) -> str:
-    run = tiny.trainer(FSDP, max_epochs=1)
+def refused(path: str, data: dict[str, Any]) -> str:
     with pytest.raises(MismatchError) as caught:
-        run.fit(Net(), loader(**data), ckpt_path=f"{directory}/0.ckpt")
+        tiny.trainer(FSDP, max_epochs=1).fit(Net(), loader(**data), ckpt_path=path)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", OTHER_BATCHES)
-def test_another_global_batch_in_the_middle_of_an_epoch_is_refused_with_the_remedy(name: str, tmp_path: Path) -> None:
-    ranks, data, message = OTHER_BATCHES[name]
-    saved = {"batch_size": 4, "sampler": data.get("sampler", "")}
-    run_ranks(2, run_leg, str(tmp_path), 0, (2, FSDP, 3, saved, {}))
-    for said in run_ranks(ranks, refused, str(tmp_path), data):
+@pytest.mark.parametrize(("run", "ranks", "data", "message"), OTHER_BATCHES)
+def test_another_global_batch_in_the_middle_of_an_epoch_is_refused_with_the_remedy(
+    run: str, ranks: int, data: dict[str, Any], message: str, directory: str, seen: dict[str, list[GlobalLeg]]
+) -> None:
+    assert run in seen
+    for said in run_ranks(ranks, refused, f"{directory}/{run}/0.ckpt", data):
         assert re.search(f"after 3 batches of an epoch with another global batch: it {message}", said)
         assert said.endswith("or resume from a checkpoint of an epoch's end")
 

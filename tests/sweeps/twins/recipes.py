@@ -303,9 +303,6 @@ class TiesByFunctionalCall(Autoencoder):
         return F.mse_loss(functional_call(self.decoder, weights, (self.encoder(batch[0]),)), batch[0])
 
 
-# ── several gradients ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 # ── functions of users inside of layers ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -354,6 +351,8 @@ def of_layers(make: Callable[[], nn.Module]) -> Any:
 
 case("MultipliesByHand")(of_layers(lambda: ByHand(LinearByHand)))
 case("MultipliesByContext")(of_layers(lambda: ByHand(LinearOfContext)))
+
+
 # ── early exits ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
