@@ -76,7 +76,7 @@ PLAN: dict[str, Any] = {
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_HF, **options))
+    return LlamaForCausalLM(LlamaConfig(**{**_HF, **options}))
 
 
 def qwen3(**options: Any) -> nn.Module:

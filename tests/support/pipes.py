@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.support.nets import LENGTH, VOCABULARY, Block, Net, optimizer_of
+from tests.support.nets import LENGTH, VOCABULARY, Block, Net, llama, optimizer_of
 
 WIDTH, PATIENCE = 12, 2
 SHORT = (12,) * 4
@@ -52,27 +52,14 @@ class Feedforward(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class HeadFirst(nn.Module):
-    """Registers its head before the layers, and a module that every stage uses."""
+class Adapted(nn.Module):
+    """Registers its head before the layers, and uses one module with parameters between all of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Feedforward() for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Adapted(HeadFirst):
-    """Uses one module with parameters between all layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.adapter = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -103,16 +90,6 @@ class Conditioned(nn.Module):
         return self.head(x)
 
 
-def hugging_face(kind: str, layers: int = 3, **options: Any) -> nn.Module:
-    """A tiny causal model."""
-    import transformers
-
-    config = {"hidden_size": 16, "intermediate_size": 18, "num_attention_heads": 4, "num_hidden_layers": layers}
-    config |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 8}
-    made = getattr(transformers, f"{kind}Config")(**config, **options)
-    return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
-
-
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "tied net": lambda: Net(tied=True),
@@ -120,7 +97,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "recomputed": Recomputed,
     "adapted": Adapted,
     "conditioned": Conditioned,
-    "tied llama": lambda: hugging_face("Llama", tie_word_embeddings=True),
+    "tied llama": lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
 }
 
 # ── data and losses ─────────────────────────────────────────────────────────────────────────────────────────────────

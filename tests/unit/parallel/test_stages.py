@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.pipeline.stages import StagePlan, plan_stages
-from tests.support.pipes import hugging_face
+from tests.support.nets import llama
 
 WIDTH = 4
 
@@ -156,7 +156,7 @@ def _gpt2() -> nn.Module:
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
-    "llama": (lambda: hugging_face("Llama", layers=5), "model.layers", LLAMA),
+    "llama": (lambda: llama(num_hidden_layers=5), "model.layers", LLAMA),
     "gpt2": (_gpt2, "transformer.h", GPT2),
     "bert": (_bert, "bert.encoder.layer", BERT),
 }
