@@ -229,8 +229,8 @@ def load(
             keys.
         state: see ``save``. A single module takes the single stored one under any key; several are matched by their
             keys, or as attributes of a LightningModule that was saved. Optimizers are matched by their keys, or in
-            order. A state dict may take the place of its object here; one that was saved loads into such alone. Without
-            a state, the whole checkpoint is returned with whole tensors on the CPU, and the call is not collective.
+            order. State dicts are filled from state dicts. Without a state, the whole checkpoint is returned with whole
+            tensors on the CPU, and the call is not collective.
         strict: raise one error for all differences instead of loading the rest.
         prefix: of the stored names of parameters and buffers.
         key_mapping: from stored names, without ``prefix``, to names in the state: a dict of whole names or regular

@@ -20,7 +20,6 @@ from lightning_shardckpt.state.hf_document import HuggingFace
 from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.state.nested_dict import NestedObjects, checkpoint_of
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
-from lightning_shardckpt.state.state_dicts import METADATA, lift_state_dicts
 from lightning_shardckpt.state.trainer import snapshot
 
 RANK_STATE = "rank_state"
@@ -105,9 +104,8 @@ def describe_state(state: dict[str, Any], order: list[str], group: SaveGroup, pr
     objects = NestedObjects.of(state).in_order(order)
     check_loaded([*objects.modules.values(), *objects.optimizers.values()])
     names = objects.parameter_names(prefix=prefix)
-    checkpoint = state if hasattr(state, METADATA) else checkpoint_of(state, objects, names)
     module = objects.root if objects.modules else None
-    described = describe_checkpoint(checkpoint if objects.modules else lift_state_dicts(checkpoint), group, module)
+    described = describe_checkpoint(checkpoint_of(state, objects, names), group, module)
     _check_members(described, group)
     if prefix:
         described = _add_prefix(described, prefix)

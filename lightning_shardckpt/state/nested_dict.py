@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
-from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors, parameter_names
+from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import (
     KEYS,
@@ -184,20 +183,6 @@ class NestedObjects:
         """
         return join_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
 
-    def entries(self, owner: nn.Module | None = None) -> frozenset[str]:
-        """Return the canonical names of the modules' entries, or without modules, of the parameters of ``owner``.
-
-        Args:
-            owner: the module of the optimizers in a state without modules, if known.
-
-        Raises:
-            StateError: if two modules have an entry of one name.
-        """
-        if self.modules:
-            return frozenset(map(clean_fqn, self.state_dict()))
-        parameters, _ = named_tensors(unwrap(owner))
-        return frozenset(clean_fqn(name) for name, parameter in parameters if not is_elsewhere(parameter))
-
     def parameter_names(
         self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""
     ) -> dict[int, str]:
@@ -300,40 +285,32 @@ def checkpoint_of(
     Raises:
         StateError: if a key of the state is reserved.
     """
-    filters = filters or {}
+
+    def filtered(path: Path, entries: Any, prefix: str = "") -> Any:
+        keep = (filters or {}).get(str(path[0]))
+        if keep is None or not isinstance(entries, dict):
+            return entries
+        return {n: v for n, v in entries.items() if not n.startswith(prefix) or keep(n.removeprefix(prefix), v)}
+
     new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
     new |= dict.fromkeys((*objects.modules, *objects.optimizers, *objects.loaders), NOTHING)
-    checkpoint = {key: _filter(filters.get(key), value) for key, value in replaced(state, new).items()}
+    checkpoint = {key: filtered((key,), value) for key, value in replaced(state, new).items()}
     if reserved := checkpoint.keys() & {*RESERVED}:
         raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if objects.modules:
-        checkpoint["state_dict"] = _filtered_modules(objects, filters)
+        state_dict = checkpoint["state_dict"] = objects.state_dict()
+        for path, prefix in objects.prefixes.items():
+            for name in state_dict.keys() - filtered(path, state_dict, prefix).keys():
+                del state_dict[name]  # in place, since it has the versions of modules
     if objects.optimizers:
-        states = ((path, _state_of(optimizer, names)) for path, optimizer in objects.optimizers.items())
+        states = {path: _state_of(optimizer, names) for path, optimizer in objects.optimizers.items()}
         empty: dict[str, Any] = {"state": {}, "param_groups": []}
-        checkpoint["optimizer_states"] = [empty | _filter(filters.get(str(path[0])), one) for path, one in states]
+        checkpoint["optimizer_states"] = [empty | filtered(path, one) for path, one in states.items()]
     checkpoint[KEYS] = {
         "modules": {key_of(path): prefix for path, prefix in objects.prefixes.items()},
         "optimizers": [key_of(path) for path in objects.optimizers],
     }
     return checkpoint
-
-
-def _filter(keep: Keep | None, state: Any) -> Any:
-    if keep is None or not isinstance(state, dict):
-        return state
-    return {name: value for name, value in state.items() if keep(name, value)}
-
-
-def _filtered_modules(objects: NestedObjects, filters: Mapping[str, Keep]) -> dict[str, Any]:
-    state_dict = objects.state_dict()
-    for path, prefix in objects.prefixes.items():
-        keep = filters.get(str(path[0]))
-        if keep is not None:
-            for name in [name for name in state_dict if name.startswith(prefix)]:
-                if not keep(name.removeprefix(prefix), state_dict[name]):
-                    del state_dict[name]
-    return state_dict
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -127,12 +127,11 @@ def _is_module_state(value: Any) -> bool:
 def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> dict[str, Any]:
     """Return Lightning's checkpoint dict, in which the state dicts of a flat state are stored as objects would be.
 
-    So a module loads what was saved from its state dict, and the reverse. If no value has the mark of a module's state
-    dict, each dict of tensors counts, since a filter may have copied state dicts to plain dicts.
+    If no value has the mark of a module's state dict, each dict of tensors counts, since a filter may have copied state
+    dicts to plain dicts.
 
     Args:
-        state: by key, state dicts, lists of these, and values; or the state dict of a module; or the result of
-            ``nested_dict.checkpoint_of`` for a state without modules, whose optimizers stay the only ones.
+        state: by key, state dicts, lists of these, and values; or the state dict of a module.
         only: key of a module; other modules are left out, if it exists.
 
     Returns:
@@ -143,15 +142,14 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
     """
     if _is_module_state(state):
         return {"state_dict": state, KEYS: {"modules": {"": ""}, "optimizers": []}}
-    keys, items = state.get(KEYS, {"optimizers": []}), dict(items_of(state, bool))
+    items = dict(items_of(state, bool))
     modules = {path: value for path, value in items.items() if _is_module_state(value)}
     modules = modules or {path: value for path, value in items.items() if len(path) == 1 and is_weights(value)}
-    others = {path: value for path, value in items.items() if path not in modules and is_optimizer_state(value)}
-    optimizers = {} if keys["optimizers"] else others
+    optimizers = {path: value for path, value in items.items() if path not in modules and is_optimizer_state(value)}
     if not modules and not optimizers:
         return dict(state)
     rest = replaced(state, dict.fromkeys((*modules, *optimizers), NOTHING))
-    if KEYS not in state and (reserved := rest.keys() & {*RESERVED}):
+    if reserved := rest.keys() & {*RESERVED}:
         raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if only is not None and (only,) in modules:
         modules = {(only,): modules[(only,)]}
@@ -161,7 +159,7 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
     if optimizers:
         rest["optimizer_states"] = list(optimizers.values())
     places = {key_of(path): prefix for path, prefix in prefixes.items()}
-    return {**rest, KEYS: {"modules": places, "optimizers": [*keys["optimizers"], *map(key_of, optimizers)]}}
+    return {**rest, KEYS: {"modules": places, "optimizers": [*map(key_of, optimizers)]}}
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

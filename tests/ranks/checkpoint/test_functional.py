@@ -606,7 +606,7 @@ def save_state_dict_of_own_statistics(path: str) -> list[float]:
     module, twin = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     module(torch.full((2, 2), float(1 + torch.distributed.get_rank())))
     save(path, {"model": module.state_dict()})
-    load(path, {"model": twin})
+    load(path, {"model": twin.state_dict()})
     return twin.running_mean.tolist()
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from lightning_shardckpt import load, load_from_checkpoint, metadata, save
+from lightning_shardckpt import load, metadata, save
 from lightning_shardckpt.errors import MismatchError
 from tests.support import tiny
 from tests.support.fabrics import fabric_of
@@ -236,117 +233,31 @@ def resume_with_another_optimizer(folder: str) -> None:
 # ── state dicts and objects ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Normed(nn.Module):
-    """Tensors of a kilobyte and more, which have files, and small ones, which are inside JSON; extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(3, 400), nn.BatchNorm1d(400), nn.Linear(400, 30)
-        self.told: Any = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x)))
-
-    def get_extra_state(self) -> Any:
-        return self.told
-
-    def set_extra_state(self, state: Any) -> None:
-        self.told = state
-
-
-def normed(seed: int, steps: int, fabric: Any = None) -> State:
-    torch.manual_seed(seed)
-    model: Any = Normed()
-    rest = [*model.norm.parameters(), *model.down.parameters()]
-    optimizer: Any = torch.optim.AdamW([{"params": model.up.parameters(), "lr": 0.1 * seed}, {"params": rest}])
-    if fabric is not None:
-        model, optimizer = fabric.setup(model, optimizer)
-    for _ in range(steps):
-        loss = model(torch.randn(4, 3)).square().mean()
-        fabric.backward(loss) if fabric is not None else loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    getattr(model, "module", model).told = seed * 10
-    return {"model": model, "optimizer": optimizer}
-
-
 def as_dicts(state: State) -> State:
     return {key: value.state_dict() for key, value in state.items()}
 
 
-def as_plain_dicts(state: State) -> State:
-    return {"model": dict(state["model"].state_dict()), "optimizer": state["optimizer"].state_dict()}
-
-
-def save_dcp(path: Path | str, state: State) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=path)
-
-
-def into_objects(path: str, state: State) -> None:
-    load(path, state)
-
-
-def into_dicts(path: str, state: State) -> None:
-    """As a script does: `load` fills the tensors of the dicts, and replaces values in them."""
-    dicts = as_dicts(state)
-    load(path, dicts)
-    state["optimizer"].load_state_dict(dicts["optimizer"])
-    state["model"].load_state_dict(dicts["model"])
-
-
-def into_one_dict(path: str, state: State) -> None:
-    dicts = as_dicts(state)
-    load(path, dicts["model"])
-    state["model"].load_state_dict(dicts["model"])
-    load(path, {"model": state["model"], "optimizer": state["optimizer"]})
-
-
-SAVED: dict[str, Any] = {
-    "objects": lambda path, state: save(path, state),
-    "state dicts": lambda path, state: save(path, as_dicts(state)),
-    "plain dicts": lambda path, state: save(path, as_plain_dicts(state)),
-    "a module and a dict": lambda path, state: save(path, {**as_dicts(state), "model": state["model"]}),
-    "DCP": lambda path, state: save_dcp(path, as_dicts(state)),
-    "a file": lambda path, state: torch.save(as_dicts(state), path),
-}
-INTO = [into_objects, into_dicts, into_one_dict]
-AS_VALUES = {  # load into such alone: of no module, or beside one
-    "plain dicts": "the checkpoint does not have 'model' of the state",
-    "a module and a dict": "'optimizer' there are state dicts: load them into such",
-}
-
-
-def dicts_and_objects(folder: str) -> None:
+def state_dicts(folder: str) -> None:
+    """State dicts load into such, and objects into objects."""
     fabric = fabric_of("32-true") if dist.is_initialized() else None
-    saved = normed(1, 2, fabric)
-    objects = {key: getattr(value, "optimizer", value) for key, value in saved.items()}
-    expected = whole(objects)
-    for name, save_it in SAVED.items():
-        if fabric is not None and name == "a file":
-            continue  # torch.save has no shards
-        path = f"{folder}/{name}"
-        save_it(path, objects)
-        for into in INTO:
-            for steps in (0, 1) if fabric is None else (1,):
-                state = normed(2, steps, fabric)
-                live = {key: getattr(value, "optimizer", value) for key, value in state.items()}
-                if name in AS_VALUES and into is not into_dicts:
-                    missing = "does not have" if into is into_one_dict else AS_VALUES[name]
-                    with pytest.raises(MismatchError, match=missing):
-                        into(path, live)
-                    continue
-                into(path, live)
-                assert differing(whole(live), expected) == [], (name, into, steps)
-    if fabric is not None:
-        dicts = as_dicts(normed(3, 1, fabric))
-        fabric.load(folder + "/objects", dicts)
-        assert differing(whole(dicts), whole(as_dicts(objects))) == []
+    state, other = tied("wte", 1, fabric=fabric), tied("wte", 2, fabric=fabric)
+    dicts, expected = as_dicts(other), whole(as_dicts(state))
+    save(f"{folder}/dicts", {**as_dicts(state), "step": 2})
+    assert load(f"{folder}/dicts", dicts) == {"step": 2}
+    assert differing(whole(dicts), expected) == []
+    save(f"{folder}/alone", state["model"].state_dict())
+    load(f"{folder}/alone", found := tied("wte", 3, fabric=fabric)["model"].state_dict())
+    assert differing(whole(found), expected["model"]) == []
+    save(f"{folder}/objects", objects := {key: getattr(value, "optimizer", value) for key, value in state.items()})
+    for path, wanted in (("dicts", objects), ("objects", as_dicts(other))):
+        before = whole(wanted)
+        with pytest.raises(MismatchError, match=r"'model'.*: an object loads an object, and a state dict a state dict"):
+            load(f"{folder}/{path}", wanted)
+        assert differing(whole(wanted), before) == []
 
 
-def test_a_state_dict_and_the_object_that_gave_it_are_the_same_to_a_load(tmp_path: Path) -> None:
-    dicts_and_objects(str(tmp_path))
+def test_state_dicts_load_into_state_dicts_and_objects_into_objects(tmp_path: Path) -> None:
+    state_dicts(str(tmp_path))
 
 
 def test_an_object_is_not_filled_from_another_one_than_the_state_dict_in_its_place(tmp_path: Path) -> None:
@@ -355,31 +266,11 @@ def test_an_object_is_not_filled_from_another_one_than_the_state_dict_in_its_pla
     save(path, {**state, "average": as_dicts(average)["model"], "other": as_dicts(average)["optimizer"]})
     for wanted in ({"average": average["model"]}, {"model": state["model"], "other": average["optimizer"]}):
         before = whole(wanted)
-        with pytest.raises(MismatchError, match=r"'average', 'other' there are state dicts: load them into such"):
+        with pytest.raises(MismatchError, match="an object loads an object, and a state dict a state dict"):
             load(path, wanted)
         assert differing(whole(wanted), before) == []
     load(path, {"any": average["model"]})
     assert differing(whole({"model": average["model"]}), whole({"model": state["model"]})) == []
-
-
-def test_weights_of_other_programs_load_into_a_state_dict_of_tensors(tmp_path: Path) -> None:
-    saved = normed(1, 2)["model"]
-    tensors = {name: value for name, value in saved.state_dict().items() if isinstance(value, Tensor)}
-    save_dcp(tmp_path / "dcp", tensors)
-    torch.save(tensors, tmp_path / "file.pt")
-    safetensors.torch.save_file(tensors, tmp_path / "file.safetensors")
-    for name in ("dcp", "file.pt", "file.safetensors"):
-        for state in (lambda found: {"model": found}, lambda found: {"any": found}, lambda found: found):
-            found = {name: torch.zeros_like(value) for name, value in tensors.items()}
-            load(tmp_path / name, state(found))
-            assert differing(found, tensors) == [], name
-        with pytest.raises(MismatchError, match="'step' of the state; it has a model alone"):
-            load(tmp_path / name, {"model": saved, "step": 0})
-        wrong = {"model": {**found, "up.weight": torch.zeros(2, 2)}}
-        with pytest.raises(
-            MismatchError, match=r"model/up.weight  torch.float32 \(400, 3\) in checkpoint, .* \(2, 2\)"
-        ):
-            load(tmp_path / name, wrong)
 
 
 ON_TWO_RANKS = {
@@ -387,7 +278,7 @@ ON_TWO_RANKS = {
     "a tied weight has one state whichever name is registered first": load_tied,
     "functions load a tied weight with its state from a Trainer's checkpoint": of_a_trainer,
     "a Trainer does not resume an optimizer of another class": resume_with_another_optimizer,
-    "a state dict and the object that gave it are the same to a load": dicts_and_objects,
+    "state dicts load into state dicts": state_dicts,
 }
 """What each function asserts, in a folder of its own."""
 
@@ -397,28 +288,3 @@ def test_stored_tensors_are_found_by_their_names_on_two_ranks(tmp_path: Path) ->
         (tmp_path / str(number)).mkdir()
     folders = {fn: str(tmp_path / str(number)) for number, fn in enumerate(ON_TWO_RANKS.values())}
     run_each({name: (2, fn, folders[fn]) for name, fn in ON_TWO_RANKS.items()})
-
-
-def state_dicts_for_lightning(folder: str) -> None:
-    state = tied("wte", 1)
-    weights = whole(state["model"].state_dict())
-    paths = {name: f"{folder}/{name}" for name in ("dicts", "filtered", "whole state", "several")}
-    save(paths["dicts"], as_dicts(state))
-    save(paths["filtered"], {"model": dict(weights), "step": 2})
-    save(paths["whole state"], state["model"].state_dict())
-    for name in ("dicts", "filtered", "whole state"):
-        assert differing(whole(load_from_checkpoint(Tied, paths[name]).state_dict()), weights) == [], name
-        trainer = tiny.trainer({"pretrained": paths[name]}, max_steps=0)
-        trainer.fit(module := Tied(), tiny.loader())
-        assert differing(whole(module.state_dict()), weights) == [], name
-    save(paths["several"], {"model": dict(weights), "average": dict(weights)})
-    for options, resumed, message in (
-        ({}, paths["several"], "it holds weights only"),
-        ({"pretrained": paths["several"]}, None, r"no tensor at .* for example, \['average.layers.0"),
-    ):
-        with pytest.raises(MismatchError, match=message):
-            tiny.trainer(options, max_steps=1).fit(Tied(), tiny.loader(), ckpt_path=resumed)
-
-
-def test_lightning_loads_weights_that_were_saved_as_a_state_dict(tmp_path: Path) -> None:
-    run_ranks(1, state_dicts_for_lightning, str(tmp_path), init_process_group=False)
