@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from lightning_shardckpt.checkpoint.match import LoadTargets, Match, allocate_for_hooks, match_targets
-from lightning_shardckpt.compat.dtensor import local_tensor, shape_of
+from lightning_shardckpt.compat.dtensor import shape_of
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.index import Component
@@ -315,9 +315,9 @@ def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:
     """Raise a StateError for tensors that are made of others, or on the meta device."""
     on_meta = list[str]()
     for target in targets:
-        name = f"{target.component}/{target.key}"
-        refuse_compound(target.tensor, name)
-        on_meta += [name] if local_tensor(target.tensor).is_meta else []
+        if type(target.local) not in (torch.Tensor, torch.nn.Parameter) or target.local.is_meta:  # others pass, at once
+            refuse_compound(target.tensor, name := f"{target.component}/{target.key}")
+            on_meta += [name] if target.local.is_meta else []
     if on_meta:
         raise StateError(
             f"cannot load {path!r} into tensors on the meta device, which have no memory: "

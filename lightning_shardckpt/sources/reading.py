@@ -79,13 +79,13 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
     Raises:
         ShardCkptError: if a file is missing, or not the saved one.
     """
-    direct, copied = list[Request](), list[_Copied]()
+    direct, copied, rank = list[Request](), list[_Copied](), this_rank()
     for target in targets:
         stored = source.table[target.component][target.key]
         local, dtype = target.local, TORCH_DTYPES[stored.spec.dtype]
         is_direct = target.dtype is not None or (local.dtype is dtype and is_host_memory(local))
         memory = bytes_of(local) if is_direct else memoryview(b"")
-        requests = stored.requests(target.parts(this_rank()), tuple(local.shape), memory)  # opens files
+        requests = stored.requests(target.parts(rank), tuple(local.shape), memory)  # opens files
         if is_direct:
             direct.extend(requests)
         else:

@@ -212,7 +212,8 @@ class IndexedTensor(NamedTuple):
         if (plan := plans.get(kind)) is None:
             plan = []
             for overlap in plan_load(spec, replica, parts):
-                checkpoint.entry(component, key, overlap)  # at once, since most boxes of a hostile layout do not exist
+                entry = checkpoint.entry(component, key, overlap)  # most boxes of a hostile layout do not exist
+                overlap = replace(overlap, stored=entry.box)  # which other tensors share, so that it is found faster
                 plan.append((overlap, byte_runs(overlap, shape, DTYPE_BYTES[spec.dtype])))
             if len(plans) < _MAX_CACHED_PLANS:
                 plans[kind] = plan

@@ -113,7 +113,8 @@ class Checkpoint:
         spec, stored = self.root.components[component].tensors[key], overlap.stored
         index = self._indexes.get((component, overlap.writer)) or self.index(component, overlap.writer)
         for entry in index.shards.get(key, ()):
-            if entry.box == stored and entry.dtype == spec.dtype and entry.global_shape == spec.shape:
+            same = entry.box is stored or entry.box == stored
+            if same and entry.dtype == spec.dtype and entry.global_shape == spec.shape:
                 return entry
         raise FormatError(
             f"{self._where(ROOT_NAME)}: the index of rank {overlap.writer} has no box {overlap.stored.start}.."

@@ -314,8 +314,9 @@ def find_corruption(entry: ShardEntry, data: memoryview, offset: int) -> list[tu
         data: whole blocks of it.
         offset: of the first one in the box.
     """
-    block, actual = entry.block, checksum_blocks(data, entry.block)
-    expected = slice_checksums(entry.checksums, offset // block, len(actual) // DIGITS)
+    block, actual, expected = entry.block, checksum_blocks(data, entry.block), entry.checksums
+    if len(actual) < len(expected):
+        expected = slice_checksums(expected, offset // block, len(actual) // DIGITS)
     if actual == expected:
         return []
     begin, blocks = entry.begin + offset, range(0, len(data), block)
