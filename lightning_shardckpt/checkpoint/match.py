@@ -119,8 +119,6 @@ class MatchRow:
         is_missing: True if the checkpoint does not have it.
         is_left_out: True if the save left it out.
         is_apart: True if it is tied in the model and stored with several values; the first is used.
-        is_seen: True if hooks see it before it is loaded.
-        left_to_hooks: True if code of the model may remove the differences when it is loaded.
     """
 
     key: str
@@ -131,8 +129,6 @@ class MatchRow:
     is_missing: bool = False
     is_left_out: bool = False
     is_apart: bool = False
-    is_seen: bool = False
-    left_to_hooks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +143,6 @@ class Match:
         unexpected: names that only the checkpoint has.
         missing_values: names of entries other than tensors that only the model has.
         is_full: True if every live tensor gets a value, unless there are problems: none was left out by the save.
-        seen: the prefixes of entries that hooks see before the load.
-        for_hooks: names that only the checkpoint has and that hooks may take.
         is_hooked: True if the model's own code loads its entries; otherwise they are filled in place.
     """
 
@@ -159,8 +153,6 @@ class Match:
     unexpected: Sequence[str]
     missing_values: Sequence[str]
     is_full: bool
-    seen: tuple[str, ...] = ()
-    for_hooks: Sequence[str] = ()
     is_hooked: bool = False
 
     @property
@@ -237,7 +229,7 @@ def match_targets(source: Source, targets: LoadTargets) -> Match:
     unexpected = unexpected.difference(elsewhere, map(base_fqn, elsewhere)) if unexpected else set()
     missing = sorted(targets.extra_state - values)
     match = Match(rows, stored, ties, kept, sorted(unexpected), missing, not kept and not left_out)
-    return _leave_to_hooks(match, targets.hooks, {*known, *values}) if targets.has_model else match
+    return _leave_to_hooks(match, targets.hooks) if targets.has_model else match
 
 
 def _without_adapters(targets: LoadTargets, known: Collection[str], source: Source) -> tuple[Leaves, list[str]]:
@@ -304,71 +296,53 @@ def _row(
 # ── load hooks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _leave_to_hooks(match: Match, hooks: LoadHooks, stored: Collection[str]) -> Match:
-    """Return the match without differences that hooks may remove before the load, or that hooks after it may accept."""
-    differing = {*match.unexpected, *match.missing_values}
-    differing.update(name for row in match.rows if row.problems for name in row.names)
-    seen = hooks.prefixes_seen(stored, differing)
-    scope = (*seen, *hooks.after)
-    for row in match.rows if scope else ():
-        row.is_seen = any(name.startswith(seen) for name in row.names)
-        if row.is_seen or (row.is_missing and row.key.startswith(scope)):
-            row.problems, row.is_missing, row.is_apart, row.left_to_hooks = [], False, False, row.stored is None
-    return replace(
-        match,
-        unexpected=[name for name in match.unexpected if not name.startswith(scope)],
-        missing_values=[name for name in match.missing_values if not name.startswith(scope)],
-        seen=seen,
-        for_hooks=[name for name in match.unexpected if name.startswith(scope)],
-        is_hooked=bool(scope or hooks.of_all),
-    )
+def _leave_to_hooks(match: Match, hooks: LoadHooks) -> Match:
+    """Return the match without the differences that hooks may remove, if there are any hooks."""
+    differing = {name for row in match.rows if row.problems for name in row.names}
+    if not hooks.act_on((*differing, *match.unexpected, *match.missing_values)):
+        return replace(match, is_hooked=hooks.of_all)
+    for row in match.rows:
+        if not row.is_apart:
+            row.problems, row.is_missing = [], False
+    return replace(match, unexpected=[], missing_values=[], is_hooked=True)
 
 
 def allocate_for_hooks(match: Match, source: Source, targets: LoadTargets) -> tuple[HookedState, list[ReadTarget]]:
-    """Allocate memory for the entries that the model's own code loads, sharded like the live tensors.
+    """Allocate memory for the entries that the model's own code loads, sharded like live tensors of their shape.
 
-    Entries that hooks see under names or in shapes that no live tensor has are whole on every rank; if no hook of this
-    rank sees them, they are on the meta device.
+    Entries without a live tensor of their shape are whole on every rank, or on the meta device if only other pipeline
+    stages have them. Entries whose differences were reported are left out.
 
     Returns:
         The entries, and the tensors to fill.
     """
-    specs, elsewhere = match.stored.tensors, targets.elsewhere
-    read, known = dict[str, torch.Tensor](), _known(match.stored)
-    document, hidden = source.document("model") or {}, {*match.unexpected}
-    entries = {name: decode_small(value) for name, value in document.items() if name not in hidden}
-    own = {*targets.model.tensors, *targets.model.aliases, *targets.whole.state}  # not names before PEFT
+    specs, known = match.stored.tensors, _known(match.stored)
     rows = {name: row for row in match.rows for name in row.names}
-    filled = list[tuple[str, torch.Tensor]]()
-    for row in match.rows:
-        if row.stored is not None:
-            read[row.stored] = new_like(row.tensor, TORCH_DTYPES[specs[row.stored].dtype])
-            filled.append((row.stored, read[row.stored]))
-            entries |= dict.fromkeys((name for name in row.names if name in own), read[row.stored])
-    loaded = {name for name, row in rows.items() if row.stored is not None}
-    rest = ({*match.for_hooks, *(name for name in known if name.startswith(match.seen))} & known.keys()) - loaded
-    for name in sorted(rest, key=lambda name: (name not in rows, name)):
-        key, other = known[name], rows.get(name)
+    own = {*targets.model.tensors, *targets.model.aliases, *targets.whole.state}  # not names before PEFT
+    document, hidden, reported = source.document("model") or {}, {*match.unexpected}, {*match.missing_values}
+    entries: dict[str, Any] = {name: decode_small(value) for name, value in document.items() if name not in hidden}
+    read = dict[str, torch.Tensor]()
+    for name in sorted(known.keys() - hidden, key=lambda name: (name not in rows, name)):
+        key, row = known[name], rows.get(name)
+        if row is not None and row.problems and not row.is_apart:
+            continue
         if key not in read:
             dtype, shape = TORCH_DTYPES[specs[key].dtype], specs[key].shape
-            if other is not None and shape == tuple(shape_of(other.tensor)):
-                read[key] = new_like(other.tensor, dtype)
-            elif name in elsewhere or not name.startswith(match.seen):
+            if row is not None and shape == tuple(shape_of(row.tensor)):
+                read[key] = new_like(row.tensor, dtype)
+            elif name in targets.elsewhere:
                 read[key] = torch.empty(shape, dtype=dtype, device="meta")
             else:
                 read[key] = torch.empty(source.checked_shape("model", key), dtype=dtype)
-            filled += [(key, read[key])] if not read[key].is_meta else []
-        entries[name] = read[key]
-        for tied in other.names if other is not None else ():
-            entries.setdefault(tied, read[key])
-    live, reported = targets.model.tensors, {*match.missing_values}
-    entries |= {name: live[name] for name in match.kept}
+        for each in [each for each in row.names if each in own] if row is not None else [name]:
+            entries.setdefault(each, read[key])
     for row in match.rows:
-        if row.problems and row.stored is None:
+        if row.problems and not row.is_apart:
             reported.update(row.names)
-        elif row.stored is None and not row.left_to_hooks:
-            entries |= dict.fromkeys((n for n in row.names if n in live or n in targets.model.aliases), row.tensor)
+        elif row.is_left_out:
+            entries |= dict.fromkeys((name for name in row.names if name in own), row.tensor)
+    entries |= {name: targets.model.tensors[name] for name in match.kept}
     versions = source.document("versions")
     decoded = None if versions is None else {name: decode_small(value) for name, value in versions.items()}
     hooked = HookedState(entries, frozenset(reported), decoded)
-    return hooked, [ReadTarget("model", key, tensor) for key, tensor in filled]
+    return hooked, [ReadTarget("model", key, tensor) for key, tensor in read.items() if not tensor.is_meta]

@@ -8,8 +8,7 @@ All stored entries of such modules are read beside them, which takes their memor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,10 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat.dtensor import local_tensor
 from lightning_shardckpt.compat.torch_modules import has_own_load, has_post_load_hooks, pre_load_origins
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, state_name
-from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice, local_tensor
+from lightning_shardckpt.state.dtensor_layout import acts_as_whole, copy_slice
 from lightning_shardckpt.state.model import WholeNames, is_extra_state, named_tensors
 from lightning_shardckpt.state.state_dicts import add_versions, versions_in
 from lightning_shardckpt.system.text import count_text
@@ -34,19 +34,17 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class LoadHooks:
-    """The prefixes of modules with load hooks, before the canonical names of their entries.
+    """The part that code of a model has in its load.
 
     Attributes:
-        before: of modules with hooks that see entries before they are loaded.
-        of_libraries: of modules with such hooks of torch, transformers or PEFT, which act only if stored names or
-            shapes differ from the module's: ``BatchNorm`` without a count of batches, quantization without data.
-        after: of modules with hooks that run after the load.
+        of_user: True if modules have hooks before or after the load; then differences are those that the hooks leave.
+        of_libraries: the prefixes of modules with hooks of torch, transformers or PEFT before the load, which act only
+            if stored names or shapes differ from the module's: ``BatchNorm`` without a count of batches.
         of_all: True if the state dict needs ``load_state_dict`` as a whole.
     """
 
-    before: tuple[str, ...] = ()
+    of_user: bool = False
     of_libraries: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
     of_all: bool = False
 
     @classmethod
@@ -58,28 +56,18 @@ class LoadHooks:
             state_dict: of the modules; if entries are copies, filling them would not load the modules.
             of_all: True if other code will change the entries before they are loaded.
         """
-        before, of_libraries, after = list[str](), list[str](), list[str]()
+        of_user, of_libraries = any(map(has_own_load, modules.values())), list[str]()
         for start, root in modules.items():
-            if has_own_load(root):
-                before.append(start)
             for name, module in root.named_modules(remove_duplicate=False):
-                prefix = start + clean_fqn(f"{name}." if name else "")
                 origins = pre_load_origins(module)
+                of_user = of_user or "user" in origins or has_post_load_hooks(module)
                 if origins:
-                    (before if "user" in origins else of_libraries).append(prefix)
-                if has_post_load_hooks(module):
-                    after.append(prefix)
-        return cls(tuple(before), tuple(of_libraries), tuple(after), of_all or _has_copies(modules, state_dict))
+                    of_libraries.append(start + clean_fqn(f"{name}." if name else ""))
+        return cls(of_user, tuple(of_libraries), of_all or _has_copies(modules, state_dict))
 
-    def prefixes_seen(self, stored: Collection[str], differing: Collection[str]) -> tuple[str, ...]:
-        """Return the prefixes of stored entries that hooks see before the load, for ``str.startswith``.
-
-        Args:
-            stored: names of all entries.
-            differing: names of entries that only one side has, or that differ.
-        """
-        acting = [prefix for prefix in self.of_libraries if any(name.startswith(prefix) for name in differing)]
-        return tuple(prefix for prefix in (*self.before, *acting) if any(name.startswith(prefix) for name in stored))
+    def act_on(self, differing: Iterable[str]) -> bool:
+        """Return whether hooks may remove differences of these names."""
+        return self.of_user or any(name.startswith(self.of_libraries) for name in differing)
 
 
 NO_HOOKS = LoadHooks()
@@ -91,7 +79,7 @@ class HookedState:
 
     Attributes:
         entries: entries that are not in the modules yet, and those that keep their values, since the save has left them
-            out; entries of other stages, and of no module, are on the meta device.
+            out; entries of other stages are on the meta device.
         reported: names of the modules' entries that are left out, as was reported.
         versions: of modules, see ``state_dicts.versions_of``.
     """
@@ -107,10 +95,14 @@ class HookedState:
 def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any]) -> bool:
     """Return True if entries other than extra state do not share the modules' memory."""
     own = chain(*(chain(*named_tensors(module)) for module in modules.values()))
-    live = {local_tensor(tensor).untyped_storage().data_ptr() for _, tensor in own}
-    tensors = (value for name, value in state_dict.items() if not is_extra_state(name))
-    parts = [local_tensor(value) if isinstance(value, torch.Tensor) else None for value in tensors]
-    return any(part is None or (part.numel() and part.untyped_storage().data_ptr() not in live) for part in parts)
+    live = {local_tensor(tensor).data_ptr() for _, tensor in own}
+    for name, value in state_dict.items():
+        if is_extra_state(name):
+            continue
+        part = local_tensor(value) if isinstance(value, torch.Tensor) else None
+        if part is None or (part.data_ptr() not in live and part.numel()):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +170,17 @@ class LoadedModules:
         own = {start + n: tensor for start, root in self.modules.items() for n, tensor in chain(*named_tensors(root))}
         entries = {name: edited[name] if name in edited else own.get(name, value) for name, value in state_dict.items()}
         versions = None if hooked is None else hooked.versions
-        missing, unexpected = list[str](), list[str]()
+        missing, unexpected, lines = list[str](), list[str](), list[str]()
         for start, module in self.modules.items():
             inside = {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}
             names = (name for name, _ in module.named_modules())
             inside = add_versions(inside, None if versions is None else versions_in(versions, start), names)
-            for found, keys in zip((missing, unexpected), _load_module(module, inside), strict=True):
+            for found, keys in zip((missing, unexpected, lines), _load_module(module, inside), strict=True):
                 found += [start + name for name in keys]
         if keep_parameters:
             self._check_same(own)
         reported = frozenset[str]() if hooked is None else hooked.reported
-        lines = [f"{n}  in model only" for n in missing if n in self.live and clean_fqn(n) not in reported]
+        lines += [f"{n}  in model only" for n in missing if n in self.live and clean_fqn(n) not in reported]
         filled = self.live if hooked is None else {}
         unmatched = (n for n in unexpected if n not in filled and clean_fqn(n) not in self.whole.state)
         lines += [f"{name}  in checkpoint only" for name in unmatched]
@@ -218,33 +210,36 @@ class LoadedModules:
             )
 
 
-def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str]]:
-    """Load a module's state dict; return the missing and the unexpected names."""
+def _load_module(module: nn.Module, state_dict: dict[str, Any]) -> tuple[Iterable[str], Iterable[str], list[str]]:
+    """Load a module's state dict; return the missing and the unexpected names, and a line for each other shape.
+
+    Tensors that hooks made whole are cut for torch's DTensors, which can't load plain tensors. Tensors of another shape
+    keep their values, unless the module loads them by code of its own.
+    """
+    reshaped = dict[str, str]()
+
+    def fit(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, own in chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False)):
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and isinstance(own, DTensor) and not acts_as_whole(own):
+                state[prefix + name] = value = cut(value, own)
+            if isinstance(value, torch.Tensor) and value.shape != own.shape and not pre_load_origins(part):
+                shapes = f"shape {tuple(value.shape)} in checkpoint, {tuple(own.shape)} in model"
+                reshaped[prefix + name] = f"{prefix}{name}  {shapes}"
+                del state[prefix + name]
+
+    hooks = [part.register_load_state_dict_pre_hook(fit) for part in module.modules()]  # type: ignore[no-untyped-call]
     try:
-        with _cut_full_tensors(module):
-            keys = module.load_state_dict(state_dict, strict=False)
+        keys = module.load_state_dict(state_dict, strict=False)
     except RuntimeError as error:
         if str(error).startswith("Error(s) in loading state_dict"):
             raise MismatchError(f"entries do not fit after hooks have run: {error}") from error
         raise
-    return keys or ((), ())  # an overridden method may return None
-
-
-@contextmanager
-def _cut_full_tensors(module: nn.Module) -> Iterator[None]:
-    """Inside, cut full tensors made by hooks for torch's DTensors, which can't load plain tensors."""
-
-    def cut_each(part: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        parameters = dict(part.named_parameters(prefix.removesuffix("."), recurse=False))
-        state.update({name: cut(state[name], parameters[name]) for name in parameters if name in state})
-
-    parts = [m for m in module.modules() if any(not acts_as_whole(p) for p in m.parameters(recurse=False))]
-    hooks = [part.register_load_state_dict_pre_hook(cut_each) for part in parts]  # type: ignore[no-untyped-call]  # last
-    try:
-        yield
     finally:
         for hook in hooks:
             hook.remove()
+    missing, unexpected = keys or ((), ())  # an overridden method may return None
+    return [name for name in missing if name not in reshaped], unexpected, [*reshaped.values()]
 
 
 def cut(value: Any, like: Any) -> Any:

@@ -146,7 +146,7 @@ def compare_weights(source: Source, module: nn.Module, pretrained: Pretrained) -
     counted = [(f"{kind}: {count_text(len(names), one, many)}", sorted(names)) for kind, names, one, many in kinds]
     lines = [list_some([kind, *names], 11, "\n  ") for kind, names in counted if names]
     report = f"pretrained weights at {source.path!r}: " + "\n".join(lines) if lines else ""
-    names = frozenset(loaded - {name for row in match.rows if row.is_seen for name in row.names})
+    names = frozenset[str]() if match.is_hooked else frozenset(loaded)
     return PretrainedWeights(fitted.source, names, problems, report, pretrained.strict)
 
 
