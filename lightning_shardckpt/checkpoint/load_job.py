@@ -21,7 +21,7 @@ from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
-from lightning_shardckpt.state.optimizer_load import Groups, OptimizerLoad, join_groups
+from lightning_shardckpt.state.optimizer import Groups, OptimizerLoad, join_groups
 from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, refuse_compound
 from lightning_shardckpt.state.trainer import drop_elsewhere, entry_of, find_counterpart
 from lightning_shardckpt.system.text import count_text, list_some

@@ -366,7 +366,7 @@ MUTATIONS = (
     Mutation(
         "an optimizer gets the moments of another parameter",
         STATE,
-        "state/optimizer_load.py",
+        "state/optimizer.py",
         "stored = [one for one in same(name) if one in self._group_of]\n",
         "stored = sorted(self._group_of)[: len(self._group_of) // 2 + 1][-1:]\n",
         ("ranks/state/test_optimizers.py",),
@@ -374,7 +374,7 @@ MUTATIONS = (
     Mutation(
         "the hyper-parameters of a param group stay as configured",
         STATE,
-        "state/optimizer_load.py",
+        "state/optimizer.py",
         "group[key] = copy.deepcopy(values[0])",
         "pass",
         ("ranks/checkpoint/test_functional.py::test_all_kinds_of_objects_come_back_bit_for_bit",),

@@ -9,8 +9,7 @@ import torch
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_small
-from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.optimizer_load import OptimizerLoad, join_groups
+from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
 from lightning_shardckpt.state.snapshot import specs_of
 
 WHOLE = ("a", "b", "c", "d", "e")
