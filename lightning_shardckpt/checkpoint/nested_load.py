@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,9 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike, map_names, parameters_of
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import copy_slice
+from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors, tied_names
 from lightning_shardckpt.state.nested_dict import NestedObjects, unwrap
@@ -34,6 +36,8 @@ from lightning_shardckpt.state.state_dicts import (
     NOTHING,
     Path,
     check_keys,
+    insert,
+    items_of,
     key_of,
     replaced,
     value_at,
@@ -178,15 +182,14 @@ class NestedLoad:
         optimizers[:] = [one for path, one in objects.optimizers.items() if path in numbers]
         lacking = [path for path in (*objects.modules, *objects.optimizers) if path not in {**prefixes, **numbers}]
         present = [*stored["modules"], *stored["optimizers"], *trainer]
-        count = len(present) - len(trainer)
+        if (as_dicts := _with_state_dicts(source, stored, self._plain_keys())) is not source:
+            source, trainer = as_dicts, _blank_trainer(as_dicts)
         missing, problems = self._compare_plain(trainer)
         if missing := [*map(key_of, lacking), *missing]:
             has = f"it has {list_some([*map(repr, present)])}" if present else "it has a model alone"
             problems.append(f"the checkpoint does not have {list_some([*map(repr, missing)])} of the state; {has}")
-            as_objects = [key for key in present[:count] if any(name.startswith(f"{key}/") for name in missing)]
-            if other := [*as_objects, *(key for key in map(key_of, lacking) if key in present)]:
-                mixed = ", ".join(map(repr, other))
-                problems.append(f"{mixed}: an object loads an object, and a state dict a state dict")
+        if as_values := [repr(key_of(path)) for path in lacking if value_at(trainer, path) is not None]:
+            problems.append(f"{', '.join(as_values)} there is a state dict, which loads into a state dict alone")
         if numbers and not named and any(not one["numbered"] for one in document.values()):
             remedy = "load it together with its module, or build it from named_parameters()"
             problems.append(f"optimizer  its parameters are in no module of the state: {remedy}")
@@ -206,6 +209,11 @@ class NestedLoad:
             source, _, more, _ = fit_names(source, objects.root, names)
             problems += more
         return source, problems
+
+    def _plain_keys(self) -> set[str]:
+        """Return the keys of the state, and of items of its lists, that are no modules and no optimizers."""
+        objects = {*self._objects.modules, *self._objects.optimizers}
+        return {key_of(path) for path, _ in items_of(self._state, bool) if path not in objects}
 
     def _compare_plain(self, trainer: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the keys of plain state and other objects that are not stored, and a line for each other difference.
@@ -295,3 +303,47 @@ def _blank_trainer(source: Source) -> dict[str, Any]:
         return torch.empty(specs[key].shape, dtype=TORCH_DTYPES[specs[key].dtype], device="meta")
 
     return source.trainer(blank)
+
+
+def _with_state_dicts(source: Source, stored: Mapping[str, Any], keys: set[str]) -> Source:
+    """Return a source whose trainer's state has state dicts of the stored modules and optimizers with these keys.
+
+    They remain stored as objects, too. Fabric's own strategies and plain files do not distinguish the state dict of an
+    object from one that a script kept as a value, such as the best weights so far.
+    """
+    model, optimizer = (source.components().get(name, _EMPTY) for name in ("model", "optimizer"))
+    names, values = {name: name for name in model.tensors} | dict(model.aliases), source.document("model") or {}
+    table, document = dict(source.table.get("trainer", {})), source.document("optimizer") or {}
+    makers = dict[str, Callable[[Callable[[str], Any]], dict[str, Any]]]()  # by key, given the stored tensors by name
+
+    for place, prefix in stored["modules"].items() if keys else ():
+        inside = {name.removeprefix(prefix): key for name, key in names.items() if name.startswith(prefix)}
+        others = {n.removeprefix(prefix): decode_small(v) for n, v in values.items() if n.startswith(prefix)}
+        if place in keys:
+            table |= {f"{place}/{name}": source.table["model"][key] for name, key in inside.items()}
+            makers[place] = partial(_module_state, place, inside, others)
+    for number, place in enumerate(stored["optimizers"][: len(document)]):
+        if place in keys:
+            one, new_names = StoredOptimizer(number, document[str(number)], optimizer, decode_small), dict[str, str]()
+            for param, tensors in one.tensors.items():
+                new_names |= {key: f"{place}/state/{param.removeprefix('#')}/{n}" for n, key in tensors.items()}
+            table |= {name: source.table["optimizer"][key] for key, name in new_names.items()}
+            makers[place] = partial(_optimizer_state, one, new_names)
+    if not makers:
+        return source
+
+    def trainer(tensor: Callable[[str], Any]) -> dict[str, Any]:
+        state = source.trainer(tensor)
+        for place, make in makers.items():
+            insert(state, place, make(tensor))
+        return state
+
+    return replace(source.with_names({"trainer": table}, {}, {}), trainer=trainer)
+
+
+def _module_state(place: str, names: Iterable[str], others: dict[str, Any], tensor: Callable[[str], Any]) -> Any:
+    return {name: tensor(f"{place}/{name}") for name in names} | others
+
+
+def _optimizer_state(one: StoredOptimizer, names: Mapping[str, str], tensor: Callable[[str], Any]) -> Any:
+    return one.state_dict({key: tensor(name) for key, name in names.items()})

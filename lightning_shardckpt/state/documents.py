@@ -378,22 +378,15 @@ class StoredOptimizer:
         self.tensors = {names.get(param, param): keys for param, keys in self.tensors.items()}
         return None
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The number of each parameter in torch's state dicts."""
-        return {param: number for number, param in enumerate(param for group in self.groups for param in group)}
-
-    def state_dict(self, tensors: Mapping[str, Any], *, by_number: bool = False) -> dict[str, Any]:
-        """Return a state dict like ``Optimizer.state_dict``.
+    def state_dict(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict like ``Optimizer.state_dict``, with parameters by name or number, as they were saved.
 
         Args:
             tensors: by stored key; may be placeholders.
-            by_number: key parameters by number, as torch does; else as they were saved.
         """
-        numbers = self.numbers if by_number else {}
 
         def as_saved(param: str) -> str | int:
-            return numbers.get(param, param) if not self.numbered else int(param[1:])
+            return int(param[1:]) if self.numbered else param
 
         state = {
             as_saved(p): {
