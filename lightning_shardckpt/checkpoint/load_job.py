@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from lightning_shardckpt.sources.open_source import LiveState
 from lightning_shardckpt.sources.reading import ReadTarget, are_equal, plan_reads
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.documents import StoredOptimizer
-from lightning_shardckpt.state.dtensor_layout import is_expanded, new_like, overlapping
+from lightning_shardckpt.state.dtensor_layout import is_expanded, local_tensor, new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.optimizer import Groups, OptimizerLoad, join_groups
@@ -245,7 +246,7 @@ class LoadJob:
         for key, spec in self._components.get("optimizer", _EMPTY).tensors.items() if self._optimizers else ():
             if spec.shape not in live and not self._elsewhere:
                 self._source.checked_shape("optimizer", key)  # checks that the stored bytes have the claimed shape
-        shared, filled, new = overlapping(self._live_tensors()), list[ReadTarget](), list[ReadTarget]()
+        owners, filled, new = Counter(map(_memory, self._live_tensors())), list[ReadTarget](), list[ReadTarget]()
         keys = match.keys if self._live.has_model else {}
         tensors = [ReadTarget("model", key, self._live.model.tensors[name]) for name, key in keys.items()]
         if match.is_hooked:
@@ -254,7 +255,8 @@ class LoadJob:
             filled += tensors
         allocated = list[ReadTarget]()
         for optimizer in self._optimizers:
-            for place, found in zip((filled, allocated), optimizer.tensors(shared), strict=True):
+            found_by_kind = optimizer.tensors(lambda tensor: owners[_memory(tensor)] == 1)
+            for place, found in zip((filled, allocated), found_by_kind, strict=True):
                 place += [ReadTarget("optimizer", key, tensor) for key, tensor in found]
         if self._live.has_model:
             extra = self._source.document("model") or {}
@@ -309,6 +311,10 @@ class LoadJob:
     def _is_elsewhere(self, key: str) -> bool:
         """Return True if a key of trainer state belongs to an entry that only other pipeline stages have."""
         return bool(self._elsewhere) and entry_of(key, self._live.whole.state) in self._elsewhere
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:

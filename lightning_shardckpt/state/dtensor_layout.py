@@ -8,7 +8,6 @@ torch's ``compute_local_shape_and_global_offset`` is wrong there for uneven dims
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -128,30 +127,6 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return False
     return any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Return the ids of tensors whose local memory overlaps another one's; gaps between elements count as memory."""
-    spans = []
-    for tensor in tensors:
-        local = dtensor.local_tensor(tensor)
-        if local.layout is torch.strided and (nbytes := local.nbytes):
-            begin = local.data_ptr()
-            spans.append((begin, begin + (nbytes if local.is_contiguous() else _reach(local)), id(tensor)))
-    overlapping_ids = set[int]()
-    reach, furthest = 0, 0
-    for begin, end, of in sorted(spans):
-        if begin < reach:
-            overlapping_ids |= {of, furthest}
-        if end > reach:
-            reach, furthest = end, of
-    return frozenset(overlapping_ids)
-
-
-def _reach(local: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element of a non-empty tensor."""
-    last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
-    return (last + 1) * local.itemsize
 
 
 def local_views(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:

@@ -365,11 +365,11 @@ class OptimizerLoad:
             state = self._optimizer.state.get(row.param, {})
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def tensors(self, shared: Container[int]) -> tuple[list[Keyed], list[Keyed]]:
+    def tensors(self, is_alone: Callable[[torch.Tensor], bool]) -> tuple[list[Keyed], list[Keyed]]:
         """Return the tensors to fill, with their stored keys: live state that fits, and new memory.
 
         All are sharded like their parameters. Nothing live changes yet. Parameters that are tied only in the checkpoint
-        get separate tensors; so does state whose ``id`` is in ``shared``, since it shares memory.
+        get separate tensors; so does state that is not alone in its memory.
         """
         live, new = list[Keyed](), list[Keyed]()
         with without_torch_function():  # for speed: sharded tensors are asked for their layout many times
@@ -383,7 +383,7 @@ class OptimizerLoad:
                     dtype, place = self._dtype(spec.dtype, row), new
                     if spec.shape != shape:
                         tensor = torch.empty(spec.shape, dtype=dtype, device=param.device)
-                    elif current is not None and is_like(current, param, dtype) and id(current) not in shared:
+                    elif current is not None and is_like(current, param, dtype) and is_alone(current):
                         tensor, place = current, live
                     else:
                         tensor = new_like(param, dtype)
