@@ -41,21 +41,19 @@ def mark_partly_loaded(
         path: of the checkpoint.
         is_full: whether the block gives a value to every tensor, which also removes the marks of earlier failures.
     """
-    before = {id(item): mark for item in objects if (mark := _mark_of(item)) is not None}
-    marked = [item for item in objects if id(item) not in before]
-    for item in marked:
+    new = [item for item in objects if _mark_of(item) is None]
+    for item in new:
         object.__setattr__(item, _MARK, _Mark(path))
     try:
         yield
     except BaseException:
-        for item in marked:
+        for item in new:
             object.__setattr__(item, _MARK, _Mark(path, tuple(_refuse_use(item, path))))
         raise
-    for item in objects:
-        if is_full or id(item) not in before:
-            for hook in before.get(id(item), _Mark(path)).hooks:
-                hook.remove()
-            object.__delattr__(item, _MARK)
+    for item in objects if is_full else new:
+        for hook in vars(item)[_MARK].hooks:
+            hook.remove()
+        object.__delattr__(item, _MARK)
 
 
 def is_partly_loaded(item: nn.Module | Optimizer) -> bool:

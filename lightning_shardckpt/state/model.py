@@ -133,7 +133,7 @@ def model_leaves(
     pinned = tensors.keys() & {clean_fqn(name) for name, _ in buffers}
     leaves = Leaves(tensors, aliases, frozenset(pinned))
     if module is not None and whole is not None and whole.ties:
-        leaves = _tied_over_stages(leaves, module, whole.ties)
+        leaves = _tied_over_stages(leaves, whole.ties)
     return leaves, other
 
 
@@ -144,17 +144,12 @@ def _is_plain(value: Any) -> bool:
     return type(local) in _OWN and local.layout is torch.strided and not local.is_nested
 
 
-def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[str, ...]]) -> Leaves:
-    """Return the tensors, each under the first name of its tie.
-
-    Entries replaced by a hook are not tied, unless all are replaced (by an average): then ties apply as in the model.
-    """
-    live = {clean_fqn(name): _memory(tensor) for name, tensor in chain(*named_tensors(module))}
-    own = {key for key, tensor in leaves.tensors.items() if live.get(key) == _memory(tensor)}
+def _tied_over_stages(leaves: Leaves, ties: Iterable[tuple[str, ...]]) -> Leaves:
+    """Return the tensors, each under the first name of its tie; stages that have different values fail the save."""
     renamed: dict[str, str] = {}
     for tie in ties:
         stored = [name for name in tie if name in leaves.tensors]
-        if len(stored) == 1 and (stored[0] in own or not own):
+        if len(stored) == 1:
             renamed[stored[0]] = tie[0]
     aliases = {a: renamed.get(of, of) for a, of in leaves.aliases.items() if a != renamed.get(of, of)}
     return Leaves(
@@ -162,11 +157,6 @@ def _tied_over_stages(leaves: Leaves, module: nn.Module, ties: Iterable[tuple[st
         aliases | {name: first for name, first in renamed.items() if name != first},
         frozenset(renamed.get(key, key) for key in leaves.pinned),
     )
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    local = local_tensor(tensor)
-    return local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[str, str]:

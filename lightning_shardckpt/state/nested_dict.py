@@ -213,8 +213,9 @@ class NestedObjects:
 
     def sharded_tensors(self) -> dict[str, DTensor]:
         """Return the sharded tensors in the state of stateful objects, by key of trainer state, as models for loads."""
-        tensors = (item for path, one in self.stateful.items() for item in _leaves(one.state_dict(), path, tuples=True))
-        return {key_of(path): tensor for path, tensor in tensors if isinstance(tensor, DTensor)}
+        trees = ((path, one.state_dict()) for path, one in self.stateful.items())
+        leaves = (leaf for path, tree in trees for leaf in _leaves(tree, path, (dict, list, tuple)))
+        return {key_of(path): tensor for path, tensor in leaves if isinstance(tensor, DTensor)}
 
 
 def unwrap(value: Any) -> Any:
@@ -240,20 +241,14 @@ def _refuse_objects(value: Any, path: Path) -> None:
             _refuse_objects(item, (*path, key))
 
 
-def _leaves(value: Any, path: Path, *, tuples: bool = False) -> Iterator[tuple[Path, Any]]:
-    containers = (dict, list, tuple) if tuples else (dict, list)
-    if not isinstance(value, containers) or not _has_tensors(value, containers):
-        yield path, value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(item, (*path, key), tuples=tuples)
-
-
-def _has_tensors(value: Any, containers: tuple[type, ...]) -> bool:
-    if isinstance(value, containers):
-        items: Any = value.values() if isinstance(value, dict) else value
-        return any(_has_tensors(item, containers) for item in items)
-    return isinstance(value, torch.Tensor)
+def _leaves(value: Any, path: Path, containers: tuple[type, ...] = (dict, list)) -> list[tuple[Path, Any]]:
+    """Return the tensors in nested containers, and the largest parts without tensors, by path."""
+    if not isinstance(value, containers):
+        return [(path, value)]
+    tree: Any = value
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    leaves = [leaf for key, item in items for leaf in _leaves(item, (*path, key), containers)]
+    return leaves if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves) else [(path, value)]
 
 
 def _is_stateful(value: Any) -> bool:
