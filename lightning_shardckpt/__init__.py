@@ -11,8 +11,7 @@ from lightning_shardckpt.strategy.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_shardckpt.api import load, save, save_async, wait
-    from lightning_shardckpt.callbacks import CheckpointMonitor
-    from lightning_shardckpt.checkpoint_io import ShardCkptIO
+    from lightning_shardckpt.checkpoint_io import CheckpointMonitor, ShardCkptIO
     from lightning_shardckpt.compat.pytorch_lightning import unify_lightning
     from lightning_shardckpt.consolidate import export_adapters
     from lightning_shardckpt.from_checkpoint import load_from_checkpoint
@@ -49,7 +48,7 @@ _HOMES = {
     "Pipeline": "parallel.pipeline.build",
     "ShardCkptIO": "checkpoint_io",
     "ShardedCLI": "lightning_cli",
-    "CheckpointMonitor": "callbacks",
+    "CheckpointMonitor": "checkpoint_io",
     "load_from_checkpoint": "from_checkpoint",
     **dict.fromkeys(("load_keys", "metadata", "open"), "lazy"),
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),

@@ -28,7 +28,7 @@ ROWS = [
     {"sources"},
     {"checkpoint", "export", "tools"},
     {"api", "lazy", "consolidate", "checkpoint_io"},
-    {"from_checkpoint", "callbacks", "resume_proof"},
+    {"from_checkpoint", "resume_proof"},
     {"strategy"},
     {"pytorch", "fabric", "cli", "lightning_cli"},
     {"__main__", "__init__"},
@@ -41,7 +41,7 @@ ROW = {name: number for number, row in enumerate(ROWS) for name in row}
 PURE = {"errors", "format"}
 WITHOUT_TORCH = PURE | {"storage", "transfer", "tools"}
 LIGHT_START = WITHOUT_TORCH | {"lazy", "consolidate", "cli", "__init__"}
-KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "callbacks", "resume_proof", "strategy", "pytorch"}
+KNOWS_LIGHTNING = {"compat", "checkpoint_io", "from_checkpoint", "resume_proof", "strategy", "pytorch"}
 KNOWS_LIGHTNING |= {"fabric", "lightning_cli"}
 OTHERS = {"torch", "lightning", "torchmetrics", "transformers", "peft", "jsonargparse"}
 PUBLIC_UNDERSCORES = {"_exit", "_getframe", "_replace", "_fields"}  # documented by Python
@@ -159,7 +159,7 @@ def test_parallel_knows_only_torch_and_what_knows_no_checkpoints() -> None:
     assert {part(name) for name in ours} - {"parallel", "compat", "distributed", "errors", "system", "format"} == set()
     assert {name for name in ours if part(name) == "format"} == {"lightning_shardckpt.format.clean_fqn"}  # strings only
     users = {part(module) for module in MODULES if "parallel" in map(part, our_imports(module))}
-    assert users - {"parallel", "callbacks", "strategy", "pytorch", "fabric", "__init__"} == set()
+    assert users - {"parallel", "strategy", "pytorch", "fabric", "__init__"} == set()
 
 
 def test_no_module_imports_itself_through_others() -> None:
