@@ -24,9 +24,8 @@ from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.export.safetensors_export import plan_adapters, plan_safetensors
 from lightning_shardckpt.export.whole_files import Export, Format, Options, Split, is_replaceable, write
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.sources.did_you_mean import describe_path, did_you_mean, open_checkpoint
 from lightning_shardckpt.sources.key_mapping import KeyMapping, KeyMappingLike
-from lightning_shardckpt.sources.open_source import open_source
+from lightning_shardckpt.sources.open_source import describe_path, did_you_mean, open_checkpoint, open_source
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.router import StorageRouter, check_local, file_path, is_url
 from lightning_shardckpt.storage.temporaries import output_directory, output_file

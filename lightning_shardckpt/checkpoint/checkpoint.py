@@ -24,9 +24,9 @@ from lightning_shardckpt.checkpoint.save_agreement import Agreement, refuse_diff
 from lightning_shardckpt.checkpoint.save_job import PlanCache, RunInfo, SaveJob, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CorruptionError, ShardCkptError
-from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
+from lightning_shardckpt.sources.source import assemble
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import HookedState
 from lightning_shardckpt.state.snapshot import Snapshot

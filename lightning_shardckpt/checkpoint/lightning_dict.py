@@ -11,7 +11,7 @@ from torch.serialization import MAP_LOCATION
 
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.compat.pytree import map_tensors
-from lightning_shardckpt.sources.detect import is_safetensors
+from lightning_shardckpt.sources.hugging_face import is_safetensors
 from lightning_shardckpt.state.state_dicts import METADATA
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter

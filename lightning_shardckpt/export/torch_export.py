@@ -22,9 +22,8 @@ import torch
 from lightning_shardckpt.compat.torch_tensors import fake_tensors
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.export.whole_files import Export, Options, WholeFile, plan_conversion
-from lightning_shardckpt.sources.assemble import assemble
 from lightning_shardckpt.sources.key_mapping import KeyMapping
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source import Source, assemble
 from lightning_shardckpt.state.documents import FROZEN
 from lightning_shardckpt.state.json_tree import Dropped, Pickled, decode, refuse_tensor
 from lightning_shardckpt.state.state_dicts import KEYS, has_places, states_of_checkpoint

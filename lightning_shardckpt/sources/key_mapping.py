@@ -64,23 +64,17 @@ class KeyMapping:
         Raises:
             ValueError: if it is neither, or an expression or a replacement is malformed.
         """
-        if given is None:
-            return cls(option=option)
         if isinstance(given, KeyMapping):
             return given
-        if isinstance(given, Mapping):
-            return cls._of_entries(given, option)
         if callable(given):
             return cls(function=given, option=option)
-        raise ValueError(
-            f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, or a "
-            f"function, got {given!r}"
-        )
-
-    @classmethod
-    def _of_entries(cls, entries: Mapping[str, str | None], option: str) -> KeyMapping:
+        if not isinstance(given, Mapping | None):
+            raise ValueError(
+                f"{option} is a dict from stored names (or regular expressions that are found in them) to new names, "
+                f"or a function, got {given!r}"
+            )
         names, rules = dict[str, str | None](), list[tuple[re.Pattern[str], str | None]]()
-        for old, new in entries.items():
+        for old, new in (given or {}).items():
             if not isinstance(old, str) or not isinstance(new, str | None):
                 raise ValueError(f"{option} has {old!r}: {new!r}, but a name must map to a name or None")
             if not _OF_EXPRESSIONS.intersection(old):
@@ -101,13 +95,10 @@ class KeyMapping:
         Raises:
             ValueError: if one has no ``=``, or an expression or a replacement is malformed.
         """
-        entries: dict[str, str | None] = {}
-        for text in texts:
-            old, equals, new = text.rpartition("=")
-            if not equals:
-                raise ValueError(f"{option} {text!r} is not OLD=NEW")
-            entries.setdefault(old, None if new == "null" else new)
-        return cls._of_entries(entries, option)
+        pairs = [text.rpartition("=") for text in texts]
+        if wrong := [new for _, equals, new in pairs if not equals]:
+            raise ValueError(f"{option} {wrong[0]!r} is not OLD=NEW")
+        return cls.of({old: None if new == "null" else new for old, _, new in pairs}, option)
 
     def __call__(self, name: str) -> str | None:
         """Return the new name of a stored name; None leaves it out.
@@ -124,13 +115,12 @@ class KeyMapping:
         return self.names[name] if name in self.names else self._apply_rules(name)
 
     def _apply_rules(self, name: str) -> str | None:
-        if any(new is None and pattern.search(name) for pattern, new in self.rules):
+        rules, done, at = self.rules, "", 0
+        if any(new is None and pattern.search(name) for pattern, new in rules):
             return None
-        rules = [(pattern, new) for pattern, new in self.rules if new is not None]
-        done, at = "", 0
         while matches := [(match, new) for pattern, new in rules if (match := pattern.search(name, at))]:
             match, new = min(matches, key=lambda pair: pair[0].start())
-            done, at = done + name[at : match.start()] + match.expand(new), match.end()
+            done, at = done + name[at : match.start()] + match.expand(new or ""), match.end()
             if match.end() == match.start():  # an empty match: continue after the next character
                 done, at = done + name[at : at + 1], at + 1
             if at >= len(name):
@@ -153,40 +143,23 @@ class KeyMapping:
             raise MismatchError(f"{self.option} gives {count_text(len(collisions), 'name')} several times\n  {listed}")
         return {new: olds[0] for new, olds in renamed.items()}
 
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the entries that match none of the stored names; none for a function.
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Return a line for each entry that matches none of the stored names; none for a function.
 
-        >>> KeyMapping.of({"a": "b", "c": "d", "^l": "h", "x$": "y"}).unused(["a", "l.x", "z"])
-        ['c']
-        """
-        known = {*names}
-        return [old for old in self.names if old not in known] + [
-            pattern.pattern for pattern, _ in self.rules if not any(map(pattern.search, known))
-        ]
-
-    def suggest(self, names: Iterable[str]) -> list[str]:
-        """Return suggestions for entries that match no stored name.
-
-        >>> mapping = KeyMapping.of({"new.w": "old.w", "gpt_neox": "model"})
-        >>> for line in mapping.suggest(["old.w", "gpt_neox.w"]):
+        >>> for line in KeyMapping.of({"mine.w": "a", "a": "b", "^l": "h", "x$": "y"}).unused(["a", "l.w"]):
         ...     print(line)
-        'new.w': 'old.w' is the other way round: write 'old.w': 'new.w', from stored names to new ones
-        'gpt_neox' is the whole name of no tensor: write '^gpt_neox' or another regular expression for a part of names
+        key_mapping: 'mine.w'  matches no name in the checkpoint, but 'a' does: entries go from stored names to new ones
+        key_mapping: 'x$'  matches no name in the checkpoint
         """
-        known, lines = sorted({*names}), []
+        lines = []
         for old, new in self.names.items():
-            if old in known:
-                continue
-            if new in known:
-                turned = f"write {new!r}: {old!r}, from stored names to new ones"
-                lines.append(f"{old!r}: {new!r} is the other way round: {turned}")
-            elif old and (inside := [name for name in known if old in name]):
-                start = "^" if any(name.startswith(old) for name in inside) else "\\b"
-                lines.append(
-                    f"{old!r} is the whole name of no tensor: write '{start}{old}' or another regular expression for a "
-                    "part of names"
-                )
-        return lines
+            if old not in names:
+                hint = f", but {new!r} does: entries go from stored names to new ones" if new in names else ""
+                if not hint and any(old in name for name in names):
+                    hint = "; write a regular expression for a part of names, such as '^" + old + "'"
+                lines.append(f"{self.option}: {old!r}  matches no name in the checkpoint{hint}")
+        patterns = [pattern for pattern, _ in self.rules if not any(map(pattern.search, names))]
+        return lines + [f"{self.option}: {one.pattern!r}  matches no name in the checkpoint" for one in patterns]
 
 
 # ── renamed sources ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,21 +259,17 @@ def map_names(
         optimizers: the numbers of the stored optimizers that are 0, 1, … in the result; all by default.
 
     Raises:
-        MismatchError: if entries of the mapping are the wrong way round, or give a name several times.
+        MismatchError: if entries of the mapping give a name several times.
     """
     if mapping.is_empty and move is None:
         return source, []
     model, document = source.components().get("model", Component({})), source.document("optimizer")
-    values, frozen = source.document("model") or {}, source.document("frozen") or {}
-    parameters = parameters_of(document, range(len(document or ())))
-    stored = {*model.tensors, *model.aliases, *values, *frozen, *parameters}
+    entries = (*(source.document("model") or ()), *(source.document("frozen") or ()))
+    stored = {*model.tensors, *model.aliases, *entries, *parameters_of(document, range(len(document or ())))}
     known = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
-    if suggestions := mapping.suggest(known):
-        raise MismatchError(f"{source.path!r}: {mapping.option}: " + "\n  ".join(suggestions))
-    problems = [f"{mapping.option}: {old!r}  matches no name in the checkpoint" for old in mapping.unused(known)]
     names = ((move(new) if move else new, prefix + stored) for new, stored in mapping.apply(known).items())
     kept = {name: stored for name, stored in names if name is not None}
     left_out = [prefix + name for name in known if mapping(name) is None]
     if optimizers is None and document is not None:
         optimizers = range(len(document))
-    return rename(source, kept, optimizers, left_out), problems
+    return rename(source, kept, optimizers, left_out), mapping.unused({*known})

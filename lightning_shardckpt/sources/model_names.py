@@ -1,35 +1,38 @@
 """Sources under a model's names, before it is sharded; the user's key mapping comes before (``sources.key_mapping``).
 
-Files of other programs may hold a part of the LightningModule, the base of a model
-with a head, or a model that PEFT has not wrapped yet: all ways of matching names are tried, and the one that matches
-most tensors is used. Which tensors then match, and why others don't, is in ``checkpoint.match``.
+Files of other programs may hold a part of the LightningModule, the base of a model with a head, or a model that PEFT
+has not wrapped yet: all ways of matching names are tried, and the one that matches most tensors is used. Which tensors
+then match, and why others don't, is in ``checkpoint.match``.
+
+A model of transformers may have other names and tensors than its files: the experts of a mixture are one tensor in
+memory, and one for each expert in files. transformers has a list of such conversions for each model. It renames;
+stacking, concatenating and splitting along the first dim are done here on boxes of bytes, without reading one.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 from torch import nn
 
-from lightning_shardckpt.compat.transformers import patterns_that_may_be_missing, patterns_that_may_be_unexpected
-from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.format.clean_fqn import without_peft_layers
-from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, list_tensors
-from lightning_shardckpt.sources.hf_conversion import (
-    JoinedSource,
-    UnsupportedError,
-    convert,
-    hugging_face_models,
-    names_in_model,
+from lightning_shardckpt.compat.transformers import (
+    Conversion,
+    conversions_of,
+    patterns_that_may_be_missing,
+    patterns_that_may_be_unexpected,
 )
+from lightning_shardckpt.errors import MismatchError
+from lightning_shardckpt.format.box import Box, Shape
+from lightning_shardckpt.format.clean_fqn import clean_fqn, without_peft_layers
+from lightning_shardckpt.format.index import Component
+from lightning_shardckpt.format.value_checks import bytes_in
 from lightning_shardckpt.sources.key_mapping import rename
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, ListedTensor, Source, list_tensors
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import is_extra_state
 from lightning_shardckpt.state.peft_names import added_names, live_names_in_file
@@ -87,15 +90,18 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
             continue
         used.update(chain.from_iterable(where.parts.values()))
         try:
-            made = convert(where.converter, _parts(where, source, component), relative)
+            made = _convert(where.converter, _parts(where, source, component), relative)
         except UnsupportedError as error:
             name = best.live[relative][0]
             problems.append(f"{name}  needs a conversion of transformers that is not supported: {error}")
             continue
         for name, tensor in made.items():
             converted |= dict.fromkeys(best.live.get(name, ()), tensor)
-    may_be_unexpected = _patterns(patterns_that_may_be_unexpected(best.model) if best.model is not None else ())
-    rest = [name for name in sorted(stored - used) if not may_be_unexpected(name)]
+    may_be_unexpected, may_be_missing = frozenset[str](), frozenset[str]()
+    if best.model is not None:
+        may_be_unexpected = patterns_that_may_be_unexpected(best.model)
+        may_be_missing = patterns_that_may_be_missing(best.model)
+    rest = [name for name in sorted(stored - used) if not any(re.search(one, name) for one in may_be_unexpected)]
     for name in (*rest, *(source.document("model") or ()), *(source.document("frozen") or ())):
         if (new := best.name(name)) not in converted:
             names.setdefault(new, name)
@@ -104,11 +110,10 @@ def fit_names(source: Source, module: nn.Module, state: Collection[str], option:
         joined = list_tensors(source.path, source.reader, "model", converted)
         table = {"model": {**fitted.table["model"], **joined}}
         fitted = fitted.with_names(table, {"model": fitted.aliases["model"]}, {})
-    may_be_missing = _patterns(patterns_that_may_be_missing(best.model) if best.model is not None else ())
-    return FittedSource(fitted, names, problems, may_be_missing)
+    return FittedSource(fitted, names, problems, lambda name: any(re.search(one, name) for one in may_be_missing))
 
 
-def _parts(where: JoinedSource, source: Source, component: Component) -> dict[str, list[ForeignTensor]]:
+def _parts(where: Joined, source: Source, component: Component) -> dict[str, list[ForeignTensor]]:
     def located(name: str) -> ForeignTensor:
         stored = source.table["model"][component.aliases.get(name, name)]
         if not isinstance(stored, ListedTensor):
@@ -118,9 +123,7 @@ def _parts(where: JoinedSource, source: Source, component: Component) -> dict[st
     return {pattern: [*map(located, names)] for pattern, names in where.parts.items()}
 
 
-def _patterns(patterns: Collection[str]) -> Callable[[str], bool]:
-    compiled = [re.compile(pattern) for pattern in sorted(patterns)]
-    return lambda name: any(pattern.search(name) for pattern in compiled)
+# ── ways of matching names ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class _Candidate:
     """
 
     live: Mapping[str, list[str]]
-    hits: Mapping[str, str | JoinedSource]
+    hits: Mapping[str, str | Joined]
     module_name: str
     model: nn.Module | None = None
     stored_prefix: str = ""
@@ -180,14 +183,11 @@ def _nested(a: str, b: str) -> bool:
 
 
 def _candidates(names: Sequence[str], state: Collection[str], module: nn.Module) -> Iterator[_Candidate]:
-    everything = _relative(state, "")
-    yield _Candidate(everything, {n: n for n in names if n in everything}, "")
     children = dict.fromkeys(f"{name}." for name, _ in module.named_children())
     yield from (_of_adapter(names, state, prefix) for prefix in ["", *children])
-    for prefix, model in hugging_face_models(module).items():
+    for prefix, model in _hugging_face_models(module).items():
         live = _relative(state, f"{prefix}." if prefix else "")
-        sources = names_in_model(model, names, live.__contains__)
-        yield _Candidate(live, {name: where for name, where in sources.items() if name in live}, prefix, model)
+        yield _Candidate(live, _names_in_model(model, names, live), prefix, model)
     prefixes = {_common_prefix(state), *children} - {""}
     for prefix in ["", *sorted(prefixes)]:
         live = _relative(state, prefix)
@@ -223,9 +223,134 @@ def _common_prefix(names: Collection[str]) -> str:
     >>> _common_prefix(["net.a.w", "net.b"]), _common_prefix(["a.w", "b"])
     ('net.', '')
     """
-    if not names:
-        return ""
-    first, last = min(names).split("."), max(names).split(".")
-    count = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    count = min(count, *(len(name.split(".")) - 1 for name in (min(names), max(names))))
-    return "".join(f"{part}." for part in first[:count])
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return "".join(f"{same[0]}." for same in takewhile(lambda part: len({*part}) == 1, parts))
+
+
+# ── conversions of transformers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class UnsupportedError(Exception):
+    """A conversion other than stacking, concatenating and splitting; caught where the tensor's name is known."""
+
+
+class Joined(NamedTuple):
+    """Stored tensors that a converter turns into one or more tensors of the model: in order, by its patterns."""
+
+    converter: Conversion
+    parts: dict[str, list[str]]
+
+
+def _hugging_face_models(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost models of transformers inside a module, by canonical name."""
+    models: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        name = clean_fqn(name)
+        is_inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
+        if not is_inside and isinstance(getattr(type(module), "base_model_prefix", None), str):
+            models |= {name: module} if hasattr(module, "config") else {}
+    return models
+
+
+def _names_in_model(model: nn.Module, stored: Iterable[str], known: Collection[str]) -> dict[str, str | Joined]:
+    """Return the stored name, or the stored tensors to join, by name in a model of transformers.
+
+    Args:
+        model: whose conversions are applied.
+        stored: names in the model's files.
+        known: names in the model.
+    """
+    steps, prefix = conversions_of(model), getattr(type(model), "base_model_prefix", "")
+    renamings = [step for step in steps if not isinstance(step, Conversion)]
+    converters = [step for step in steps if isinstance(step, Conversion)]
+
+    def find(name: str) -> str | None:  # with or without the prefix of the base model
+        bare = name.removeprefix(f"{prefix}.") if prefix else name
+        return next((n for n in (name, bare, f"{prefix}.{name}") if n in known), None)
+
+    names, joined = dict[str, str](), dict[str, Joined]()
+    for name in sorted(stored, key=_natural):
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.rename_source_key(new)
+        for converter in converters:
+            renamed, pattern = converter.rename_source_key(new)
+            if pattern is not None and (full := find(renamed)) is not None:
+                joined.setdefault(full, Joined(converter, {})).parts.setdefault(pattern, []).append(name)
+                break
+        else:
+            if (own := find(new) or find(name)) is not None:
+                names.setdefault(own, name)
+    return names | joined
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Return a key that sorts "layers.10" after "layers.9"."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _convert(
+    converter: Conversion, parts: Mapping[str, Sequence[ForeignTensor]], target: str
+) -> dict[str, ForeignTensor]:
+    """Return the tensors of the model that a conversion makes, by name.
+
+    Args:
+        converter: of transformers.
+        parts: stored tensors by the converter's pattern, in order.
+        target: the name of the first result.
+
+    Raises:
+        UnsupportedError: naming the unsupported operation.
+    """
+    pieces: dict[str, list[ForeignTensor]] = {pattern: list(tensors) for pattern, tensors in parts.items()}
+    sources, targets = list(converter.source_patterns), list(converter.target_patterns)
+    for operation in converter.operations:
+        kind, dim = type(operation).__name__, getattr(operation, "dim", None)
+        has_count = getattr(operation, "num_shards_attribute", None) is not None
+        if kind == "MergeModulelist" and dim is not None:
+            names = {pattern: targets[0] if len(pieces) == 1 else pattern for pattern in pieces}
+            new_dim = {pattern: [_unsqueeze(one, dim) for one in tensors] for pattern, tensors in pieces.items()}
+            pieces = {names[pattern]: [_concatenate(tensors, dim)] for pattern, tensors in new_dim.items()}
+        elif kind == "Concatenate" and dim is not None:
+            pieces = {targets[0]: [_concatenate([t for s in sources for t in pieces.get(s, [])], dim)]}
+        elif kind == "Chunk" and dim == 0 and not has_count and [*map(len, pieces.values())] == [1]:
+            ((tensor,),) = pieces.values()
+            pieces = {name: [piece] for name, piece in zip(targets, _chunk(tensor, len(targets)), strict=True)}
+        else:
+            raise UnsupportedError(f"{kind} of {', '.join(sources)} along dim {dim}")
+    if any(len(tensors) != 1 for tensors in pieces.values()):
+        raise UnsupportedError(f"{len(pieces)} results of {', '.join(sources)}")
+    first = next(name for name in [*targets, ""] if name in target)
+    return {target.replace(first, name, 1): tensor for name, (tensor,) in pieces.items()}
+
+
+def _unsqueeze(tensor: ForeignTensor, dim: int) -> ForeignTensor:
+    """Insert a dim of length 1."""
+
+    def insert(shape: Shape, value: int) -> Shape:
+        return (*shape[:dim], value, *shape[dim:])
+
+    boxes = [ForeignBox(Box(insert(b.start, 0), insert(b.stop, 1)), file, begin) for b, file, begin in tensor.boxes]
+    return ForeignTensor(tensor.dtype, insert(tensor.shape, 1), tuple(boxes))
+
+
+def _concatenate(tensors: Sequence[ForeignTensor], dim: int) -> ForeignTensor:
+    """Concatenate tensors as ``torch.cat`` does; raise an UnsupportedError if dtypes or other dims differ."""
+    kinds = {(t.dtype, t.shape[:dim], t.shape[dim + 1 :]) for t in tensors}
+    if len(kinds) > 1 or not all(len(t.shape) > dim for t in tensors):
+        raise UnsupportedError(f"tensors that differ: {[(t.dtype, t.shape) for t in tensors[:3]]}, along dim {dim}")
+    first, at, boxes = tensors[0], 0, list[ForeignBox]()
+    for tensor in tensors:
+        by = tuple(at if d == dim else 0 for d in range(len(tensor.shape)))
+        boxes += [ForeignBox(box.shift(by), file, begin) for box, file, begin in tensor.boxes]
+        at += tensor.shape[dim]
+    return ForeignTensor(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(boxes))
+
+
+def _chunk(tensor: ForeignTensor, count: int) -> list[ForeignTensor]:
+    """Split a tensor of one box along the first dim, evenly, as ``torch.chunk`` does."""
+    if len(tensor.boxes) != 1 or not tensor.shape or tensor.shape[0] % count:
+        raise UnsupportedError(f"Chunk of shape {tensor.shape} into {count}")
+    (_, file, begin), shape = tensor.boxes[0], (tensor.shape[0] // count, *tensor.shape[1:])
+    box, nbytes = Box.whole(shape), bytes_in(shape, tensor.dtype)
+    return [ForeignTensor(tensor.dtype, shape, (ForeignBox(box, file, begin + i * nbytes),)) for i in range(count)]

@@ -1,23 +1,25 @@
-"""Stored state of any format as one frozen value, and the source of this package's checkpoints. No torch.
+"""Stored state of any format as one frozen value: the sources of this package's checkpoints and of other programs'.
 
 Every source describes its tensors by the same specs, so that comparing and planning do not depend on the format;
-``open_source`` detects it.
+``open_source`` detects it. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import cache, cached_property
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from lightning_shardckpt.errors import StateError
-from lightning_shardckpt.format.box import Box, Shape
-from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec
-from lightning_shardckpt.format.layout import Part
+from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
+from lightning_shardckpt.format.box import Box, Shape, find_cover_error
+from lightning_shardckpt.format.index import Component, RootIndex, ShardEntry, TensorSpec
+from lightning_shardckpt.format.layout import REPLICATED, Part
 from lightning_shardckpt.format.plan import ByteRuns, Overlap, byte_runs, plan_load
-from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.state.documents import document_of
+from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
+from lightning_shardckpt.state.documents import FROZEN, StoredOptimizer, document_of
+from lightning_shardckpt.state.state_dicts import add_versions
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import Request
@@ -223,3 +225,175 @@ class IndexedTensor(NamedTuple):
             checkpoint.check_file(component, overlap.writer, entry.file)
             requests.append(Request(key, overlap.writer, entry, runs, memory))
         return requests
+
+
+# ── other programs' checkpoints ───────────────────────────────────────────────────────────────────────────────────────
+# Boxes of bytes in files tile each tensor. A tensor in a safetensors file is one box, a tensor of torch's distributed
+# checkpoint has a box for each chunk, and a tensor joined from several stored tensors a box for each of these. Such
+# files have no checksums to compare.
+
+
+_STEP_BYTES = 1 << 20  # the block size of boxes without checksums
+
+
+class ForeignBox(NamedTuple):
+    """A region of a tensor, and the offset of its bytes in a file: row-major and contiguous."""
+
+    box: Box
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor of another format; its dtype is named as in safetensors."""
+
+    dtype: str
+    shape: Shape
+    boxes: tuple[ForeignBox, ...]
+
+
+class ListedTensor(NamedTuple):
+    """A tensor of another format in the checkpoint at ``path``; implements ``StoredTensor``."""
+
+    path: str
+    component: str
+    key: str
+    located: ForeignTensor
+    spec: TensorSpec
+
+    def check(self) -> None:
+        """Do nothing: the sizes of the files have been checked."""
+
+    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
+        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
+        tensor, requests = self.located, list[Request]()
+        for one in tensor.boxes:
+            for part in parts:
+                common = one.box.intersect(part.box)
+                if common is not None and common.numel:
+                    overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
+                    runs = byte_runs(overlap, shape, DTYPE_BYTES[tensor.dtype])
+                    requests.append(Request(self.key, 0, _entry(tensor, one), runs, memory))
+        return requests
+
+
+def list_tensors(
+    path: str, reader: Reader, component: str, tensors: Mapping[str, ForeignTensor]
+) -> dict[str, StoredTensor]:
+    """Return stored tensors by key, after checking their boxes; ``path`` is of the checkpoint.
+
+    Raises:
+        FormatError: if the boxes of a tensor do not tile it.
+        CorruptionError: if a file is too short for a box, or missing.
+    """
+
+    @cache
+    def size(file: str) -> int:
+        try:
+            return reader.size(file)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path!r}, file {file}: the file is missing") from None
+
+    listed: dict[str, StoredTensor] = {}
+    for key, tensor in tensors.items():
+        problem = find_cover_error(tensor.shape, (box for box, _, _ in tensor.boxes))
+        if problem is not None:
+            raise FormatError(f"{path!r}: {key!r}, {tensor.dtype} {tensor.shape}: {problem}")
+        for box, file, begin in tensor.boxes:
+            end = begin + bytes_in(box.shape, tensor.dtype)
+            if not 0 <= begin <= end <= size(file):
+                where = f"{path!r}, file {file}"
+                raise CorruptionError(f"{where}: {key!r} should be at bytes {begin} to {end} of {size(file)}")
+        spec = TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
+        listed[key] = ListedTensor(path, component, key, tensor, spec)
+    return listed
+
+
+def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
+    nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
+    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")
+
+
+_R = TypeVar("_R", bound=Reader)
+
+
+@contextmanager
+def close_on_error(reader: _R) -> Iterator[_R]:
+    """Close a reader if the block fails."""
+    try:
+        yield reader
+    except BaseException:
+        reader.close()
+        raise
+
+
+def foreign_source(
+    path: str,
+    reader: Reader,
+    tensors: Mapping[str, Mapping[str, ForeignTensor]],
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    documents: Mapping[str, Any] | None = None,
+    rest: dict[str, Any] | None = None,
+    all_modules: Callable[[], Source] | None = None,
+) -> Source:
+    """Return a checkpoint of another format as a source; it raises like ``list_tensors``.
+
+    Args:
+        path: of the checkpoint.
+        reader: of its files.
+        tensors: by component ("model", "optimizer", "trainer") and key, as in a checkpoint of this package; optimizer
+            state as ``<n>/<FQN>/<state>``.
+        aliases: further names of tensors, by component.
+        documents: of "model" and "optimizer", from ``model_leaves`` and ``optimizer_leaves``.
+        rest: Lightning's checkpoint dict without ``state_dict`` and ``optimizer_states``.
+        all_modules: see ``Source``.
+    """
+    return Source(
+        path=path,
+        reader=reader,
+        table={component: list_tensors(path, reader, component, of) for component, of in tensors.items()},
+        aliases=aliases or {},
+        documents=lambda role, rank: (documents or {}).get(role),
+        trainer=lambda stored: dict(rest or {}),
+        all_modules=all_modules,
+    )
+
+
+# ── Lightning's dict ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def assemble(
+    source: Source,
+    tensor: Callable[[str, str], Any],
+    decode: Callable[[Any], Any],
+    *,
+    optimizers: bool = True,
+) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict with whole tensors.
+
+    Args:
+        source: the stored state.
+        tensor: returns the tensor of a component and key; called once for each.
+        decode: decodes the result of ``encode_small``.
+        optimizers: whether to include the optimizers.
+    """
+    components = source.components()
+    tensor = cache(tensor)  # a hostile document may refer to one tensor a million times
+    checkpoint = source.trainer(lambda key: tensor("trainer", key))
+    if "model" in components:
+        state: dict[str, Any] = {key: tensor("model", key) for key in components["model"].tensors}
+        state |= {alias: state[of] for alias, of in components["model"].aliases.items()}
+        state |= {name: decode(value) for name, value in (source.document("model") or {}).items()}
+        versions = source.document("versions")
+        decoded_versions = None if versions is None else {name: decode(value) for name, value in versions.items()}
+        checkpoint["state_dict"] = add_versions(state, decoded_versions)
+        if frozen := source.document("frozen"):
+            checkpoint[FROZEN] = frozen
+    document = source.document("optimizer") if optimizers else None
+    if document is not None:
+        component = components.get("optimizer")
+        whole = {key: tensor("optimizer", key) for key in component.tensors} if component is not None else {}
+        stored = [StoredOptimizer(i, document[str(i)], component, decode) for i in range(len(document))]
+        checkpoint["optimizer_states"] = [one.state_dict(whole) for one in stored]
+    return checkpoint

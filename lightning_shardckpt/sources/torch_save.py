@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from threading import Lock
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
@@ -15,14 +17,8 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.value_checks import refuse_lfs_pointer, shown
-from lightning_shardckpt.sources.foreign_source import (
-    ForeignBox,
-    ForeignTensor,
-    close_on_error,
-    foreign_source,
-)
-from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.format.value_checks import bytes_in, refuse_lfs_pointer, shown
+from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.model import model_leaves
@@ -32,6 +28,8 @@ from lightning_shardckpt.state.state_dicts import is_lightning_dict, is_weights,
 from lightning_shardckpt.state.tensor_bytes import dtype_name, host_bytes
 from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader
+
+_HELD_TENSORS = 2  # two threads are rarely further apart
 
 
 def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None = None) -> Source:
@@ -45,36 +43,35 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
         weights_only: as in ``torch.load``.
         files: names of several files, each with a part of a state dict.
     """
-    folder, name = os.path.split(os.path.abspath(path))
-    folder, names = (path, list(files)) if files is not None else (folder, [name])
+    folder, name = os.path.split(os.path.abspath(path)) if files is None else (path, "")
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
-        sizes = {name: reader.size(name) for name in names}
-        first, *others = [_map_file(os.path.join(folder, name), weights_only) for name in names]
-        mapped, nbytes = dict[str, torch.Tensor](), dict[str, int]()
+        sizes = {name: reader.size(name) for name in files or [name]}
+        contents = [_map_file(os.path.join(folder, name), weights_only) for name in sizes]
+        mapped = dict[str, torch.Tensor]()
 
         def locate(name: str, tensor: torch.Tensor) -> ForeignTensor:
-            mapped[name], nbytes[name], shape = tensor, tensor.nbytes, tuple(tensor.shape)
+            mapped[name], shape = tensor, tuple(tensor.shape)
             return ForeignTensor(dtype_name(tensor, name), shape, (ForeignBox(Box.whole(shape), name, 0),))
 
-        def load(files: Reader, name: str) -> torch.Tensor:
+        def load(name: str) -> torch.Tensor:
             for file, size in sizes.items():  # to read the memory of a truncated file would end in a signal
-                if (now := files.size(file)) < size:
+                if (now := reader.size(file)) < size:
                     raise EOFError(f"{file} has {now} bytes, it had {size} when it was opened")
             return mapped[name]
 
         def source(only: str | None) -> Source:
-            rest, state_dict = _split(first, path, only)
-            for other in others:
-                state_dict = {**(state_dict or {}), **(_split(other, path, only)[1] or {})}
-            tensors = LoadedTensors(reader, nbytes, load)
-            return source_of_dicts(path, tensors, state_dict, rest, locate, lambda: source(None))
+            (rest, state_dict), *others = [_split(content, path, only) for content in contents]
+            for _, other in others:
+                state_dict = {**(state_dict or {}), **(other or {})}
+            return source_of_dicts(path, reader, load, state_dict, rest, locate, lambda: source(None))
 
         return source("model")
 
 
 def source_of_dicts(
     path: str,
-    reader: Reader,
+    files: Reader,
+    load: Callable[[str], torch.Tensor],
     state_dict: Mapping[str, Any] | None,
     rest: dict[str, Any],
     locate: Callable[[str, torch.Tensor], ForeignTensor],
@@ -84,7 +81,8 @@ def source_of_dicts(
 
     Args:
         path: of the checkpoint.
-        reader: of the stored tensors.
+        files: the reader of the files that hold the tensors.
+        load: returns the tensor of a box, by the name of its "file".
         state_dict: of the model; None if there is none.
         rest: the other entries; changed.
         locate: returns the stored tensor of one in the dicts, given a name for it and the tensor.
@@ -100,6 +98,8 @@ def source_of_dicts(
         check_document("frozen", rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
     tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
+    every = [(one.dtype, box) for named in tensors.values() for one in named.values() for box in one.boxes]
+    reader = LoadedTensors(files, {box.file: bytes_in(box.box.shape, dtype) for dtype, box in every}, load)
     aliases = {name: one.aliases for name, one in leaves.items()}
     return foreign_source(path, reader, tensors, aliases, documents, rest, all_modules)
 
@@ -112,14 +112,14 @@ class LoadedTensors:
     Args:
         files: the reader of the files that hold the tensors.
         nbytes: of each tensor, by name.
-        load: returns a tensor, given a reader of the files and the name. Threads call it at the same time.
+        load: returns a tensor by name.
     """
 
     high_latency = False
 
-    def __init__(self, files: Reader, nbytes: Mapping[str, int], load: Callable[[Reader, str], torch.Tensor]) -> None:
-        self._files, self._nbytes, self._load = files, nbytes, load
-        self._held: tuple[torch.Tensor | None, memoryview] = None, memoryview(b"")
+    def __init__(self, files: Reader, nbytes: Mapping[str, int], load: Callable[[str], torch.Tensor]) -> None:
+        self._files, self._nbytes, self._lock = files, nbytes, Lock()
+        self._bytes = lru_cache(_HELD_TENSORS)(lambda name: host_bytes(load(name)))
 
     def size(self, name: str) -> int:
         """Return the length of a tensor in bytes."""
@@ -127,11 +127,9 @@ class LoadedTensors:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` with a tensor's row-major bytes from ``offset`` on."""
-        tensor = self._load(self._files, name)
-        held = self._held
-        if held[0] is not tensor:
-            held = self._held = tensor, host_bytes(tensor)
-        piece = torch.frombuffer(held[1], dtype=torch.uint8, count=len(target), offset=offset)
+        with self._lock:  # threads read near ranges, most often of the same tensor
+            content = self._bytes(name)
+        piece = torch.frombuffer(content, dtype=torch.uint8, count=len(target), offset=offset)
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece)  # unlike memoryview's copy, it releases the GIL
 
     def names(self) -> list[str]:
@@ -143,38 +141,41 @@ class LoadedTensors:
         self._files.close()
 
 
-def _map_file(path: str, weights_only: bool) -> Any:
-    """Return the content of a file of ``torch.save``, with mapped tensors."""
-    _refuse_compressed(path)
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except RuntimeError as error:
-        if "mmap can only be used" in str(error):
-            with open(path, "rb") as file:
-                refuse_lfs_pointer(file.read(64), repr(path))
-            raise FormatError(
-                f"{path!r} is not a file that torch can map into memory: it is from torch before 1.6, or not a file of "
-                f"torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"
-            ) from None
-        raise CorruptionError(f"{path!r}: torch.load cannot read it: {str(error).partition(chr(10))[0]}") from error
-    except (LookupError, TypeError, ValueError, EOFError, OverflowError, AttributeError, AssertionError) as error:
-        if not weights_only:  # may come from executed code
-            raise
-        raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
-
-
-def _refuse_compressed(path: str) -> None:
-    """Refuse an archive with a compressed entry: torch would map the compressed bytes as values."""
+def leaves_out_frozen(path: str) -> bool:
+    """Return whether a file of ``torch.save`` records that it lacks frozen parameters, as a consolidated file may."""
     try:
         with ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(FROZEN.encode() in archive.read(name) for name in names)
+    except (OSError, BadZipFile):
+        return False
+
+
+def _map_file(path: str, weights_only: bool) -> Any:
+    """Return the content of a file of ``torch.save``, with mapped tensors."""
+    try:
+        with ZipFile(path) as archive:  # torch would map the bytes of a compressed entry as values
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type]
     except (OSError, BadZipFile, NotImplementedError, ValueError, LookupError, struct.error):
-        return  # torch.load says what it is
+        packed = []  # torch.load says what it is
     if packed:
         raise FormatError(
             f"{path!r} was packed again by another program: {shown(packed[0])} in it is compressed, so it can't be "
             "mapped into memory. Save it again: torch.save(torch.load(path, weights_only=True), path)"
         )
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path!r}: the file is missing") from None
+    except (RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError) as error:
+        with open(path, "rb") as file:
+            refuse_lfs_pointer(file.read(64), repr(path))
+        if "mmap can only be used" in str(error):
+            raise FormatError(
+                f"{path!r} is not a file that torch can map into memory: it is from torch before 1.6, or not a file of "
+                f"torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"
+            ) from None
+        raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
 
 
 def _split(content: Any, path: str, only: str | None) -> tuple[dict[str, Any], Mapping[str, Any] | None]:

@@ -33,8 +33,8 @@ from lightning_shardckpt.compat.lightning_trainer import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
-from lightning_shardckpt.sources.detect import find_dcp_directory, leaves_out_frozen
-from lightning_shardckpt.sources.did_you_mean import READABLE
+from lightning_shardckpt.sources.open_source import READABLE, find_dcp_directory
+from lightning_shardckpt.sources.torch_save import leaves_out_frozen
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
 

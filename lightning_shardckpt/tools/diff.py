@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_shardckpt.format.index import Component, TensorSpec
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES, bytes_in
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.sources.source import sharded_source
 from lightning_shardckpt.state.documents import document_of, entries_of
 from lightning_shardckpt.system.text import count_text, shape_text, table

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_shardckpt.errors import ShardCkptError
 from lightning_shardckpt.format.index import ROOT_NAME, Component
 from lightning_shardckpt.format.value_checks import bytes_in
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.system.text import count_text, shape_text, size_text, table
 from lightning_shardckpt.transfer.reader import Checkpoint
 

@@ -25,7 +25,7 @@ from lightning_shardckpt.format.index import COMPONENTS, ROOT_NAME, TensorSpec
 from lightning_shardckpt.format.layout import Layout, Part, as_holders, parts_of_shard, replicas, shards_meeting
 from lightning_shardckpt.format.plan import plan_load
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.tools.inspect import aliases_by_key
 from lightning_shardckpt.transfer.reader import Checkpoint
 

@@ -19,7 +19,7 @@ from lightning_shardckpt.format.index import EXPORT_FOLDER, ROOT_NAME, FileInfo,
 from lightning_shardckpt.format.layout import Part
 from lightning_shardckpt.format.plan import check_cover, choose_replicas, plan_load
 from lightning_shardckpt.format.value_checks import parse_json, shown
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.state.documents import stored_keys
 from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.system.text import count_text, list_some, one_line, size_text

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.sources.did_you_mean import open_checkpoint
+from lightning_shardckpt.sources.open_source import open_checkpoint
 from lightning_shardckpt.system.tuning import TUNING
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny

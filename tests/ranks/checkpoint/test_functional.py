@@ -193,9 +193,9 @@ def test_a_mapping_the_other_way_round_is_refused(tmp_path: Path) -> None:
     before = state["net"].weight.clone()
     save(tmp_path / "a", {"model": saved})
     mapping = {"net.weight": "weight", "net.bias": "bias"}
-    words = r"'net.weight': 'weight' is the other way round: write 'weight': 'net.weight', from stored names to new"
+    words = r"'net.weight'  matches no name in the checkpoint, but 'weight' does: entries go from stored names to new"
     with pytest.raises(MismatchError, match=words):
-        load(tmp_path / "a", {"model": state}, key_mapping=mapping, strict=False)
+        load(tmp_path / "a", {"model": state}, key_mapping=mapping)
     assert torch.equal(state["net"].weight, before)
     load(tmp_path / "a", {"model": state}, key_mapping={new: old for old, new in mapping.items()})
     assert torch.equal(state["net"].weight, saved.weight)

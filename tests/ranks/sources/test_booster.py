@@ -92,13 +92,6 @@ def test_an_optimizer_in_one_file_is_a_file_of_torch(tmp_path: Path) -> None:
     assert not differing(live.state_dict(), saved.state_dict())
 
 
-def test_the_scheduler_beside_it_is_a_file_of_torch(tmp_path: Path) -> None:
-    """Booster writes ``torch.save(scheduler.state_dict())``: no tensors, nothing to cut."""
-    torch.save({"last_epoch": 3}, tmp_path / "lr_scheduler")
-    with pytest.raises(CheckpointNotFoundError, match="is a file, but no checkpoint"):
-        load(tmp_path / "lr_scheduler")
-
-
 def load_sharded(folder: str) -> State:
     """Into FSDP over all ranks; returns whole tensors."""
     net = Net(2)

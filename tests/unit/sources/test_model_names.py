@@ -12,28 +12,24 @@ from typing import Any, ClassVar
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
+import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import MismatchError
-from lightning_shardckpt.sources.foreign_source import ForeignTensor, ListedTensor, foreign_source
-from lightning_shardckpt.sources.hf_conversion import (
-    UnsupportedError,
-    chunks,
-    concatenate,
-    convert,
-    stack,
-)
 from lightning_shardckpt.sources.hugging_face import open_path
 from lightning_shardckpt.sources.key_mapping import KeyMapping
 from lightning_shardckpt.sources.model_names import fit_names
 from lightning_shardckpt.sources.open_source import open_source
 from lightning_shardckpt.sources.reading import ReadTarget, read_targets
-from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.strategy.pretrained import Pretrained, PretrainedWeights, compare_weights
+from tests.support import tiny
 
 
 class Model(nn.Module):
@@ -168,60 +164,54 @@ def test_weights_of_another_model_are_an_error_with_names_of_both(tmp_path: Path
 # ── tensors that are put together ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def parts(tmp_path: Path) -> tuple[Source, dict[str, Tensor]]:
-    tensors = {f"experts.{e}.{n}": torch.randn(5, 3) for e in range(11) for n in ("gate", "up")}
-    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors")
-    found = open_path(str(tmp_path / "w.safetensors"))
-    return found, tensors
+class FusedConfig(transformers.PretrainedConfig):
+    model_type = "fused-of-tests"
 
 
-def located(source: Source, name: str) -> ForeignTensor:
-    stored = source.table["model"][name]
-    assert isinstance(stored, ListedTensor)
-    return stored.located
+class Fused(transformers.PreTrainedModel):
+    """A model whose files have other tensors than it, in every way that is supported, and in one that is not."""
+
+    config_class = FusedConfig
+
+    def __init__(self, config: Any, *, turned: bool = False) -> None:
+        super().__init__(config)
+        self.experts = nn.ParameterDict({"gate_up": torch.zeros(11, 10, 3), "down": torch.zeros(3, 11, 5)})
+        self.attn = nn.ModuleDict({name: nn.Linear(3, 5) for name in ("q", "k")})
+        if turned:
+            self.turned = nn.Linear(2, 3, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
 
 
-def read(source: Source, tensor: Any) -> Tensor:
-    target = ReadTarget("model", "x", torch.empty(tensor.shape))
-    converted = foreign_source("here", source.reader, {"model": {"x": tensor}})
-    read_targets(converted, [target])
-    return target.tensor
+CONVERSIONS = [
+    WeightConverter(["experts.*.gate", "experts.*.up"], "experts.gate_up", [MergeModulelist(0), Concatenate(1)]),
+    WeightConverter(["experts.*.down"], "experts.down", [MergeModulelist(1)]),
+    WeightConverter("attn.qk.weight", ["attn.q.weight", "attn.k.weight"], [Chunk(dim=0)]),
+    WeightConverter("attn.qk.bias", ["attn.q.bias", "attn.k.bias"], [Chunk(dim=0)]),
+    WeightConverter("turned.weight", "turned.weight", [Transpose(0, 1)]),
+]
+register_checkpoint_conversion_mapping("fused-of-tests", CONVERSIONS, overwrite=True)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_boxes_are_stacked_and_joined_as_tensors_are(dim: int, parts: tuple[Source, dict[str, Tensor]]) -> None:
-    source, tensors = parts
-    some = [located(source, name) for name in tensors]
-    whole = torch.stack(list(tensors.values()), dim)
-    assert torch.equal(read(source, stack(some, dim)), whole)
-    twice = concatenate([stack(some[:4], 0), stack(some[4:8], 0)], dim)
-    values = list(tensors.values())
-    assert torch.equal(read(source, twice), torch.cat([torch.stack(values[:4]), torch.stack(values[4:8])], dim))
-    for found, expected in zip(chunks(some[0], 5), values[0].chunk(5), strict=True):
-        assert torch.equal(read(source, found), expected)
-    with pytest.raises(UnsupportedError, match="that differ"):
-        stack([some[0], concatenate(some[:2], 0)], 0)
-
-
-class Converter:
-    """As transformers' WeightConverter."""
-
-    def __init__(self, sources: list[str], targets: list[str], *operations: Any) -> None:
-        self.source_patterns, self.target_patterns, self.operations = sources, targets, operations
-
-
-class Transpose:
-    dim = 0
-
-
-def test_a_conversion_that_moves_elements_is_told_and_not_done(
-    parts: tuple[Source, dict[str, Tensor]],
-) -> None:
-    source, tensors = parts
-    first = located(source, next(iter(tensors)))
-    with pytest.raises(UnsupportedError, match="Transpose of a"):
-        convert(Converter(["a"], ["b"], Transpose()), {"a": [first]}, "x.b")
+def test_tensors_are_joined_and_split_as_transformers_does(tmp_path: Path) -> None:
+    shapes = {"gate": (5, 3), "up": (5, 3), "down": (3, 5)}
+    tensors = {f"experts.{e}.{n}": torch.randn(shape) for e in range(11) for n, shape in shapes.items()}
+    tensors |= {"attn.qk.weight": torch.randn(10, 3), "attn.qk.bias": torch.randn(10)}
+    Fused(FusedConfig()).save_pretrained(tmp_path)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    expected, live = Fused.from_pretrained(tmp_path), root_of(m=Fused(FusedConfig()))  # the oracle
+    assert torch.equal(expected.experts["gate_up"][10, 5:], tensors["experts.10.up"])
+    ckpt.load(tmp_path, {"model": live})
+    assert tiny.differences(expected.state_dict(), live.get_submodule("m").state_dict()) == []
+    safetensors.torch.save_file(tensors | {"turned.weight": torch.randn(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(MismatchError, match=r"turned\.weight  needs a conversion of transformers .*: Transpose of"):
+        ckpt.load(tmp_path, {"model": Fused(FusedConfig(), turned=True)})
+    del tensors["experts.3.up"]
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MismatchError, match=r"m\.experts\.gate_up  .*: tensors that differ"):
+        ckpt.load(tmp_path, {"model": live})
 
 
 # ── dtypes ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,35 +99,6 @@ def test_what_a_door_can_read_is_suggested(tmp_path: Path) -> None:
         CheckpointNotFoundError, match=r"of torch.distributed.checkpoint, not of .*consolidate` read it"
     ):
         verify(tmp_path / "run/checkpoint/step-10")
-
-
-@contextmanager
-def without_privileges() -> Iterator[None]:
-    """Act as a user who may not read what is closed: root may read everything."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-def test_a_private_directory_beside_a_mistyped_path_does_not_hide_the_suggestion() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        lightning_shardckpt.save(Path(folder, "last.ckpt"), {"model": torch.nn.Linear(4, 2)})
-        for private in ("lost.ckpt", "runs"):
-            Path(folder, private).mkdir(mode=0o700)
-            Path(folder, private, "nothing").mkdir()
-            Path(folder, private).chmod(0)
-        with without_privileges():
-            for door in (FUNCTIONS["load"], FUNCTIONS["metadata"], FUNCTIONS["inspect"], consolidate):
-                for path in ("lats.ckpt", ""):
-                    with pytest.raises(CheckpointNotFoundError, match=r"did you mean '.*last\.ckpt'\?"):
-                        door(str(Path(folder, path)))
-        for private in ("lost.ckpt", "runs"):
-            Path(folder, private).chmod(0o700)
 
 
 def test_a_file_of_a_checkpoint_is_not_taken_for_the_whole(tmp_path: Path) -> None:
