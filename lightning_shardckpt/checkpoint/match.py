@@ -24,7 +24,7 @@ from lightning_shardckpt.state.dtensor_layout import new_like
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import NO_HOOKS, HookedState, LoadHooks
 from lightning_shardckpt.state.model import WholeNames, is_value, model_leaves, names_of, parameter_names
-from lightning_shardckpt.state.peft_modules import adapter_tensors, made_from_base
+from lightning_shardckpt.state.peft import adapter_tensors, made_from_base
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES
 from lightning_shardckpt.system.memory import gc_paused

@@ -27,7 +27,7 @@ from lightning_shardckpt.format.safetensors_header import (
 from lightning_shardckpt.sources.source import Source, StoredTensor, sharded_source
 from lightning_shardckpt.state import hf_directory
 from lightning_shardckpt.state.documents import CONFIG, PEFT
-from lightning_shardckpt.state.peft_names import Adapter, adapters_from_json
+from lightning_shardckpt.state.peft import Adapter, adapters_from_json
 from lightning_shardckpt.storage.posix import rename_with_flag, write_at
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.remote_storage import RemoteStorage

@@ -35,7 +35,7 @@ from lightning_shardckpt.sources.key_mapping import rename
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, ListedTensor, Source, list_tensors
 from lightning_shardckpt.state.json_tree import refuse_tensor
 from lightning_shardckpt.state.model import is_extra_state
-from lightning_shardckpt.state.peft_names import added_names, live_names_in_file
+from lightning_shardckpt.state.peft import added_names, live_names_in_file
 from lightning_shardckpt.state.state_dicts import VERSION
 
 

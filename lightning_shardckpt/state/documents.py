@@ -16,7 +16,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.format.box import Box, Shape
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.value_checks import check_dtype, check_shape, check_text, parse_json, shown
-from lightning_shardckpt.state.peft_names import adapters_from_json
+from lightning_shardckpt.state.peft import adapters_from_json
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 FROZEN = "shardckpt_frozen_parameters"

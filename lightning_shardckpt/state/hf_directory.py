@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
 from lightning_shardckpt.errors import FormatError
-from lightning_shardckpt.format.box import Box
+from lightning_shardckpt.format.box import Box, find_cover_error
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.format.safetensors_header import OutputTensor
 from lightning_shardckpt.format.value_checks import TORCH_NAMES
@@ -25,7 +25,6 @@ NamedBoxes: TypeAlias = "list[list[Any]]"
 CONFIG_DTYPES = {name: TORCH_NAMES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")}
 """Names of floating dtypes in a config, by their names in safetensors."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_ADAPTED = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +60,23 @@ class Model:
             ValueError: for an adapter.
             FormatError: if the document's boxes do not tile a tensor.
         """
-        names: dict[str, list[str]] = {}
+        names, adapter = dict[str, list[str]](), self.recorded["adapter"]
         for name, key in keys.items():
             own = name.removeprefix(self.prefix)
             if not name.startswith(self.prefix) or own in self.recorded["ignored"]:
                 continue
-            if self.recorded["adapter"] and any(part.startswith(self.recorded["adapter"]) for part in own.split(".")):
-                if not refuses_adapters:
-                    continue
+            if not (adapter and any(part.startswith(adapter) for part in own.split("."))):
+                names.setdefault(key, []).append(own)
+            elif refuses_adapters:
                 raise ValueError(
                     f"the model has an adapter of PEFT, such as {own!r}, which is not merged into its weights: "
                     "merge it before saving (merge_and_unload), or leave it out for the base model alone: "
-                    rf"--key_mapping '\.{self.recorded['adapter']}=null'"
+                    rf"--key_mapping '\.{adapter}=null'"
                 )
-            names.setdefault(key, []).append(own)
         for key, own_names in names.items():
             spec = component.tensors[key]
             for name in [name for name in own_names if name not in self.recorded["ties"]] or [max(own_names)]:
+                name = name.replace(".base_layer.", ".") if adapter else name
                 yield from self._parts(OutputTensor(name, output_dtype(spec.dtype), spec.shape, ("model", key)))
 
     def _parts(self, tensor: OutputTensor) -> Iterator[OutputTensor]:
@@ -86,21 +85,15 @@ class Model:
         Raises:
             FormatError: if the document's boxes do not tile the tensor.
         """
-        own = tensor.name.replace(_ADAPTED, ".") if self.recorded["adapter"] else tensor.name
-        unchanged = [[own, [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)]]
-        parts: NamedBoxes = self.recorded["names"].get(own, unchanged)
-        total = 0
-        for name, start, stop, shape in parts:
-            part = OutputTensor(name, tensor.dtype, tuple(shape), tensor.source, Box(tuple(start), tuple(stop)))
-            fits = len(start) == len(tensor.shape) and all(b <= n for b, n in zip(stop, tensor.shape, strict=True))
-            if not fits or part.box is None or part.box.numel != prod(shape):
-                raise FormatError(f"huggingface.json: {name!r} is no part of {tensor.name!r}, {tensor.shape}")
-            if part.box == Box.whole(tensor.shape):
-                part = replace(part, box=None)
-            total += part.nbytes
-            yield part
-        if total != tensor.nbytes:
-            raise FormatError(f"huggingface.json: the parts of {tensor.name!r} have {total} of {tensor.nbytes} bytes")
+        unchanged = [[tensor.name, [0] * len(tensor.shape), tensor.shape, tensor.shape]]
+        parts: NamedBoxes = self.recorded["names"].get(tensor.name, unchanged)
+        boxes = [Box(tuple(start), tuple(stop)) for _, start, stop, _ in parts]
+        sizes = [(box.numel, prod(part[-1])) for box, part in zip(boxes, parts, strict=True)]
+        if find_cover_error(tensor.shape, boxes) is not None or any(a != b for a, b in sizes):
+            raise FormatError(f"huggingface.json: the parts of {tensor.name!r}, {tensor.shape}, do not tile it")
+        for (name, _, _, shape), box in zip(parts, boxes, strict=True):
+            whole = box == Box.whole(tensor.shape)
+            yield OutputTensor(name, tensor.dtype, tuple(shape), tensor.source, None if whole else box)
 
     def files(self, dtype: str | None, converted: bool) -> dict[str, bytes]:
         """Return the configs beside the weights.
@@ -135,11 +128,9 @@ def pick_model(document: Mapping[str, Any] | None, names: Iterable[str]) -> Mode
     models = [Model(model) for model in document["models"]] if document is not None else []
     known = list(names)
     chosen = [model for model in models if any(name.startswith(model.prefix) for name in known)]
-    if not models:
-        return None
-    if len(chosen) != 1:
+    if models and len(chosen) != 1:
         listed = ", ".join(f"{model.recorded['class']} under {model.prefix!r}" for model in models)
         example = {f"^{re.escape(models[0].prefix)}": None}
         problem = f"leave out all but one by the key_mapping of consolidate, such as {example}"
         raise ValueError(f"the checkpoint has the models {listed}; {problem if chosen else 'all are left out'}")
-    return chosen[0]
+    return chosen[0] if chosen else None

@@ -17,14 +17,23 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
+from lightning_shardckpt.format.clean_fqn import clean_fqn
+from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import TAG
+from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
-from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
+from lightning_shardckpt.state.model import WholeNames, is_elsewhere, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
-from lightning_shardckpt.state.peft_modules import adapters_of, frozen_base_parameters, leave_out
-from lightning_shardckpt.state.peft_names import adapters_to_json
+from lightning_shardckpt.state.peft import (
+    adapter_tensors,
+    adapters_of,
+    adapters_to_json,
+    alters_base,
+    wrapped_models,
+)
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import versions_of
+from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""
@@ -76,7 +85,7 @@ def snapshot(
         documents["versions"] = versions_of(checkpoint["state_dict"], encode_small)
         if adapters_only and module is not None:
             frozen = frozen_base_parameters(module, checkpoint.get("optimizer_states", ()))
-            leaves["model"], documents["frozen"] = leave_out(leaves["model"], frozen)
+            leaves["model"], documents["frozen"] = _leave_out(leaves["model"], frozen)
     if module is not None and (adapters := adapters_of(module)):
         documents["peft"] = adapters_to_json(adapters)
     if "optimizer_states" in checkpoint:
@@ -84,6 +93,39 @@ def snapshot(
     own = {k: t for k, t in encoder.tensors.items() if not isinstance(t, DTensor)}
     replicated = {key: tensor for key, tensor in encoder.plain.items() if _must_be_replicated(key)}
     return Snapshot(leaves, own, documents, (dropped,) if encoder.dropped else (), replicated)
+
+
+def frozen_base_parameters(module: nn.Module, optimizers: Collection[Mapping[str, Any]] = ()) -> frozenset[str]:
+    """Return the canonical FQNs of base parameters that PEFT froze, whose values the pretrained model has, too.
+
+    Leaves out parameters with optimizer state, which were trained, base weights that an adapter's initialization
+    changed, and frozen parameters outside of models with adapters, such as averages.
+    """
+    named = {clean_fqn(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    frozen: set[str] = set()
+    for prefix, wrapped in wrapped_models(module):
+        inside = {n for n, p in named.items() if n.startswith(prefix) and not p.requires_grad and not is_elsewhere(p)}
+        frozen |= {n for n in inside if ".base_layer." not in n} if alters_base(wrapped) else inside
+    trained = {str(name) for state in optimizers for name, values in state.get("state", {}).items() if values}
+    return frozenset(frozen - trained - adapter_tensors(module, frozen))
+
+
+def _leave_out(leaves: Leaves, names: Collection[str]) -> tuple[Leaves, dict[str, Any]]:
+    """Return leaves without the tensors called ``names``, and the document "frozen", which describes these.
+
+    A tied tensor is left out if ``names`` has one of its names.
+    """
+    out = leaves.tensors.keys() & {leaves.aliases.get(name, name) for name in names}
+    document: dict[str, Any] = {}
+    for key in [*sorted(out), *sorted(alias for alias, of in leaves.aliases.items() if of in out)]:
+        tensor = leaves.tensors[leaves.aliases.get(key, key)]
+        document[key] = [dtype_name(local_tensor(tensor), f"model/{shown(key)}"), list(tensor.shape)]
+    kept = Leaves(
+        {key: tensor for key, tensor in leaves.tensors.items() if key not in out},
+        {alias: of for alias, of in leaves.aliases.items() if of not in out},
+        leaves.pinned - out,
+    )
+    return kept, document
 
 
 def _must_be_replicated(key: str) -> bool:

@@ -24,8 +24,7 @@ from lightning_shardckpt.sources.open_source import open_on_ranks
 from lightning_shardckpt.sources.source import Source
 from lightning_shardckpt.state.load_hooks import LoadedModules
 from lightning_shardckpt.state.model import WholeNames, tied_names
-from lightning_shardckpt.state.peft_modules import made_from_base
-from lightning_shardckpt.state.peft_names import added_names
+from lightning_shardckpt.state.peft import added_names, made_from_base
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.text import count_text, list_some
 

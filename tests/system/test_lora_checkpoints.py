@@ -17,7 +17,7 @@ from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.format.clean_fqn import base_fqn
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.state.peft_modules import frozen_base_parameters
+from lightning_shardckpt.state.trainer import frozen_base_parameters
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import adapters, small, tiny

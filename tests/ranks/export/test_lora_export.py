@@ -20,8 +20,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.export.safetensors_export import ADAPTER_CONFIG as CONFIG
 from lightning_shardckpt.export.safetensors_export import ADAPTER_WEIGHTS as WEIGHTS
 from lightning_shardckpt.format.clean_fqn import base_fqn, clean_fqn
-from lightning_shardckpt.state.peft_modules import adapters_of
-from lightning_shardckpt.state.peft_names import adapters_from_json, adapters_to_json
+from lightning_shardckpt.state.peft import adapters_from_json, adapters_of, adapters_to_json
 from tests.support import adapters, small
 from tests.support.adapters import FSDP, PP, TP, base, fit_each, fit_once, whole
 from tests.support.pool import run_ranks, selected
