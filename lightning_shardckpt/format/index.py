@@ -34,7 +34,6 @@ from lightning_shardckpt.format.value_checks import (
     compact,
     decode_index,
     parse_json,
-    refuse_lfs_pointer,
     shown,
     to_json_texts,
 )
@@ -365,7 +364,6 @@ def root_from_json(text: bytes, where: str) -> RootIndex:
         CorruptionError: if the checksum on the first line does not match the rest.
         FormatError: if they are not a valid root index, or of another version.
     """
-    refuse_lfs_pointer(text, where)
     seal = _SEAL.match(text)
     if seal is None:
         raise CorruptionError(f"{where}: the root index is damaged: its first line holds no checksum")

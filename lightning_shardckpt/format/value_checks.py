@@ -70,23 +70,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def refuse_lfs_pointer(start: bytes | bytearray, where: str) -> None:
-    """Refuse the text that Git keeps in place of a large file.
-
-    Args:
-        start: the first bytes of a file, at least 24 if it has them.
-        where: names the file in errors.
-
-    Raises:
-        FormatError: if the file is such a text.
-    """
-    if start.startswith(b"version https://git-lfs."):
-        raise FormatError(
-            f"{where}: a pointer of Git LFS, not the file itself. Run `git lfs pull` in the repository, or download "
-            "the file."
-        )
-
-
 def check_size(value: Any) -> int:
     """Return ``value`` if it is an integer from 0 to 2^63 - 1, else raise FormatError."""
     if type(value) is not int or not 0 <= value < 1 << 63:

@@ -16,7 +16,7 @@ from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError,
 from lightning_shardckpt.format.box import Box
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.safetensors_header import HeaderLengthError, parse_header, read_header, starts_of
-from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, refuse_lfs_pointer, shown
+from lightning_shardckpt.format.value_checks import check_file_name, check_text, parse_json, shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.protocol import Reader, read_all
@@ -24,7 +24,7 @@ from lightning_shardckpt.system.text import list_some
 
 SAFE, BIN, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 HUB_WEIGHTS = (SAFE, SAFE + INDEX, BIN, BIN + INDEX)
-"""Names of weights in a Hugging Face directory, the preferred first."""
+"""Names of weights in a Hugging Face directory, the preferred first, as in transformers."""
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the files of ``PeftModel.save_pretrained``, the preferred first."""
 
@@ -72,16 +72,7 @@ def open_path(path: str, weights_only: bool = True) -> Source:
 
 def _choose(path: str) -> str | None:
     """Return the name of the file or of the index of a directory; None if it has slices."""
-    for name in (SAFE, BIN):
-        existing = [one for one in (name, name + INDEX) if os.path.lexists(os.path.join(path, one))]
-        if len(existing) == 2:
-            raise FormatError(
-                f"{path!r} holds two versions of the weights: {name}, and the files of {name + INDEX}. Remove one, or "
-                "give the path of the file."
-            )
-        if existing:
-            return existing[0]
-    found = _named(path, _INDEX)
+    found = [name for name in HUB_WEIGHTS if os.path.lexists(os.path.join(path, name))][:1] or _named(path, _INDEX)
     if len(found) > 1:
         raise FormatError(f"{path!r} holds {' and '.join(found)}. Give the path of one of these files.")
     if not found and not _named(path, _SLICES):
@@ -151,9 +142,6 @@ def _tensors_of(reader: Reader, name: str, where: str) -> dict[str, ForeignTenso
     except FileNotFoundError:
         raise CorruptionError(f"{where}: the file is missing") from None
     except (EOFError, HeaderLengthError) as error:
-        start = bytearray(min(reader.size(name), 64))
-        reader.read_into(name, 0, memoryview(start))
-        refuse_lfs_pointer(start, where)
         raise CorruptionError(f"{where}: not a safetensors file, or cut off: {error}") from None
     header, tensors = parse_header(content, where), dict[str, ForeignTensor]()
     for key, begin in starts_of(header, where).items():

@@ -190,26 +190,24 @@ def rename(
     """
     components = source.components()
     model = components.get("model", Component({}))
-    # owners of ties come first
-    stored_names = dict(sorted(names.items(), key=lambda item: item[1] in model.aliases))
-    owners: dict[str, str] = {}  # name in the result by stored key: of the key itself, if it has one, else of an alias
+    stored_names = dict(sorted(names.items(), key=lambda item: item[1] in model.aliases))  # owners of ties come first
+    renamed: dict[str, list[str]] = {}  # names in the result by stored key; all but the first are ties
     for name, stored in stored_names.items():
-        owners.setdefault(model.aliases.get(stored, stored), name)
-    keys = {name: model.aliases.get(stored, stored) for name, stored in stored_names.items()}
-    keys = {name: key for name, key in keys.items() if key in model.tensors}
-    table = {"model": {name: source.table["model"][key] for name, key in keys.items() if owners[key] == name}}
-    aliases = {"model": {name: owners[key] for name, key in keys.items() if owners[key] != name}}
+        renamed.setdefault(model.aliases.get(stored, stored), []).append(name)
+    tensors = {key: new for key, new in renamed.items() if key in model.tensors}
+    table = {"model": {new[0]: source.table["model"][key] for key, new in tensors.items()}}
+    aliases = {"model": {tie: owner for owner, *ties in tensors.values() for tie in ties}}
     documents: dict[str, Any] = {"versions": rename_versions(source.document("versions"), stored_names)}
     for role in ("model", "frozen"):
         entries = source.document(role)
         documents[role] = entries and {name: entries[old] for name, old in stored_names.items() if old in entries}
     if optimizers is None:
         return source.with_names(table, aliases, documents)
-    absent = {model.aliases.get(name, name) for name in left_out} - owners.keys()
+    absent = {model.aliases.get(name, name) for name in left_out} - renamed.keys()
 
     def name_of(param: str) -> str | None:
         key = model.aliases.get(param, param)
-        return None if key in absent else owners.get(key, param)
+        return None if key in absent else renamed.get(key, [param])[0]
 
     numbers = {str(number): str(place) for place, number in enumerate(optimizers)}
     of_optimizers: dict[str, StoredTensor] = {}

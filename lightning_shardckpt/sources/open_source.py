@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
-from lightning_shardckpt.format.value_checks import checksum, refuse_lfs_pointer
+from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.sources import hugging_face
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
@@ -70,7 +70,7 @@ def detect_format(path: str) -> Format | None:
 
     Raises:
         CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
-        FormatError: naming the candidates, if several formats match; if Git LFS did not fetch the file.
+        FormatError: naming the candidates, if several formats match.
     """
     name = os.path.basename(path)
     if (name in (*READABLE, "meta.pt") or name.endswith(".distcp") or is_part(name)) and os.path.isfile(path):
@@ -82,9 +82,6 @@ def detect_format(path: str) -> Format | None:
     names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
     if len(names) > 1:
         raise FormatError(f"{path!r} is {' and '.join(names)} at once, so the format is ambiguous. Move one elsewhere.")
-    if (directory := find_dcp_directory(path)) is not None:
-        with open(os.path.join(directory, DCP_NAME), "rb") as file:
-            refuse_lfs_pointer(file.read(64), f"{path!r}, file {DCP_NAME}")
     return matching[0] if matching else None
 
 

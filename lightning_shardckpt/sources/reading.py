@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -95,8 +96,8 @@ def plan_reads(source: Source, targets: Iterable[ReadTarget]) -> Callable[[], No
         if direct:
             fetch(source, direct, verify=source.verify)
         for batch in _batches(copied):
-            fetch(source, batch.requests, verify=source.verify)
-            for local, host in batch.copies:
+            fetch(source, chain.from_iterable(requests for _, _, requests in batch), verify=source.verify)
+            for local, host, _ in batch:
                 local.copy_(host, non_blocking=local.is_cuda)  # torch reuses pinned memory only after the copy
 
     return read
@@ -123,29 +124,19 @@ class _Copied(NamedTuple):
             yield part.local, self.stored.requests(parts, shape, memoryview(b""))
 
 
-class _Batch:
-    """Local tensors with host memory of the stored dtype, and the requests that fill it."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.requests: list[Request] = []
-
-
-def _batches(targets: Iterable[_Copied]) -> Iterator[_Batch]:
-    """Yield all windows of the targets, in batches of bounded size."""
-    batch = _Batch()
-    for copied in targets:
-        for local, requests in copied.windows():
-            host = torch.empty(local.shape, dtype=copied.dtype, device="cpu", pin_memory=local.is_cuda)
-            if batch.copies and batch.nbytes + host.nbytes > _BATCH_BYTES:
+def _batches(copied: Iterable[_Copied]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, list[Request]]]]:
+    """Yield all windows of the targets, in batches of bounded size: local tensor, host memory, and its requests."""
+    batch, nbytes = list[tuple[torch.Tensor, torch.Tensor, list[Request]]](), 0
+    for one in copied:
+        for local, requests in one.windows():
+            host = torch.empty(local.shape, dtype=one.dtype, device="cpu", pin_memory=local.is_cuda)
+            if batch and nbytes + host.nbytes > _BATCH_BYTES:
                 yield batch
-                batch = _Batch()
+                batch, nbytes = [], 0
             memory = bytes_of(host)
-            batch.requests += [request._replace(target=memory) for request in requests]
-            batch.copies.append((local, host))
-            batch.nbytes += host.nbytes
-    if batch.copies:
+            batch.append((local, host, [request._replace(target=memory) for request in requests]))
+            nbytes += host.nbytes
+    if batch:
         yield batch
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lightning_shardckpt.errors import CorruptionError, FormatError, StateError
 from lightning_shardckpt.format.box import Box, Shape, find_cover_error
@@ -24,29 +24,8 @@ from lightning_shardckpt.storage.protocol import Reader
 from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import Request
 
-
-class StoredTensor(Protocol):
-    """A stored tensor: a layout and indexes (``IndexedTensor``), or listed boxes (``ListedTensor``). Immutable."""
-
-    @property
-    def component(self) -> str:
-        """Its component in the checkpoint."""
-
-    @property
-    def key(self) -> str:
-        """Its key in the checkpoint."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Its dtype and shape."""
-
-    def check(self) -> None:
-        """Raise a ShardCkptError if it cannot be read, or no files of its size exist."""
-
-    def requests(self, parts: tuple[Part, ...], shape: Shape, memory: memoryview) -> list[Request]:
-        """Return the requests that fill ``memory``, an array of ``shape`` with the regions ``parts``."""
-
-
+StoredTensor: TypeAlias = "IndexedTensor | ListedTensor"
+"""A stored tensor: a layout and indexes, or listed boxes. Both tell their component, key and spec."""
 Tables: TypeAlias = Mapping[str, Mapping[str, StoredTensor]]
 Aliases: TypeAlias = Mapping[str, Mapping[str, str]]
 Stored: TypeAlias = Callable[[str], Any]
@@ -190,7 +169,7 @@ _Plan: TypeAlias = list[tuple[Overlap, ByteRuns]]
 
 
 class IndexedTensor(NamedTuple):
-    """A tensor of a checkpoint of this package; implements ``StoredTensor``. ``plans`` are those of all tensors."""
+    """A tensor of a checkpoint of this package. Immutable; ``plans`` are those of all tensors."""
 
     checkpoint: Checkpoint
     plans: dict[tuple[Any, ...], _Plan]
@@ -254,7 +233,7 @@ class ForeignTensor:
 
 
 class ListedTensor(NamedTuple):
-    """A tensor of another format in the checkpoint at ``path``; implements ``StoredTensor``."""
+    """A tensor of another format in the checkpoint at ``path``. Immutable."""
 
     path: str
     component: str
@@ -274,7 +253,10 @@ class ListedTensor(NamedTuple):
                 if common is not None and common.numel:
                     overlap = Overlap(0, one.box, common, common.within(part.box).shift(part.at))
                     runs = byte_runs(overlap, shape, DTYPE_BYTES[tensor.dtype])
-                    requests.append(Request(self.key, 0, _entry(tensor, one), runs, memory))
+                    nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
+                    step, file, begin = _STEP_BYTES, one.file, one.begin
+                    entry = ShardEntry(one.box, tensor.shape, tensor.dtype, file, begin, step, nbytes, "")
+                    requests.append(Request(self.key, 0, entry, runs, memory))
         return requests
 
 
@@ -308,11 +290,6 @@ def list_tensors(
         spec = TensorSpec(tensor.dtype, tensor.shape, REPLICATED, ((0, 1),))
         listed[key] = ListedTensor(path, component, key, tensor, spec)
     return listed
-
-
-def _entry(tensor: ForeignTensor, one: ForeignBox) -> ShardEntry:
-    nbytes = one.box.numel * DTYPE_BYTES[tensor.dtype]
-    return ShardEntry(one.box, tensor.shape, tensor.dtype, one.file, one.begin, _STEP_BYTES, nbytes, "")
 
 
 _R = TypeVar("_R", bound=Reader)

@@ -17,7 +17,7 @@ import torch
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from lightning_shardckpt.format.box import Box
-from lightning_shardckpt.format.value_checks import bytes_in, refuse_lfs_pointer, shown
+from lightning_shardckpt.format.value_checks import bytes_in, shown
 from lightning_shardckpt.sources.source import ForeignBox, ForeignTensor, Source, close_on_error, foreign_source
 from lightning_shardckpt.state.documents import FROZEN, check_document
 from lightning_shardckpt.state.json_tree import encode_small
@@ -168,12 +168,10 @@ def _map_file(path: str, weights_only: bool) -> Any:
     except FileNotFoundError:
         raise CorruptionError(f"{path!r}: the file is missing") from None
     except (RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError) as error:
-        with open(path, "rb") as file:
-            refuse_lfs_pointer(file.read(64), repr(path))
         if "mmap can only be used" in str(error):
             raise FormatError(
                 f"{path!r} is not a file that torch can map into memory: it is from torch before 1.6, or not a file of "
-                f"torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"
+                "torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"
             ) from None
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
 

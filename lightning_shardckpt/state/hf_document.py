@@ -54,9 +54,6 @@ class HuggingFace:
     ) -> dict[str, Any]:
         prefix, kind = f"{clean_fqn(name)}." if clean_fqn(name) else "", _original_class(model)
         if model not in self._names:
-            if kind.__module__.partition(".")[0] != "transformers":
-                code = f"the code of {kind.__name__} is not in the checkpoint"
-                notes.append(f"{code}: load an export by its from_pretrained")
             try:
                 self._names[model] = _original_names(model)
             except Exception as error:  # from a version of transformers that works differently

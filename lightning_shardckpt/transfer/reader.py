@@ -25,7 +25,7 @@ from lightning_shardckpt.format.safetensors_header import (
     read_header,
     save_id_of,
 )
-from lightning_shardckpt.format.value_checks import checksum, refuse_lfs_pointer, shown
+from lightning_shardckpt.format.value_checks import checksum, shown
 from lightning_shardckpt.storage.protocol import Reader, Storage, read_all
 
 
@@ -195,10 +195,6 @@ class Checkpoint:
         with self._errors_named(info.name):
             size = self.reader.size(info.name)
         if size != info.nbytes:
-            start = bytearray(min(size, 64))
-            with self._errors_named(info.name):
-                self.reader.read_into(info.name, 0, memoryview(start))
-            refuse_lfs_pointer(start, self._where(info.name))
             raise CorruptionError(f"{self._where(info.name)}: {size} bytes, expected {info.nbytes}")
 
     def _check_save_id(self, save_id: str, name: str) -> None:

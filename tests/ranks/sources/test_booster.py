@@ -81,17 +81,6 @@ def test_a_sharded_optimizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_optimizer_in_one_file_is_a_file_of_torch(tmp_path: Path) -> None:
-    """Booster writes ``torch.save(optimizer.state_dict())`` with ``shard=False``."""
-    net, again = Net(1), Net(2)
-    saved, live = (torch.optim.AdamW(one.parameters(), lr=lr) for one, lr in ((net, 0.1), (again, 0.2)))
-    net.embed(torch.arange(6)).sum().backward()
-    saved.step()
-    torch.save(saved.state_dict(), tmp_path / "optimizer.bin")
-    load(tmp_path / "optimizer.bin", {"optimizer": live})
-    assert not differing(live.state_dict(), saved.state_dict())
-
-
 def load_sharded(folder: str) -> State:
     """Into FSDP over all ranks; returns whole tensors."""
     net = Net(2)

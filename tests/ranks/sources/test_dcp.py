@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
+from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import FormatError
 from tests.support import lightning_dirs, tiny
@@ -148,23 +148,6 @@ def untied(path: str) -> None:
         dcp.save(state, checkpoint_id=path)
     assert os.path.exists(meta)
     tied("ours", path, 2)
-
-
-def test_a_module_loads_with_its_hyper_parameters(made: tuple[Path, dict[str, Any]]) -> None:
-    folder, known = made
-    module = load_from_checkpoint(Built, folder / "model parallel.ckpt")
-    expected = known["model parallel"]["saved"]["state"]
-    found = {f"model/{k}": v for k, v in module.state_dict().items()}
-    assert tiny.differences({k: v for k, v in expected.items() if k.startswith("model/")}, found) == []
-    assert module.hparams == {"tied": False, "made_by": None}
-
-
-class Built(lightning_dirs.Net):
-    """Has its layers from the beginning, as modules that are loaded without a Trainer must."""
-
-    def __init__(self, **hyper: Any) -> None:
-        super().__init__(**hyper)
-        self.configure_model()
 
 
 def resume_with(path: str, options: dict[str, bool]) -> int:

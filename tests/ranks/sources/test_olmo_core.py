@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import warnings
 import zipfile
 from pathlib import Path
@@ -23,8 +22,6 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt import load, metadata
 from lightning_shardckpt import open as open_checkpoint
-from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import FormatError
 from tests.support import tiny
 from tests.support.pool import ROOT, run_ranks
 
@@ -93,13 +90,6 @@ def live(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, Ten
     return tuple({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in t.items()} for t in (model, found))
 
 
-def test_it_was_written_by_olmo_core(golden: Path) -> None:
-    for name in ("step2", "step2-flat"):
-        content = (golden / name / "model_and_optim" / ".metadata").read_bytes()
-        assert b"olmo_core.distributed.checkpoint.filesystem" in content and b"_StorageInfo" in content
-    assert b"optim.param_groups.head.bias.lr" in content and b"optim.state.head.bias.exp_avg" in content
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_of_it_is_returned(golden: Path, name: str) -> None:
     model, optimizer, settings = expected(golden)
@@ -135,18 +125,6 @@ def test_a_script_goes_on_with_its_model_and_optimizer(golden: Path, name: str) 
         assert json.loads(json.dumps({**group, "params": stored["params"]})) == stored
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_it_becomes_one_file(golden: Path, name: str, tmp_path: Path) -> None:
-    model, optimizer, _ = expected(golden)
-    consolidate(golden / name, tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt")
-    assert same(found["state_dict"], model)
-    (state,) = found["optimizer_states"]
-    assert same(flat(state["state"]), optimizer)
-    weights = consolidate(golden / name, tmp_path / "weights.safetensors", format="safetensors", optimizer=False)
-    assert same(safetensors.torch.load_file(weights), model)
-
-
 def begin(path: str, strategy: dict[str, Any]) -> tuple[Tensors, Tensors]:
     """Start a Trainer's run from it, before the first step."""
     net, trainer = Net(), tiny.trainer(strategy, max_steps=0)
@@ -161,11 +139,3 @@ def test_a_trainers_run_begins_with_it_on_any_number_of_ranks(golden: Path, name
     model, optimizer, _ = expected(golden)
     for found, states in run_ranks(world, begin, str(golden / name), {}):
         assert same(found, model) and same(states, optimizer)
-
-
-def test_no_other_class_of_olmo_core_is_read(golden: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(golden / "step2" / "model_and_optim", tmp_path / "a")
-    content = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(content.replace(b"_StorageInfo", b"_StorageEnfo"))
-    with pytest.raises(FormatError, match=r"olmo_core\.distributed\.checkpoint\.filesystem\._StorageEnfo"):
-        load(path)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import lightning_shardckpt as ckpt
-from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -160,13 +159,6 @@ def test_safetensors_are_taken_before_older_files_and_not_replaced_by_them(tmp_p
         opened(tmp_path)
 
 
-def test_a_place_with_two_versions_of_the_weights_is_refused(tmp_path: Path) -> None:
-    in_two(tmp_path, "safetensors", safe)
-    safe(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=r"versions of the weights: model.safetensors, and the files of .*index.json"):
-        opened(tmp_path)
-
-
 def test_tensors_of_any_strides_are_read(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     state = {"turned": base.t(), "overlaps": base[1:3], "every": base[:, ::2], "whole": base}
@@ -274,8 +266,3 @@ def test_a_hostile_index_is_one_clear_error(index: Any, words: str, tmp_path: Pa
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ShardCkptError, match=words):
         opened(tmp_path)
-
-
-def test_the_whole_of_foreign_weights_is_read_by_one_process(tmp_path: Path) -> None:
-    in_two(tmp_path, "safetensors", safe)
-    assert equal(checkpoint.load_full(str(tmp_path))["state_dict"], TENSORS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 
 import lightning_shardckpt
 from lightning_shardckpt.consolidate import consolidate
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
@@ -113,43 +112,3 @@ def test_a_file_of_a_checkpoint_is_not_taken_for_the_whole(tmp_path: Path) -> No
                     door(str(file))
     save_file({"weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
     assert lightning_shardckpt.metadata(tmp_path / "model.safetensors").tensors.keys() == {"weight"}
-
-
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943\nsize 12345\n"
-
-
-def hub_directory(folder: Path) -> Path:
-    shards = {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"}
-    save_file({"weight": torch.ones(2, 4)}, folder / shards["weight"])
-    (folder / shards["bias"]).write_bytes(POINTER)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    return folder
-
-
-def own_checkpoint(folder: Path, name: str) -> Path:
-    lightning_shardckpt.save(folder / "a.ckpt", {"model": torch.nn.Linear(4, 2)})
-    (folder / "a.ckpt" / name).write_bytes(POINTER)
-    return folder / "a.ckpt"
-
-
-def single_file(folder: Path, name: str) -> Path:
-    (folder / name).write_bytes(POINTER)
-    return folder / name
-
-
-POINTERS: dict[str, Callable[[Path], Path]] = {
-    "model.safetensors": lambda folder: single_file(folder, "model.safetensors"),
-    "model.pt": lambda folder: single_file(folder, "model.pt"),
-    ".metadata": lambda folder: single_file(folder, ".metadata").parent,
-    "a shard of Hugging Face": hub_directory,
-    "the root index": lambda folder: own_checkpoint(folder, ROOT_NAME),
-    "a shard file": lambda folder: own_checkpoint(folder, "model-dist-00000-shard-00001.safetensors"),
-    "an index": lambda folder: own_checkpoint(folder, "model-meta-dist-00000.index.json"),
-}
-
-
-@pytest.mark.parametrize("kind", POINTERS)
-def test_a_pointer_of_git_lfs_is_named_as_such(kind: str, tmp_path: Path) -> None:
-    path = POINTERS[kind](tmp_path)
-    with pytest.raises(FormatError, match="a pointer of Git LFS, not the file itself"):
-        FUNCTIONS["load"](str(path))

@@ -9,7 +9,7 @@ import torch
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt.errors import CorruptionError
-from lightning_shardckpt.sources.reading import ReadTarget, plan_reads, read_targets
+from lightning_shardckpt.sources.reading import ReadTarget, read_targets
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -30,19 +30,6 @@ def targets(source: Source, dtype: torch.dtype | None = None) -> dict[str, ReadT
         kind = dtype if dtype is not None and like.is_floating_point() else like.dtype
         found[key.removeprefix("model/")] = ReadTarget("model", key, torch.zeros(like.shape, dtype=kind))
     return found
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
-def test_files_that_are_deleted_after_the_plan_are_read(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    source = saved(tmp_path / "a.ckpt")
-    filled = targets(source, dtype)
-    read = plan_reads(source, filled.values())
-    for file in (tmp_path / "a.ckpt").iterdir():
-        file.unlink()
-    read()
-    source.close()
-    for name, target in filled.items():
-        assert torch.equal(target.tensor, STATE[name].to(target.tensor.dtype))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])

@@ -53,31 +53,6 @@ def test_a_module_without_transformers_writes_no_such_document(tmp_path: Path) -
         saved(Wrapped(nn.Linear(2, 2)), tmp_path / "a.ckpt")
 
 
-def test_a_changed_config_is_seen() -> None:
-    module, known = Wrapped(llama()), HuggingFace()
-    known.document(module)
-    module.model.config.rms_norm_eps = 0.5
-    found, _ = known.document(module)
-    assert found is not None
-    assert json.loads(found["models"][0]["files"]["config.json"])["rms_norm_eps"] == 0.5
-
-
-def test_the_code_of_a_custom_model_is_said_once_to_be_missing() -> None:
-    from tests.support.custom_model import CustomConfig, CustomModel
-
-    module, known = Wrapped(CustomModel(CustomConfig(width=8))), HuggingFace()
-    expected = "the code of CustomModel is not in the checkpoint: load an export by its from_pretrained"
-    assert [known.document(module)[1] for _ in range(2)] == [(expected,), ()]
-
-
-def test_a_config_of_more_values_than_json_may_have_is_left_out(tmp_path: Path) -> None:
-    module = Wrapped(llama())
-    module.model.config.to_json_string = lambda: json.dumps({"a": "," * (1 << 22)})
-    with pytest.warns(UserWarning, match="more than 2097152 values"), pytest.raises(KeyError):
-        saved(module, tmp_path / "a.ckpt")
-    assert verify(tmp_path / "a.ckpt").findings == ()
-
-
 def test_a_config_that_raises_does_not_fail_a_save(tmp_path: Path) -> None:
     module = Wrapped(llama())
     module.model.config.to_json_string = lambda: 1 / 0
