@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
@@ -23,7 +23,6 @@ from lightning_shardckpt.sources import hugging_face
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
-from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.transfer.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -235,6 +234,35 @@ def open_checkpoint(
 
 _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 
+# (pattern of a name in a folder, what the folder is and the remedy); the first match counts.
+_UNREADABLE = (
+    (
+        r"zero_to_fp32\.py|global_step\d+|(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",
+        "is a checkpoint of DeepSpeed, not of lightning-shardckpt; convert it with the script in it, "
+        "`python zero_to_fp32.py . OUTPUT --safe_serialization`, and load OUTPUT",
+    ),
+    (
+        r"latest_checkpointed_iteration\.txt|iter_\d{7}",
+        "is a checkpoint of Megatron-LM; convert it to a Hugging Face model directory with Megatron's tools",
+    ),
+    (
+        r"(pytorch_optim\.bin|optimizer\.safetensors)\.index(\..+)?\.json",
+        "is an optimizer of ColossalAI's Booster, whose weights are read: load the model's directory, and begin with a "
+        "new optimizer",
+    ),
+    (
+        r"__\d+_\d+\.distcp",
+        "is an unfinished save of torch.distributed.checkpoint, which TorchTitan and others use: it has no .metadata; "
+        "load an earlier checkpoint",
+    ),
+    (r"step-\d+", "holds folders of steps, as TorchTitan makes; give the path of one of them"),
+    (
+        r".+\.safetensors|pytorch_model.*\.bin",
+        "holds files of weights without the index that says which tensor is in which; put it there (Hugging Face's is "
+        "model.safetensors.index.json), or give the path of one file",
+    ),
+)
+
 
 def describe_path(path: str | os.PathLike[str]) -> str | None:
     """Return a sentence about the content of a path without a checkpoint of this package; None if it is unknown."""
@@ -247,8 +275,12 @@ def describe_path(path: str | os.PathLike[str]) -> str | None:
         return f"{str(path)!r} is the rest of an unfinished save: it has no {ROOT_NAME}, so it cannot be trusted"
     if not path.is_dir() or (path / ROOT_NAME).exists():
         return None
-    program = _describe_other_program(os.listdir(path))
-    return None if program is None else f"{str(path)!r} {program}"
+    if readable := next((one for one in FORMATS if one.matches(str(path))), None):
+        remedy = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
+        return f"{str(path)!r} is {readable.name}, not of lightning-shardckpt; {remedy}"
+    names = sorted(os.listdir(path))
+    known = (text for pattern, text in _UNREADABLE if any(re.fullmatch(pattern, name) for name in names))
+    return next((f"{str(path)!r} {text}" for text in known), None)
 
 
 def _is_unfinished(path: Path) -> bool:
@@ -289,68 +321,3 @@ def _beside(path: Path) -> list[Path]:
     except OSError:  # it does not exist, is a file, or may not be read
         return []
     return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=_SUGGESTED, cutoff=0.6)]
-
-
-# ── other programs ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_READ = "`trainer.fit(ckpt_path=…)`, `load` and `python -m lightning_shardckpt consolidate` read it"
-_STEP = re.compile(r"step-\d+")
-_WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
-
-# (pattern of a name in the folder, description of the folder, remedy); the first match counts.
-_PROGRAMS = (
-    (r"meta\.pt", "a sharded checkpoint of Lightning's FSDPStrategy or ModelParallelStrategy", _READ),
-    (r"\.metadata", "a checkpoint of torch.distributed.checkpoint", _READ),
-    (
-        r"(model\.safetensors|pytorch_model\.bin)(\.index(\..+)?\.json)?",
-        "a Hugging Face model directory",
-        "`ShardedStrategy(pretrained=…)` and `load` read it",
-    ),
-    (
-        r"zero_to_fp32\.py|global_step\d+|(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",
-        "a checkpoint of DeepSpeed",
-        "convert it with the script in it, `python zero_to_fp32.py . OUTPUT --safe_serialization`, and load OUTPUT",
-    ),
-    (
-        r"latest_checkpointed_iteration\.txt|iter_\d{7}",
-        "a checkpoint of Megatron-LM",
-        "convert it to a Hugging Face model directory with Megatron's tools",
-    ),
-    (
-        r"(pytorch_optim\.bin|optimizer\.safetensors)\.index(\..+)?\.json",
-        "an optimizer of ColossalAI's Booster",
-        "Booster's weights are read: load the model's directory, and begin with a new optimizer",
-    ),
-    (
-        r"__\d+_\d+\.distcp",
-        "an unfinished save of torch.distributed.checkpoint, which TorchTitan and others use: it has no .metadata",
-        "load an earlier checkpoint",
-    ),
-)
-
-
-def _describe_other_program(names: Iterable[str]) -> str | None:
-    """Return a predicate that describes a folder of another program and the remedy, or None if it is not recognized.
-
-    Args:
-        names: the names of the entries of the folder; files further below may be included, relative to it.
-
-    >>> _describe_other_program(["step-9", "step-10/.metadata"])
-    'holds 2 folders of steps, as TorchTitan makes; give the path of one of them'
-    >>> _describe_other_program(["notes.txt"])
-    """
-    entries = sorted({name.partition("/")[0] for name in names if not is_part(name)})
-    for pattern, description, remedy in _PROGRAMS:
-        if any(re.fullmatch(pattern, name) for name in entries):
-            return f"is {description}, not of lightning-shardckpt; {remedy}"
-    if steps := list(filter(_STEP.fullmatch, entries)):
-        return f"holds {count_text(len(steps), 'folder')} of steps, as TorchTitan makes; give the path of one of them"
-    weights = list(filter(_WEIGHTS.fullmatch, entries))
-    if len(weights) == 1:
-        return f"holds {weights[0]!r}, but no checkpoint of lightning-shardckpt; give the path of that file"
-    if weights:
-        return (
-            f"holds {len(weights)} files of weights, {weights[0]!r} …, without the index that says which tensor is in "
-            "which; put it there (Hugging Face's is model.safetensors.index.json), or give the path of one file"
-        )
-    return None
