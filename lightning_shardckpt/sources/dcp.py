@@ -21,8 +21,8 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -277,11 +277,7 @@ class _Stored:
     def value(self, key: str) -> Any:
         """Return an entry as a Python value; a tensor must have a single chunk."""
         if key in self._values:
-            archive = self._values[key]
-            if archive.nbytes > _SMALL_BYTES:
-                return _load(self._reader, archive)
-            with _errors_of_torch(archive):
-                return deepcopy(_load_small(_read(self._reader, archive)))
+            return _load(self._reader, self._values[key])
         tensor = self.tensors[key]
         if not bytes_in(tensor.shape, tensor.dtype):
             return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
@@ -401,31 +397,23 @@ class _ArchiveFile(io.RawIOBase):
         return len(memory)
 
 
-def _read(reader: Reader, archive: Archive) -> bytes:
-    return _ArchiveFile(reader, archive).readall()
-
-
 def _load(reader: Reader, archive: Archive, *, weights_only: bool = True) -> Any:
     """Return the content of an archive. Raises a FormatError that names file and bytes, if ``torch.load`` fails."""
-    with _errors_of_torch(archive):
-        return torch.load(io.BufferedReader(_ArchiveFile(reader, archive)), "cpu", weights_only=weights_only)
-
-
-@lru_cache(maxsize=1024)
-def _load_small(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), "cpu", weights_only=True)
-
-
-@contextmanager
-def _errors_of_torch(archive: Archive) -> Iterator[None]:
-    """Turn errors of ``torch.load`` into a FormatError that names file and bytes."""
+    file = _ArchiveFile(reader, archive)
     try:
-        yield
+        if archive.nbytes <= _SMALL_BYTES and weights_only:
+            return deepcopy(_load_small(file.readall()))
+        return torch.load(io.BufferedReader(file), "cpu", weights_only=weights_only)
     except (MemoryError, FormatError, CorruptionError):
         raise
     except Exception as error:  # torch raises a dozen kinds
         reason = shown(str(error).partition("\n")[0] or type(error).__name__)
         raise FormatError(f"file {archive}: torch.load does not read it: {reason}") from None
+
+
+@lru_cache(maxsize=1024)
+def _load_small(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), "cpu", weights_only=True)
 
 
 # ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -440,8 +428,8 @@ def _read_metadata(reader: LocalReader) -> Metadata:
         FormatError: for a name that is not in the allow-list, or another content.
         Exception: one of ``_MALFORMED``, for an opcode that torch does not use, or a malformed pickle.
     """
-    content = _read(reader, Archive(DCP_NAME, 0, reader.size(DCP_NAME)))
-    stored = _Unpickler(io.BytesIO(content)).load()
+    file = _ArchiveFile(reader, Archive(DCP_NAME, 0, reader.size(DCP_NAME)))
+    stored = _Unpickler(io.BytesIO(file.readall())).load()
     if not isinstance(stored, Metadata):
         raise FormatError(f"{shown(stored)} where a Metadata is expected")
     return stored
