@@ -98,13 +98,7 @@ def consolidate(
         overwrite=overwrite,
     )
     drain_all()
-    try:
-        return write_export(checkpoint_folder, output_file, options, storage_options=storage_options)
-    except FileExistsError as error:
-        distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
-            error.add_note("If all ranks call this, let one of them: it needs no other rank.")
-        raise
+    return write_export(checkpoint_folder, output_file, options, storage_options=storage_options)
 
 
 def export_adapters(

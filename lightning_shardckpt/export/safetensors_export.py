@@ -239,12 +239,12 @@ def export_beside(path: str, storage: Storage) -> list[str]:
             export = plan_safetensors(stored, Options(format="huggingface"))
         except ValueError as error:
             raise StateError(str(error)) from None
-        new_folder, open_files = _directory(path, check_current), 64
-        if isinstance(store, RemoteStorage):  # an object takes space on the local disk until it is uploaded
-            new_folder, open_files = _objects(store, path, check_current), 1
+        new_folder = _directory(path, check_current)
+        if isinstance(store, RemoteStorage):
+            new_folder = _objects(store, path, check_current)
         try:
             with new_folder as create:
-                write(stored, export, create, open_files=open_files)
+                write(stored, export, create)
         except FileNotFoundError:
             check_current()
             raise

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -174,7 +173,6 @@ def write(
     create: NewFile,
     advance: Callable[[int], Any] = lambda nbytes: None,
     *,
-    open_files: int = 64,
     tuning: Tuning = TUNING,
 ) -> None:
     """Write all files of an export; the one that completes it is written last.
@@ -184,7 +182,6 @@ def write(
         export: the plan.
         create: creates a file.
         advance: called with the number of bytes that were written.
-        open_files: at a time; the usual limit of a process is 1,024.
         tuning: buffer sizes and the number of threads.
 
     Raises:
@@ -193,13 +190,9 @@ def write(
     """
     for name in export.documents.keys() & {file.name for file in export.files}:
         raise FormatError(f"two files would be called {name!r}")
-    for first in range(0, len(export.files), open_files):
-        with ExitStack() as stack:
-            batch = export.files[first : first + open_files]
-            files = [stack.enter_context(create(file.name)) for file in batch]
-            begun = ((number, file.begin(files[number])) for number, file in enumerate(batch))
-            regions = [replace(region, file=number) for number, every in begun for region in every]
-            fill(files, regions, stored, advance, tuning=tuning)
+    for planned in export.files:
+        with create(planned.name) as file:
+            fill(file, [*planned.begin(file)], stored, advance, tuning=tuning)
     for name in sorted(export.documents, key=lambda name: (name in _WRITTEN_LAST, name.endswith(_WRITTEN_LAST))):
         with create(name) as file:
             write_at(file, memoryview(export.documents[name]), 0)

@@ -67,12 +67,10 @@ def _status(command: Command) -> int:
     except BrokenPipeError:  # such as `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer would fail at exit
         return 1
-    except (ShardCkptError, OSError, ValueError) as error:
+    except (ShardCkptError, OSError, ValueError, ImportError) as error:  # such as an unsupported torch
         return _fail(command, str(error))
     except KeyboardInterrupt:
         return 130
-    except ImportError as error:  # such as a missing or unsupported torch
-        return _fail(command, f"{type(error).__name__}: {error}")
     except Exception as error:  # the libraries that read URLs raise classes of their own
         if not any(isinstance(value, str) and is_url(value) for value in vars(command.arguments).values()):
             raise

@@ -1,4 +1,4 @@
-"""Fill files with stored tensors in several threads; all offsets are known before a byte is read.
+"""Fill a file with stored tensors in several threads; all offsets are known before a byte is read.
 
 A large tensor is read, verified, converted and written window by window; small ones that follow one another in a file
 are read and written together, with what lies between them in the file. No torch.
@@ -36,13 +36,12 @@ class DtypeConversion:
 class Region:
     """``nbytes`` bytes of a file from ``begin`` on. ``content``: the bytes, or (component, key) of a stored tensor.
 
-    ``box`` is a part of the tensor; ``file`` is the number of the file.
+    ``box`` is a part of the tensor.
     """
 
     begin: int
     nbytes: int
     content: memoryview | tuple[str, str]
-    file: int = 0
     conversion: DtypeConversion | None = None
     box: Box | None = None
 
@@ -58,7 +57,6 @@ class _Window(NamedTuple):
     ``counted`` bytes of regions are reported. The others, between small regions, are in the file already.
     """
 
-    file: int
     begin: int
     counted: int
     nbytes: int = 0
@@ -68,17 +66,17 @@ class _Window(NamedTuple):
 
 
 def fill(
-    file: int | Sequence[int],
+    file: int,
     regions: Sequence[Region],
     tensors: StoredTensors,
     advance: Callable[[int], Any],
     *,
     tuning: Tuning = TUNING,
 ) -> None:
-    """Write the regions, which ascend in each file. Nothing is synced.
+    """Write the regions, which ascend in the file. Nothing is synced.
 
     Args:
-        file: the descriptor of a file, or of several, to which the regions refer by number.
+        file: the descriptor of the file.
         regions: the regions.
         tensors: the source of the tensors' bytes; not used by other threads meanwhile.
         advance: called with the number of bytes of regions that were written, by one thread at a time.
@@ -87,10 +85,9 @@ def fill(
     Raises:
         CorruptionError: naming file, tensor and rank. The first error of any thread is raised after all have ended.
     """
-    files = tuple(file) if isinstance(file, Sequence) else (file,)
     # a block that two windows share is read for both: of an object store, where that costs, larger windows read less
     window_bytes = tuning.fill_window_bytes * (4 if tensors.reader.high_latency else 1)
-    written_bytes = [0] * len(files)
+    written_bytes = 0
     writing = threading.Lock()  # the kernel lets one thread at a time write to a file; others would spin
 
     @contextmanager
@@ -99,13 +96,14 @@ def fill(
         source = ShardReader(tensors.path, tensors.reader)
 
         def fill_window(window: _Window) -> None:
-            data = _content(source, window, files[window.file], memory)
+            nonlocal written_bytes
+            data = _content(source, window, file, memory)
             with writing:
-                write_at(files[window.file], data, window.begin)
-                written_bytes[window.file] += len(data)
-                if written_bytes[window.file] >= tuning.writeback_bytes:
-                    begin_writeback(files[window.file])
-                    written_bytes[window.file] = 0
+                write_at(file, data, window.begin)
+                written_bytes += len(data)
+                if written_bytes >= tuning.writeback_bytes:
+                    begin_writeback(file)
+                    written_bytes = 0
                 advance(window.counted)
 
         yield fill_window
@@ -122,19 +120,19 @@ def _windows(regions: Sequence[Region], tensors: StoredTensors, window_bytes: in
     for region in regions:
         is_whole = region.conversion is None and region.box is None and not isinstance(region.content, memoryview)
         is_small = is_whole and region.nbytes <= window_bytes
-        is_near = small and region.file == small[0].file and region.end - small[0].begin <= window_bytes
+        is_near = small and region.end - small[0].begin <= window_bytes
         if small and not (is_small and is_near):  # never across another region, which another thread writes
             yield _join(small, tensors)
             small = []
         if is_small:
             small.append(region)
         elif isinstance(region.content, memoryview):
-            yield _Window(region.file, region.begin, region.nbytes, data=region.content)
+            yield _Window(region.begin, region.nbytes, data=region.content)
         else:
             begin, conversion = region.begin, region.conversion
             for nbytes, requests in plan_windows(tensors, *region.content, region.box, window_bytes):
                 written = nbytes if conversion is None else nbytes // conversion.stored * conversion.written
-                yield _Window(region.file, begin, written, nbytes, requests, conversion)
+                yield _Window(begin, written, nbytes, requests, conversion)
                 begin += written
     if small:
         yield _join(small, tensors)
@@ -150,7 +148,7 @@ def _join(regions: Sequence[Region], tensors: StoredTensors) -> _Window:
             at = request.runs.at + region.begin - begin
             requests.append(request._replace(runs=request.runs._replace(at=at)))
     counted = sum(region.nbytes for region in regions)
-    return _Window(regions[0].file, begin, counted, regions[-1].end - begin, requests)
+    return _Window(begin, counted, regions[-1].end - begin, requests)
 
 
 @lru_cache(maxsize=1024)

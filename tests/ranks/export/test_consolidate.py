@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import zipfile
 from contextlib import chdir
 from pathlib import Path
@@ -255,14 +253,6 @@ def test_an_error_of_what_is_behind_a_url_is_a_message(copy: Path, capsys: pytes
     assert "is empty" in capsys.readouterr().err
 
 
-def test_the_command_works_without_stdout(copy: Path) -> None:
-    options = f"--format safetensors --key_mapping '[.]complex128$=null' --output_file {copy.parent}/a.safetensors"
-    command = f"{sys.executable} -m lightning_shardckpt.consolidate {copy} {options} >&-"
-    done = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert load_file(copy.parent / "a.safetensors").keys() < zoo.whole_tensors().keys()
-
-
 # ── several threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -315,19 +305,3 @@ def test_short_writes_are_continued(saved: Path, tmp_path: Path, monkeypatch: py
 
 
 # ── cost ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def by_every_rank(checkpoint: str, output: str) -> list[str] | None:
-    try:
-        consolidate(checkpoint, output)
-    except FileExistsError as error:
-        return error.__notes__
-    return None
-
-
-def test_a_file_that_all_ranks_write_is_there_once_and_the_others_are_told_what_to_do(
-    saved: Path, tmp_path: Path
-) -> None:
-    found = run_ranks(2, by_every_rank, str(saved), str(tmp_path / "out.pt"))
-    assert sorted(found, key=bool) == [None, ["If all ranks call this, let one of them: it needs no other rank."]]
-    assert torch.load(tmp_path / "out.pt")["state_dict"]

@@ -257,16 +257,6 @@ def test_the_other_name_of_a_tied_tensor_can_be_taken_alone(saved: Path, tmp_pat
     assert wrong(load_file(file), {"tied.float64": zoo.whole_tensors()["rows.float64"]}) == []
 
 
-def test_names_can_be_swapped_by_a_mapping(saved: Path, tmp_path: Path) -> None:
-    pairs = {"rows.few": "columns.large", "columns.large": "rows.few"}
-    tensors = zoo.whole_tensors()
-    expected = {"rows.few": tensors["columns.large"], "columns.large": tensors["rows.few"]}
-    others = {r"^(?!rows\.few$|columns\.large$)": None}
-    expressions = {r"^rows\.few$": "columns.large", r"^columns\.large$": "rows.few", **others}
-    for name, mapping in (("a.safetensors", {**pairs, "^": None}), ("b.safetensors", expressions)):
-        assert wrong(load_file(consolidate(saved, tmp_path / name, key_mapping=mapping)), expected) == []
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

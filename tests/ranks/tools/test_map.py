@@ -29,7 +29,7 @@ from lightning_shardckpt.format.index import (
     rank_index_name,
     root_to_json,
 )
-from lightning_shardckpt.format.layout import REPLICATED, Axis, DimShard, Layout, parts_of_rank
+from lightning_shardckpt.format.layout import REPLICATED, DimShard, parts_of_rank
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -210,32 +210,6 @@ def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
 def test_the_page_needs_nothing_else(page: Page) -> None:
     assert not page.attributes & {"src", "href", "action", "srcset"} and "default-src 'none'" in page.text
     assert not re.search(r"://|@import|url\(", page.text)
-
-
-def large(ranks: tuple[int, int, int], layers: int) -> RootIndex:
-    """A transformer of 9 tensors per layer on replicate × shard × tensor, with the state of Adam."""
-    world = prod(ranks)
-    axes = tuple(Axis(n, size, prod(ranks[i + 1 :])) for i, (n, size) in enumerate(zip("rst", ranks, strict=True)))
-    columns, rows = Layout(axes, (DimShard(2, 0), DimShard(1, 0))), Layout(axes, (DimShard(1, 0), DimShard(2, 1)))
-    shapes = {"norm1": (4096,), "q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
-    shapes |= {"norm2": (4096,), "gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
-    layout = {1: Layout(axes[:2], (DimShard(1, 0),)), 2: columns}
-    found: dict[str, dict[str, TensorSpec]] = {"model": {}, "optimizer": {}}
-    for i in range(layers):
-        for name, shape in shapes.items():
-            spec = TensorSpec("BF16", shape, rows if name in ("o", "down") else layout[len(shape)], ((0, world),))
-            found["model"][f"model.layers.{i}.{name}.weight"] = spec
-            for moment in ("exp_avg", "exp_avg_sq"):
-                found["optimizer"][f"0/model.layers.{i}.{name}.weight/{moment}"] = spec
-    return RootIndex("0" * 32, world, {n: component(t, world) for n, t in found.items()}, {})
-
-
-def test_a_thousand_tensors_on_a_thousand_ranks_are_a_small_page(tmp_path: Path) -> None:
-    path = root_only(tmp_path / "large.ckpt", large((2, 64, 8), 38))
-    file = write_map(path, tmp_path / "large.html")
-    found = Page(file, path).about
-    assert sum(len(c["tensors"]) for c in found["components"]) > 1000 and found["world"] == 1024
-    assert file.stat().st_size < 170_000
 
 
 def test_the_command_writes_or_replaces_a_page_but_never_inside_a_checkpoint(

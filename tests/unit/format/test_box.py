@@ -82,19 +82,3 @@ def test_uncovered_accepts_every_guillotine_cut() -> None:
             found += [Box(box.start, tuple(stop)), Box(tuple(start), box.stop)]
         assert find_cover_error((6, 5, 4), found) is None
         assert "overlap" in str(find_cover_error((6, 5, 4), [*found, next(b for b in found if b.numel)]))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_cut_along_any_one_dim_is_checked_without_comparing_all_pairs(dim: int) -> None:
-    calls, count = 0, 2000
-
-    class Counted(Box):
-        def intersect(self, other: Box) -> Box | None:
-            nonlocal calls
-            calls += 1
-            return super().intersect(other)
-
-    corners = [(2 * i, 0) if dim == 0 else (0, 2 * i) for i in range(count)]
-    parts = [Counted((a, b), (a + 2, b + 2)) for a, b in corners]
-    assert find_cover_error((2 * count, 2) if dim == 0 else (2, 2 * count), parts) is None
-    assert calls < count
