@@ -506,8 +506,8 @@ MUTATIONS = (
         "gradients of replicas are not reduced",
         STEP,
         "parallel/sharding/gradient_sync.py",
-        "        if not self.accumulates:\n            self.reduce()",
-        "        if not self.accumulates:\n            pass",
+        "        if not self._accumulates:\n            self._reduce_replicated()",
+        "        if not self._accumulates:\n            pass",
         ("ranks/parallel/test_replicas.py",),
     ),
     Mutation(

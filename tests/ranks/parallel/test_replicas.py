@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.gradient_sync import Reduction, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
+from lightning_shardckpt.parallel.sharding.mesh import build_meshes, resolve_topology
 from tests.support.pool import run_each, run_ranks
 
 WIDTH, LAYERS = 8, 6
@@ -59,12 +60,10 @@ def _counted() -> Iterator[list[tuple[torch.dtype, int]]]:
         dist.all_reduce = all_reduce
 
 
-def _watch(net: nn.Module, dtype: torch.dtype | None = None) -> ReplicatedGradients:
-    group = dist.group.WORLD
-    assert group is not None
-    made = ReplicatedGradients(Reduction(group, 1 / dist.get_world_size(), dtype))
-    made.add(net.parameters())
-    return made
+def _watch(net: nn.Module, dtype: torch.dtype | None = None) -> GradientSync:
+    world = dist.get_world_size()
+    meshes = build_meshes(resolve_topology(world, replicate=world), "cpu")
+    return GradientSync(net, meshes, torch.device("cpu"), reduce_dtype=dtype)
 
 
 def _batch(rank: int, step: int = 0) -> Tensor:

@@ -19,7 +19,8 @@ from lightning_shardckpt.parallel.pipeline.absent_parameters import (
     register_placeholders,
 )
 from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
-from lightning_shardckpt.parallel.sharding.gradient_sync import Reduction, ReplicatedGradients
+from lightning_shardckpt.parallel.sharding.gradient_sync import GradientSync
+from lightning_shardckpt.parallel.sharding.mesh import build_meshes, resolve_topology
 from tests.support.pool import RankFailure, run_ranks
 
 
@@ -122,23 +123,22 @@ def test_what_needs_values_of_other_stages_is_refused_by_name(use: str, stage: n
 def reduce_with(hook: Callable[[torch.Tensor], Any] | None) -> torch.Tensor:
     """The gradient of a parameter that is averaged over replicas, after a backward in a pipeline."""
     net = nn.Linear(2, 1, bias=False)
-    kept = ReplicatedGradients(Reduction(dist.group.WORLD, 0.5))  # type: ignore[arg-type]
-    kept.add([net.weight])
+    meshes = build_meshes(resolve_topology(2, replicate=2), "cpu")
+    kept = GradientSync(net, meshes, torch.device("cpu"))
     if hook is not None:
         net.weight.register_hook(hook)
     absent = AbsentParameters([("weight", net.weight, None)], dist.group.WORLD)  # type: ignore[arg-type]
     absent.check_hooks()
-    net(torch.ones(1, 2)).sum().backward()
+    net(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
     del kept
     assert net.weight.grad is not None
     return net.weight.grad
 
 
 def test_hooks_of_replicas_are_ours_and_those_of_users_are_refused() -> None:
-    (gradient,) = run_ranks(1, reduce_with, None)
-    assert gradient.tolist() == [[0.5, 0.5]]
+    assert [gradient.tolist() for gradient in run_ranks(2, reduce_with, None)] == [[[1.5, 1.5]]] * 2
     with pytest.raises(RankFailure, match="weight has a hook"):
-        run_ranks(1, reduce_with, torch.neg)
+        run_ranks(2, reduce_with, torch.neg)
 
 
 def test_an_optimizer_steps_with_what_is_here_and_shows_hooks_all(stage: nn.Module) -> None:
