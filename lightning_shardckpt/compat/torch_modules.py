@@ -161,13 +161,6 @@ def argument_hooks(module: nn.Module) -> frozenset[int]:
     return frozenset(module._forward_pre_hooks)
 
 
-def change_hooks(module: nn.Module, numbers: Container[int], change: Callable[[Any], Any]) -> None:
-    """Replace the forward and forward-pre hooks with these handle ids by the result of ``change``."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for number in [number for number in hooks if number in numbers]:
-            hooks[number] = change(hooks[number])
-
-
 def keep_hooks(module: nn.Module, kept: Container[int]) -> None:
     """Remove all hooks of a module except those with these handle ids.
 

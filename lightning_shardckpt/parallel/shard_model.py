@@ -43,7 +43,6 @@ from lightning_shardckpt.parallel.sharding.tensor_parallel import (
     Plan,
     TensorPlan,
     apply_plan,
-    record_planned_specs,
     resolve_plan,
 )
 from lightning_shardckpt.parallel.sharding.units import Unit, list_units, make_unit, refuse_nested_tensors
@@ -309,7 +308,6 @@ def _shard_parameters(
     shard_parameters(
         root, over, meshes.root, home, ignored=ignored, partial=partial, partial_group=group
     )
-    record_planned_specs(root)
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:

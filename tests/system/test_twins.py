@@ -192,7 +192,6 @@ NAMED = [
     ("fsdp2", "GoesBackInLayers", OF_ARGUMENTS),
     ("tp2", "PowerIterates", "the loss is a DTensor"),
     ("tp2", "LoadsByAssignment", "computes with a plain tensor beside a DTensor"),
-    ("tp2", "PicklesItself", "a module that tensor_parallel_plan shards can't be pickled"),
     *(("pp2", name, REFUSED_IN_PIPELINES[name]) for name in IN_PIPELINES),
 ]
 ELSEWHERE = [

@@ -8,10 +8,9 @@ names them, and ``gradient_sync`` sums them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_shardckpt.compat.dtensor import DTensorSpec, local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_modules import (
     argument_hooks,
-    change_hooks,
     child_slots,
     compiled_from,
     is_compiled,
@@ -32,14 +28,11 @@ from lightning_shardckpt.compat.torch_modules import (
     parameter_slots,
     result_hooks,
 )
-from lightning_shardckpt.compat.torch_tensors import without_torch_function
 from lightning_shardckpt.compat.transformers import own_tensor_parallel_plan
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn, matching_fqns
 from lightning_shardckpt.parallel.sharding.fqn import matching_base_modules, named_modules, suggest_names
 from lightning_shardckpt.parallel.sharding.plan_check import watch_plan
-from lightning_shardckpt.parallel.tensors.sharded import ShardedTensor
-from lightning_shardckpt.parallel.tensors.values import Scatter, sharding_of
 
 Style = str | ParallelStyle
 Plan = str | Mapping[str, Style] | Callable[..., Any]
@@ -181,27 +174,7 @@ def _apply_styles(
         except (NotImplementedError, KeyError) as error:  # a KeyError for parameters of modules inside a Linear
             raise _unfit(fqn, style, modules[fqn], error) from error
         hooks[modules[fqn]] = (result_hooks(modules[fqn]) | argument_hooks(modules[fqn])) - before
-        change_hooks(modules[fqn], hooks[modules[fqn]], _HookOfPlan)
     return hooks
-
-
-@dataclass(frozen=True, slots=True)
-class _HookOfPlan:
-    """A hook of ``parallelize_module``, which cannot be pickled."""
-
-    hook: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.hook(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _HookOfPlan:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise UnsupportedCodeError(
-            "a module that tensor_parallel_plan shards can't be pickled, because of its hooks. Pickle its "
-            "state_dict(), or build a module of its class and load a checkpoint."
-        )
 
 
 def _import(path: str) -> Callable[..., Any]:
@@ -450,41 +423,3 @@ class _DropoutOfColumns(nn.Module):
         (ranks, rank), width = module.__dict__["_shardckpt_columns"], x.shape[-1]
         noise = nn.functional.dropout(x.new_ones((*x.shape[:-1], ranks * width)), module.p, module.training)
         return x * noise.narrow(-1, rank * width, width)
-
-
-# ── whole weights in place of sharded ones ──────────────────────────────────────────────────────────────────────────
-
-# torch.func.functional_call replaces parameters by whole weights during a call. A module that a plan shards expects its
-# part, so whole weights are sharded when the module is called, through autograd.
-
-_planned: MutableMapping[nn.Module, dict[str, DTensorSpec]] = WeakIdKeyDictionary()
-"""The specs of the parameters that a plan has sharded, by module and name."""
-
-
-def record_planned_specs(root: nn.Module) -> None:
-    """Record how tensor parallelism has sharded the parameters of modules inside ``root``."""
-    for module in root.modules():
-        parameters: dict[str, Any] = dict(parameter_slots(module))
-        for name, parameter in parameters.items():
-            if isinstance(parameter, ShardedTensor) and (sharding := sharding_of(parameter)).model_mesh is not None:
-                spec = DTensorSpec(sharding.model_mesh, sharding.model, tensor_meta=spec_of(parameter).tensor_meta)
-                _planned.setdefault(module, {})[name] = spec
-
-
-@contextmanager
-def sharded_as_planned(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Inside, whole weights of these modules and names are replaced by weights that are sharded by the plan."""
-    before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for module, name in places if _planned else ():
-        slots, spec = parameter_slots(module), _planned.get(module, {}).get(name)
-        value = slots.get(name)
-        if spec is not None and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            before.append((slots, name, value))
-            with without_torch_function():
-                like = new_dtensor(local_tensor(value).new_empty(0), spec)
-                slots[name] = Scatter.apply(value, like)  # type: ignore[no-untyped-call]  # torch's
-    try:
-        yield
-    finally:
-        for slots, name, value in before:
-            slots[name] = value

@@ -63,7 +63,7 @@ from lightning_shardckpt.parallel.sharding.gathered_parameters import (
     views_of,
     was_data_read,
 )
-from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled, sharded_as_planned
+from lightning_shardckpt.parallel.sharding.tensor_parallel import refuse_compiled
 from lightning_shardckpt.parallel.tensors.gathered_weights import (
     LAYERS,
     CastWeight,
@@ -253,7 +253,7 @@ class UnitForward:
             saved = SavedParameters(name, leaves, wholes, regather)
         try:
             hooks = nullcontext() if saved is None else saved.hooks()
-            with sharded_as_planned(self._places), _put_in_place(slots, plain), cast_weights(cast), hooks:
+            with _put_in_place(slots, plain), cast_weights(cast), hooks:
                 set_frame_callback(compiler)
                 try:
                     outputs = forward()
