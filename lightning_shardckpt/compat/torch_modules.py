@@ -281,32 +281,20 @@ def _origins(functions: Any) -> Iterator[str]:
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-CopyCallback = Callable[[nn.Parameter, nn.Parameter], None]
-_copy_callbacks: list[CopyCallback] = []
-
-
-def on_deepcopy(callback: CopyCallback) -> Callable[[], None]:
-    """Call a function with each ``nn.Parameter`` that is deep-copied, and its copy; return the undo.
+def on_deepcopy(callback: Callable[[nn.Parameter, nn.Parameter], None]) -> Callable[[], None]:
+    """Call a function with each ``nn.Parameter`` that is deep-copied, and its copy; return the undo. One at a time.
 
     Relies on ``copy._deepcopy_dispatch``, which is looked up before a class's ``__deepcopy__``.
     """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]  # private
 
-    def undo() -> None:
-        _copy_callbacks.remove(callback)
-        if not _copy_callbacks:
-            del dispatch[nn.Parameter]
-
-    _copy_callbacks.append(callback)
-    dispatch[nn.Parameter] = _copy_parameter
-    return undo
-
-
-def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
-    for callback in _copy_callbacks:
+    def copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
         callback(parameter, copied)
-    return copied
+        return copied
+
+    dispatch[nn.Parameter] = copy_parameter
+    return lambda: dispatch.pop(nn.Parameter)
 
 
 # ── torch.compile ─────────────────────────────────────────────────────────────────────────────────────────────────────

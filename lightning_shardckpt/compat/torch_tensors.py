@@ -160,11 +160,6 @@ def written_arguments(func: Overload, args: Sequence[Any], kwargs: Mapping[str, 
     ]
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return an id of a storage, also on the meta device; unique while the storage is weakly referenced."""
-    return int(storage._cdata)
-
-
 # ── files of torch.save ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

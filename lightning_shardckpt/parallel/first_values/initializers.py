@@ -35,10 +35,10 @@ from lightning_shardckpt.compat.transformers import (
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.first_values.meta_tensors import MetaTensors
 from lightning_shardckpt.parallel.first_values.one_rank import (
     Build,
     CopySlice,
+    MetaTensors,
     Place,
     fill,
     find_parameter,
@@ -182,7 +182,6 @@ def plan(root: nn.Module, build: Build, loaded: Collection[str], restores: Calla
     for module in root.modules():
         found._tree += [(s, dict(s)) for s in (parameter_slots(module), buffer_slots(module), child_slots(module))]
     calls = _rehearse(found, list(_calls(root, {place.module for place in wanted})))
-    calls = _drop_unused(calls, found, build.tensors)
     problems = _problems(root, found, calls, build.tensors)
     problems += [(place, f"{place}, which no method fills") for place in in_containers]
     state = {clean_fqn(name) for name in root.state_dict()} if problems else set()
@@ -261,16 +260,6 @@ def _rehearse(found: Plan, calls: list[_Call]) -> list[_Call]:
                     call.touched.add(number)
                     found._put({number: made[number]})
     return [call for call in calls if call.writes]
-
-
-def _drop_unused(calls: list[_Call], found: Plan, counted: MetaTensors) -> list[_Call]:
-    """Leave out ``_init_weights`` that the code that built the module did not apply, by the number of its writes."""
-
-    def applied(number: int) -> bool:
-        built = counted.writes(found._wanted[number][0].tensor)
-        return built is None or built >= sum(other.writes.get(number, 0) for other in calls)
-
-    return [call for call in calls if call.kind != "around" or any(map(applied, call.writes))]
 
 
 def _problems(root: nn.Module, found: Plan, calls: list[_Call], counted: MetaTensors) -> list[tuple[Place, str]]:

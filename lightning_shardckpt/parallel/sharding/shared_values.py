@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from lightning_shardckpt.compat.torch_distributed import all_gather_single
@@ -179,24 +180,12 @@ class _AllGather(torch.autograd.Function):
         return parts
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _ReduceScatter.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Sums the stacked parts of all ranks, and returns this rank's part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        refuse_batched(parts)
-        total = parts.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllGather.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]  # torch's
+        refuse_batched(gradient)
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()].clone(), None
 
 
 def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:

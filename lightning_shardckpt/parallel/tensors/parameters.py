@@ -25,9 +25,9 @@ from lightning_shardckpt.compat.torch_tensors import (
     dispatches,
     gradient_hooks,
     mark_as_parameter,
+    memory_id,
     set_accumulation_hooks,
     set_gradient_hooks,
-    storage_id,
 )
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.tensors.gather import PARTIAL
@@ -201,7 +201,7 @@ def _memory(tensor: Tensor) -> int | None:
     """Return an id of the memory of a tensor, if it has some."""
     if dispatches(type(tensor)) or tensor.layout is not torch.strided or isinstance(tensor, _WITHOUT_SHAPE):
         return None
-    return storage_id(tensor.untyped_storage()) if tensor.numel() else None
+    return memory_id(tensor) if tensor.numel() else None
 
 
 def follow_parameters(root: nn.Module, replaced: Mapping[nn.Parameter, Tensor]) -> None:

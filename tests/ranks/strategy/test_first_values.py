@@ -574,15 +574,13 @@ def begin_repeated() -> dict[str, Any]:
     return found
 
 
-TIMES = {"orthogonal": (3, 2), "data": (3, 2), "view": (3, 2), "unrepeated": (2, 1)}
+TIMES = {"nothing": (1, 2), "orthogonal": (3, 2), "data": (3, 2), "view": (3, 2), "unrepeated": (2, 1)}
 
 
 def test_an_initialisation_on_the_meta_device_that_no_method_repeats_is_refused() -> None:
     for found in run_ranks(2, begin_repeated):
         std, bias = found["apply"]
         assert 0.018 < std < 0.022 and bias == 0
-        std, bias = found["nothing"]
-        assert 0.065 < std < 0.08 and bias > 0  # of Linear: uniform within 1/8
         for name, (times, repeated) in TIMES.items():
             text = f"which was changed {times} times while it was built, and is changed {repeated} times by methods"
             assert f"  head.weight  parameter of Linear, {text}" in found[name]

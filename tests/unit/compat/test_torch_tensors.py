@@ -28,7 +28,6 @@ from lightning_shardckpt.compat.torch_tensors import (
     set_accumulation_hooks,
     set_gradient_hooks,
     shares_memory,
-    storage_id,
     storage_uses,
     version_of,
     viewed_tensor,
@@ -243,10 +242,3 @@ def test_only_subclasses_with_a_dispatch_of_their_own_do() -> None:
         pass
 
     assert [dispatches(kind) for kind in (Tensor, nn.Parameter, Renamed, DTensor)] == [False, False, False, True]
-
-
-def test_tensors_over_one_storage_share_its_id_on_the_cpu_and_on_meta() -> None:
-    for device in ("cpu", "meta"):
-        whole, other = torch.empty(4, device=device), torch.empty(4, device=device)
-        ids = [storage_id(tensor.untyped_storage()) for tensor in (whole, whole[1:], whole.detach(), other)]
-        assert ids[0] == ids[1] == ids[2] != ids[3]
