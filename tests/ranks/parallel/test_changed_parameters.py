@@ -63,58 +63,6 @@ def test_a_weight_that_autograd_needs_must_not_change_before_its_backward() -> N
         assert bias == "", "no gradient needs it"
 
 
-class AskingHead(nn.Linear):
-    """Does more with its own weight than to compute with it."""
-
-    thaws = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if self.thaws:
-            weight.requires_grad_()
-        gradient = None if weight.grad is None else float(weight.grad.abs().sum())
-        self.asked += [weight.note, getattr(weight, "unknown", "none"), gradient, weight.requires_grad]
-        weight.turns = getattr(weight, "turns", 0) + 1
-        weight.grad = None
-        return super().forward(x)
-
-
-class Asking(tiny.TinyLM):
-    def __init__(self, *, thaws: bool = False) -> None:
-        super().__init__(frozen=False)
-        head: Any = self.head
-        self.head = AskingHead(head.in_features, head.out_features, bias=head.bias is not None)
-        self.head.thaws = thaws
-        self.head.weight.requires_grad_(not thaws)
-        self.head.weight.note = "mine"
-        self.head.__dict__["asked"] = []
-
-    def on_train_end(self) -> None:
-        self.head.asked.append(self.head.weight.turns)
-
-
-def ask(strategy: dict[str, Any] | str) -> tuple[list[Any], str]:
-    """What a forward asks, and the error of one that thaws its own weight."""
-    torch.manual_seed(0)
-    module, error = Asking().double(), ""
-    options: dict[str, Any] = {"max_steps": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2}
-    tiny.trainer(strategy, **options).fit(module, tiny.loader())
-    try:
-        tiny.trainer(strategy, **options).fit(Asking(thaws=True), tiny.loader())
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return module.head.asked, error
-
-
-def test_a_forward_sees_gradients_and_notes_of_its_parameters() -> None:
-    (alone,), *found = on_each(["auto", "fsdp2", "fsdp2, kept", "tp2"], ask).values()
-    expected = alone[0]
-    for seen, error in (rank for ranks in found for rank in ranks):
-        assert [type(s) for s in seen] == [type(s) for s in expected]
-        assert [s for s in seen if not isinstance(s, float)] == [s for s in expected if not isinstance(s, float)]
-        assert error.startswith("UnsupportedCodeError: a forward sets requires_grad=True on its own parameter"), error
-
-
 class Converts(Natural):
     """Modules change their dtype while they train, and after it."""
 

@@ -34,11 +34,7 @@ class NumbersInTensors(torch.optim.SGD):
 OPTIMIZERS: dict[str, Any] = {
     "fused AdamW": partial(torch.optim.AdamW, fused=True),
     "fused AdamW, its lr a tensor": partial(torch.optim.AdamW, fused=True, lr=torch.tensor(1e-3)),
-    "fused Adam with amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True),
-    "fused Adagrad": partial(torch.optim.Adagrad, fused=True),
-    "fused SGD": partial(torch.optim.SGD, fused=True, momentum=0.9),
     "AdamW by lists": partial(torch.optim.AdamW, foreach=True),
-    "ASGD by lists": partial(torch.optim.ASGD, foreach=True),
     "numbers in tensors": NumbersInTensors,
 }
 TOPOLOGIES: dict[str, dict[str, Any]] = {

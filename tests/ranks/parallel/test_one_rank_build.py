@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_shardckpt.errors import UnsupportedCodeError
@@ -134,22 +134,13 @@ class Inits(nn.Module):
 
 
 class Reads(nn.Module):
-    """Construction that depends on values, as timm's drop-path rates do."""
+    """Construction that depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rates = [x.item() for x in torch.linspace(0, 0.1, 4)]
         self.w = nn.Parameter(torch.randn(4, 4))
-        if self.w.sum() > 0:
-            nn.init.zeros_(self.w[0].data)
-        self.values = (self.w[1, 2].item(), self.w.tolist(), self.w.detach().numpy().tolist(), repr(self.w.data))
-        self.count = len(self.w[self.w > 0])
-        self.v = nn.Parameter(self.w[self.w > 0])
-        while self.v.data.max() > 0.5:
-            self.v.data.mul_(0.9)
-        self.seen = (self.w.device.type, self.w.is_meta, self.w.is_cpu, self.w.to("cpu") is self.w)
-        self.same_device = nn.Parameter(torch.ones(2, device=self.w.device))
-        self.numpy = np.asarray(self.v.detach()).sum()
+        while self.w.data.max() > 0.5:
+            self.w.data.mul_(0.9)
 
 
 class Copies(nn.Module):
@@ -238,42 +229,6 @@ class Rotated(nn.Module):
         self.tables = {"cos": [torch.cos(freqs)]}
 
 
-class Operations(nn.Module):
-    """Operations with paths of their own in torch: indices, scalars on the tensor's device, lists, ``out=``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(6, 4))
-        w = self.w.data
-        w[0, 1] = 2.0
-        w[torch.tensor([1, 3]), 2] = torch.tensor([5.0, 6.0])
-        w[:, w.sum(0) > 1] *= 0.5
-        w[[1, 5]] += w[range(2)] * w[[True, True, *[False] * 4]]
-        w[[0], 1:3] = w[np.array([4]), np.int64(2)].unsqueeze(1)
-        w[:, [3]] = w.new_tensor([0.5])
-        w.masked_fill_(w.abs() < 0.1, 9.0).clamp_(max=1.5)
-        w.scatter_(0, torch.randint(0, 6, (1, 4)), 0.25)
-        w.index_fill_(1, torch.tensor([0]), -1.0).index_add_(0, torch.tensor([2]), torch.rand(1, 4))
-        self.where = nn.Parameter(torch.where(w > 0, 1.0, w))
-        self.out = nn.Parameter(torch.empty(4, 6))
-        torch.add(w.t(), 1, out=self.out.data)
-        self.list = nn.ParameterList(torch.rand(3) for _ in range(3))
-        torch._foreach_mul_([p.data for p in self.list], 0.5)
-        self.vector = nn.Linear(3, 3)
-        vector = nn.utils.parameters_to_vector(self.vector.parameters())
-        nn.utils.vector_to_parameters(vector * 2, self.vector.parameters())
-        self.pruned = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
-        self.swapped = nn.Linear(2, 2)
-        self.swapped.load_state_dict({"weight": torch.rand(2, 2), "bias": torch.rand(2)}, assign=True)
-        values, indices = torch.topk(w.flatten(), 5)
-        self.topk = nn.Parameter(values)
-        self.register_buffer("indices", indices)
-        self.einsum = nn.Parameter(torch.einsum("ij,kj->ik", w, self.w.detach()))
-        self.svd = nn.Parameter(torch.linalg.svd(w, full_matrices=False).S)
-        self.grown = nn.Parameter(torch.ones(2))
-        self.grown.data.resize_(4).fill_(3.0)
-
-
 class Anchored(nn.Linear):
     """Copies of its weights in a buffer, an attribute and containers."""
 
@@ -319,13 +274,13 @@ def hugging_face(kind: str, **overrides: Any) -> Build:
 BUILDS: dict[str, Build] = {
     "mlp": mlp, "convolutions": convolutions, "transformer": transformer, "lstm": lstm, "nanogpt": NanoGPT,
     "scales": Scales, "slices": Slices, "inits": Inits, "reads": Reads, "copies": Copies, "generators": Generators,
-    "casts": Casts, "lazy": Lazy, "rotated": Rotated, "operations": Operations,
+    "casts": Casts, "lazy": Lazy, "rotated": Rotated,
     "anchored": Anchored, "normed": normed, "half_default": half_default,
     "llama": hugging_face("Llama", tie_word_embeddings=False),
     "llama_tied": hugging_face("Llama", tie_word_embeddings=True),
     "gpt2": hugging_face("GPT2"), "t5": hugging_face("T5"), "mamba": hugging_face("Mamba"),
 }  # fmt: skip
-READ = ("reads", "operations", "normed")
+READ = ("reads", "normed")
 """Builds that read values of parameters: all ranks must have them."""
 REAL = ("lazy",)
 """Builds whose parameters get memory after they are registered, which all ranks have then."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
-from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_shardckpt import FSDP
@@ -31,11 +30,6 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 Pair = namedtuple("Pair", ["x", "w"])
 
 
-class Typed(NamedTuple):
-    x: Tensor
-    w: Tensor
-
-
 class Attributes(dict[str, Any]):
     """As EasyDict, Munch and addict are."""
 
@@ -46,78 +40,26 @@ class Attributes(dict[str, Any]):
         self.__dict__["note"] = note
 
 
-class Sized(list[Any]):
-    def __init__(self, size: int, values: Any) -> None:
-        super().__init__(values)
-        self.size = size
-
-
-class Named(tuple[Any, ...]):
-    def __new__(cls, name: str, *values: Any) -> Named:
-        made = super().__new__(cls, values)
-        made.name = name
-        return made
-
-    name: str
-
-
-class Defaults(defaultdict[str, Any]):
-    pass
-
-
 @dataclass(frozen=True)
 class Frozen:
     x: Tensor
     w: Tensor
 
 
-class Slotted:
-    __slots__ = ("w", "x")
-
-    def __init__(self, x: Tensor, w: Tensor) -> None:
-        self.x, self.w = x, w
-
-
-def generated(x: Tensor, w: Tensor) -> Any:
-    yield x
-    yield w
-
-
-def hooked(x: Tensor, w: Tensor) -> Any:
-    x.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]  # torch's
-    return SimpleNamespace(x=x, w=w)
-
-
 BY_KEY, BY_NAME, BY_PLACE = (lambda c: (c["x"], c["w"])), (lambda c: (c.x, c.w)), tuple
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "tuple": (lambda x, w: (x, w), BY_PLACE),
-    "list": (lambda x, w: [x, w], BY_PLACE),
     "dict": (lambda x, w: {"x": x, "w": w}, BY_KEY),
-    "ordered dict": (lambda x, w: OrderedDict(x=x, w=w), BY_KEY),
-    "defaultdict": (lambda x, w: defaultdict(list, x=x, w=w), BY_KEY),
-    "defaultdict of a class": (lambda x, w: Defaults(list, x=x, w=w), BY_KEY),
     "dict of a class": (lambda x, w: Attributes("a note", x=x, w=w), lambda c: (c.x, c.w) * bool(c.note)),
-    "list of a class": (lambda x, w: Sized(2, [x, w]), lambda c: c[: c.size]),
-    "tuple of a class": (lambda x, w: Named("a name", x, w), lambda c: c * bool(c.name)),
     "namedtuple": (Pair, BY_NAME),
-    "NamedTuple": (Typed, BY_NAME),
-    "named tuple of torch": (lambda x, w: torch.return_types.max((x, w)), lambda c: (c.values, c.indices)),
     "packed sequence": (lambda x, w: PackedSequence(x, torch.tensor([1] * len(x)), None, w), lambda c: (c[0], c[3])),
-    "deque": (lambda x, w: deque([x, w], maxlen=2), BY_PLACE),
-    "UserDict": (lambda x, w: UserDict(x=x, w=w), BY_KEY),
-    "UserList": (lambda x, w: UserList([x, w]), BY_PLACE),
     "output of transformers": (
         lambda x, w: BaseModelOutput(last_hidden_state=x, hidden_states=(w,)),
         lambda c: (c.last_hidden_state, c.hidden_states[0]),
     ),
-    "BatchFeature": (lambda x, w: BatchFeature({"x": x, "w": w}), BY_NAME),
-    "BatchEncoding": (lambda x, w: BatchEncoding({"x": x, "w": w}), BY_NAME),
     "dataclass": (Frozen, BY_NAME),
     "object": (lambda x, w: SimpleNamespace(x=x, w=w), BY_NAME),
-    "object with slots": (Slotted, BY_NAME),
-    "object with a hook": (hooked, BY_NAME),
     "distribution": (lambda x, w: (Normal(x, torch.ones_like(x)), w), lambda c: (c[0].icdf(torch.full((), 0.7)), c[1])),
-    "generator": (generated, BY_PLACE),
     "nested": (
         lambda x, w: {"all": [BaseModelOutput(last_hidden_state=x), {"w": (w, None)}]},
         lambda c: (c["all"][0].last_hidden_state, c["all"][1]["w"][0]),

@@ -213,16 +213,8 @@ def _swap(net: Strays, x: Tensor) -> Tensor:
     return x
 
 
-def _leave_out_a_gradient(net: Strays, x: Tensor) -> Tensor:
-    for number, block in enumerate(net.blocks):
-        x = block(x) if number else block(x).detach()
-    return x
-
-
 STRAYS: dict[str, Callable[[Strays, Tensor], Tensor]] = {
     "another order": _swap,
-    "no gradient of the first": _leave_out_a_gradient,
-    "the last block left out": lambda net, x: nn.Sequential(*list(net.blocks)[:-1])(x),
     "a block twice": lambda net, x: net.blocks[0](Stages.forward(net, x)),
 }
 
