@@ -165,9 +165,10 @@ def shard(
     Raises:
         UnsupportedCodeError: if ``root`` cannot be sharded or pipelined; names the remedy.
     """
+    topology = meshes.topology
     _refuse_lazy(root)
     refuse_stages(root)
-    if meshes.topology.world_size > 1 or is_parallel(root):
+    if topology.world_size > 1 or is_parallel(root):
         refuse_node_hooks(root)
         replace_functions()
     names = parameter_names(root)
@@ -178,13 +179,13 @@ def shard(
     initialization = plan_initialization(root, build, loaded, restores)
     values = build.take(root, loaded)
     built = dict(root.named_parameters(remove_duplicate=False))
-    if meshes.topology.pipeline > 1 and is_parallel(root):
+    if topology.pipeline > 1 and is_parallel(root):
         raise UnsupportedCodeError(
             f"{type(root).__name__} shards itself in configure_model; ShardedStrategy must do that to pipeline it. "
             "Give a tensor_parallel_plan and FSDP(units=…) instead."
         )
     stages = split_into_stages(root, meshes, recipe.pipeline, device)
-    plan, engine = TensorPlan(), None
+    partial_names, engine = list[str](), None
     home = torch.device("cpu") if recipe.fsdp.cpu_offload else device
     if not is_parallel(root):
         plan = _shard_by_plan(root, meshes, recipe, ties)
@@ -192,9 +193,15 @@ def shard(
         ignored = _ignored(root, recipe)
         if stages is not None:
             stages.drop_other_stages(root)
-        if meshes.topology.shard > 1:
+        partial_names = _partial_names(root, plan)
+        if topology.shard > 1:
             ignored |= _outside_units(root, units, is_called=is_called)
-        _shard_parameters(root, meshes, plan, home, ignored)
+        if topology.tensor > 1 or topology.shard > 1:  # else all stay plain
+            over = meshes.fsdp if topology.data_parallel > 1 else None
+            group = meshes.tensor_group if topology.tensor > 1 else None
+            shard_parameters(
+                root, over, meshes.root, home, ignored=ignored, partial=partial_names, partial_group=group
+            )
         engine = _torch_engine(root, meshes, recipe, device)
         _make_units(root, meshes, recipe, units, recomputed, device, engine, is_called=is_called)
         refuse_nested_tensors(root)
@@ -211,11 +218,10 @@ def shard(
         retire_parameter(old, replaced.get(old))
     clean = [[clean_fqn(name) for name in tie] for tie in names]
     shared = stages.shared_parameters(after, names) if stages is not None else []
-    partial_names = _partial_names(root, plan)
     gradients = GradientSync(
         root, meshes, device, partial=partial_names, reduce_dtype=recipe.reduce_dtype, shared=shared
     )
-    holders: dict[Tensor, int] = dict.fromkeys(after.values(), meshes.topology.world_size // meshes.topology.pipeline)
+    holders: dict[Tensor, int] = dict.fromkeys(after.values(), topology.world_size // topology.pipeline)
     holders |= {p: holders[p] * dist.get_world_size(group) for p, group in shared}
     pipeline = None
     if stages is not None:
@@ -289,25 +295,6 @@ def _outside_units(root: nn.Module, units: Sequence[nn.Module], *, is_called: bo
     around = units_around(root, units, is_called=is_called).values()
     inside = {parameter for unit in (*units, *around) for parameter in unit.parameters()}
     return {p for p in root.parameters() if not isinstance(p, DTensor) and (p not in inside or p.is_complex())}
-
-
-def _shard_parameters(
-    root: nn.Module,
-    meshes: Meshes,
-    plan: TensorPlan,
-    home: torch.device,
-    ignored: Collection[nn.Parameter],
-) -> None:
-    """Shard over the data axes, except ``ignored``; all stay plain if neither these nor the tensor axis shard."""
-    topology = meshes.topology
-    if topology.tensor == 1 and topology.shard == 1:
-        return
-    over = meshes.fsdp if topology.data_parallel > 1 else None
-    group = meshes.tensor_group if topology.tensor > 1 else None
-    partial = _partial_names(root, plan)
-    shard_parameters(
-        root, over, meshes.root, home, ignored=ignored, partial=partial, partial_group=group
-    )
 
 
 def _torch_engine(root: nn.Module, meshes: Meshes, recipe: Recipe, device: torch.device) -> Engine | None:

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_shardckpt.compat.torch_modules import NormWithStatistics, child_slots
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
-from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, match_modules, module_names, named_modules
+from lightning_shardckpt.parallel.sharding.fqn import are_layers, is_inside, module_names, named_modules, select_modules
 
 Where = Literal["first", "last", "every"]
 Split = Literal["even", "cost"] | Sequence[str]
@@ -121,7 +121,7 @@ def _named_layers(root: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules, names = named_modules(root), module_names(root)
     chosen: list[str] = []
     for pattern in patterns:
-        new = [name for name in match_modules(root, pattern, "Pipeline(layers=…)") if name not in chosen]
+        new = [name for name in select_modules(root, [pattern], "Pipeline(layers=…)") if name not in chosen]
         if not new:
             raise TopologyError(f"Pipeline(layers=…): {pattern!r} matches only layers that are named already")
         if len(new) == 1 and isinstance(modules[new[0]], nn.ModuleList | nn.ModuleDict):
@@ -180,7 +180,7 @@ def _match_requests(root: nn.Module, wanted: Mapping[str, Where]) -> dict[str, W
     for pattern, where in wanted.items():
         if where not in get_args(Where):
             raise TopologyError(f"Pipeline(modules=…): {pattern!r} must be one of {get_args(Where)}, found {where!r}")
-        names = match_modules(root, pattern, "Pipeline(modules=…)")
+        names = select_modules(root, [pattern], "Pipeline(modules=…)")
         outermost = [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
         requested |= dict.fromkeys(outermost, where)
     return requested

@@ -106,17 +106,6 @@ def suggest_names(modules: Iterable[str], pattern: str) -> str:
     return f" (nearest: {', '.join(close)})" if close else ""
 
 
-def match_modules(root: nn.Module, pattern: str, what: str) -> list[str]:
-    """Return the FQNs of the modules that a glob matches; raise a TopologyError that names ``what`` if none does."""
-    modules = named_modules(root)
-    names = matching_fqns(modules, pattern)
-    if not names:
-        raise TopologyError(
-            f"{what}: {pattern!r} matches no module of {type(root).__name__}{suggest_names(modules, pattern)}"
-        )
-    return names
-
-
 def check_patterns(**options: Sequence[object] | bool | None) -> None:
     """Raise a TopologyError for an option that is neither a list of strings, nor None or a bool.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_shardckpt.compat.dtensor import local_tensor, new_dtensor, spec_of
 from lightning_shardckpt.compat.torch_modules import parameter_slots, refresh_flat_weights
@@ -114,10 +114,9 @@ def _refuse_other_kinds(parameter: nn.Parameter, fqn: str) -> None:
     """Raise for a parameter of a subclass, whose behavior would be lost."""
     if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
         return
-    remedy = "run a batch through the module first" if is_lazy(parameter) else "make it an nn.Parameter"
     raise UnsupportedCodeError(
-        f"the parameter {fqn} is of the class {type(parameter).__name__}, which cannot be sharded: {remedy}, or train "
-        "with data_parallel_shard_size=1"
+        f"the parameter {fqn} is of the class {type(parameter).__name__}, which cannot be sharded: make it an "
+        "nn.Parameter, or train with data_parallel_shard_size=1"
     )
 
 

@@ -237,15 +237,6 @@ class Peers:
         """
         return self._announce(done, numbers, is_read=False, before=before)
 
-    def wait(self, work: dist.Work | None, purpose: str, device: torch.device) -> None:
-        """Wait for a collective; on a GPU, only the current stream waits.
-
-        Raises:
-            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
-                CPUs.
-        """
-        self._wait(work, purpose, device, number=None)
-
     # --- reads of user code ---
 
     def share(self, what: str, values: Sequence[float]) -> list[list[float]]:
@@ -271,13 +262,13 @@ class Peers:
         group = self.reads if flat.device.type == "cpu" else self.group
         every = flat.new_empty(self.size * flat.numel())
         work = all_gather_single(every, flat.contiguous(), group=group, async_op=True)
-        self._wait(work, what, flat.device, number=self._announcements)
+        self.wait(work, what, flat.device, number=self._announcements)
         return every
 
     def broadcast_read(self, flat: Tensor, what: str) -> None:
         """Broadcast a CPU tensor from the first rank. Collective. Call `announce` before."""
         work = dist.broadcast(flat, group=self.reads, group_src=0, async_op=True)
-        self._wait(work, what, flat.device, number=self._announcements)
+        self.wait(work, what, flat.device, number=self._announcements)
 
     def _announce(
         self, what: str, numbers: Sequence[float], *, is_read: bool = True, before: int = 0
@@ -289,7 +280,7 @@ class Peers:
         own[: len(marks) + len(numbers)] = torch.tensor([*marks, *numbers], dtype=torch.float64)
         gathered = own.new_empty(self.size * own.numel())
         work = all_gather_single(gathered, own, group=self.reads, async_op=True)
-        self._wait(work, f"{what}{line}", own.device, number=self._announcements, is_read=is_read)
+        self.wait(work, f"{what}{line}", own.device, number=self._announcements, is_read=is_read)
         every = gathered.view(self.size, -1).tolist()
         if any(row[: len(marks)] != every[0][: len(marks)] for row in every):
             self._refuse(f"{what}{line}", is_read=is_read)
@@ -312,12 +303,22 @@ class Peers:
             problem, advice = "the ranks gather parameters of different modules at a time", _SAME_MODULES
         raise UnsupportedCodeError(f"{problem}: {each}. {advice}")
 
-    def _wait(
-        self, work: dist.Work | None, what: str, device: torch.device, *, number: int | None, is_read: bool = True
+    def wait(
+        self,
+        work: dist.Work | None,
+        what: str,
+        device: torch.device,
+        *,
+        number: int | None = None,
+        is_read: bool = True,
     ) -> None:
         """Wait for the announcement ``number`` or the read after it; None for other collectives.
 
-        Only reads have a timeout.
+        On a GPU, only the current stream waits. Only reads have a timeout.
+
+        Raises:
+            UnsupportedCodeError: on both ranks, if one waits in an announcement that this one does not make. Only on
+                CPUs.
         """
         assert work is not None  # this rank is in the group
         if device.type != "cpu":  # no timeout: NCCL would abort the communicator, and a late rank end the run

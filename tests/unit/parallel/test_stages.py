@@ -323,12 +323,12 @@ def test_a_module_between_the_layers_must_be_placed() -> None:
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "no such layer": ({"layers": ["net.layer.*"]}, r"Pipeline\(layers=…\): 'net\.layer\.\*' matches no module of Root"),
+    "no such layer": ({"layers": ["net.layer.*"]}, r"Pipeline\(layers=…\): 1 patterns match no module of Root"),
     "with the nearest": ({"layers": ["net.layer.*"]}, r"nearest: .*net\.layers\.\*"),
     "layers in layers": ({"layers": ["net.layers.*", "net"]}, r"net\.layers\.0 is a part of another layer"),
     "no such module": (
         {"modules": {"net.hed": "last"}},
-        r"Pipeline\(modules=…\): 'net\.hed' matches no.*nearest.*net\.head",
+        r"Pipeline\(modules=…\): 1 patterns match no module of Root\n  'net\.hed' \(nearest: net\.head",
     ),
     "no such place": ({"modules": {"net.head": "middle"}}, r"'net\.head' must be one of \('first', 'last', 'every'\)"),
     "a layer": ({"modules": {"net.layers.0": "last"}}, r"net\.layers\.0 cannot be placed.*\['net\.embed', 'net\.head'"),
