@@ -490,7 +490,7 @@ MUTATIONS = (
         SAFE,
         "storage/local_reader.py",
         "if stat.S_ISLNK(mode) or stat.S_ISSOCK(mode):",
-        "self._follow_links = True\n        if False:",
+        "self._follow_links = True\n                if False:",
         ("unit/format/test_format.py::test_f6_a_link_in_place_of_a_file_is_refused",),
     ),
     Mutation(
