@@ -144,15 +144,7 @@ def save_async(
     kept: dict[str, Any] = {"ranks": group.ranks, "plans": group.plans, "background": group.background}
     written = checkpoint.save_async(path, describe, run=run_info(state, {}), options=options, storage=storage, **kept)
     _warn(group, group.background.notes())
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()
-
-    def forward(written: Future[list[str]]) -> None:
-        error = written.exception()
-        done.set_result(None) if error is None else done.set_exception(error)
-
-    written.add_done_callback(forward)
-    return done
+    return written
 
 
 def _prepare(

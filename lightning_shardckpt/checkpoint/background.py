@@ -46,7 +46,7 @@ class Background:
         self._changed = threading.Condition(self.lock)  # acquired through ``lock`` only, see ``system.threads``
         self._jobs = deque[Callable[[], None]]()
         self._writer: Worker | None = None
-        self._last: Future[list[str]] | None = None  # of the last save
+        self._last: Future[None] | None = None  # of the last save
         self._is_pending = False  # until ``settle`` has collected its outcome
         self._notes: list[str] = []
 
@@ -56,7 +56,7 @@ class Background:
             memory, self._free = self._free, None
         return memory or HostMemory()
 
-    def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[list[str]]:
+    def save(self, path: str, work: Callable[[Ranks], list[str]], memory: HostMemory) -> Future[None]:
         """Queue a save, after ``settle``. Every rank must queue the same saves in the same order.
 
         Args:
@@ -65,16 +65,16 @@ class Background:
             memory: holds the copies that ``work`` writes; reused by a later save.
 
         Returns:
-            A future of the notes.
+            A future, which can't be cancelled.
         """
         self._is_pending = True
-        done = self._last = Future[list[str]]()
+        done = self._last = Future[None]()
+        done.set_running_or_notify_cancel()
 
         def write() -> None:
             failure: Exception | None = None
-            notes: list[str] = []
             try:
-                notes = work(self._ranks)
+                self.note(work(self._ranks))
             except Exception as error:
                 failure = error
             except BaseException as error:  # such as SystemExit, which would end the process that collects it
@@ -82,11 +82,10 @@ class Background:
                     f"rank {self._ranks.rank} failed while saving {path!r}: {type(error).__name__}: {error}"
                 )
                 failure.__cause__ = error
-            self.note(notes)
             with self.lock:
                 self._free = memory
             if failure is None:
-                done.set_result(notes)
+                done.set_result(None)
             else:
                 failure.add_note(f"in the background, while saving {path!r}")
                 atexit.register(self._at_exit)

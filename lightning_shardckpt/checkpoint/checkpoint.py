@@ -105,7 +105,7 @@ def save_async(
     storage: Storage = _STORAGE,
     plans: PlanCache | None = None,
     on_complete: Callable[[int], None] = _ignore,
-) -> Future[list[str]]:
+) -> Future[None]:
     """Save like ``save``, with its arguments, but return when the state is copied to host memory.
 
     Collective: every rank of ``ranks`` must call it, with the same path. Saves the values at the time of the call.
@@ -115,9 +115,9 @@ def save_async(
         background: of this rank; it writes the save with ranks of its own, and calls ``on_complete``.
 
     Returns:
-        A future of the result of ``save``, done when the checkpoint is complete and durable on all ranks. If it is not
-        awaited, the next ``save_async`` or ``Background.settle`` raises its error. ``Background.notes`` has the notes
-        of the snapshot at once.
+        A future, done when the checkpoint is complete and durable on all ranks. If it is not awaited, the next
+        ``save_async`` or ``Background.settle`` raises its error. ``Background.notes`` has the notes of the snapshot at
+        once, and later the others.
 
     Raises:
         Exception: the failure of an earlier background save, on every rank, each failure once; then this save does not

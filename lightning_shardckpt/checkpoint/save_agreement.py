@@ -8,20 +8,42 @@ from functools import lru_cache, reduce
 from typing import Any, TypedDict
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from lightning_shardckpt.compat import dtensor
 from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.format.box import Shape
 from lightning_shardckpt.format.index import Component, RootIndex, TensorSpec, root_from_json, root_to_json
 from lightning_shardckpt.format.layout import REPLICATED, Holders, Layout, join_holders
 from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state.documents import stored_keys
-from lightning_shardckpt.state.dtensor_layout import local_tensor
+from lightning_shardckpt.state.dtensor_layout import layout_of, local_tensor
 from lightning_shardckpt.state.json_tree import merge_encoded
-from lightning_shardckpt.state.snapshot import Snapshot
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot
+from lightning_shardckpt.state.tensor_bytes import dtype_name
 from lightning_shardckpt.system.tensor_digest import bit_digest, digest_values
 from lightning_shardckpt.system.text import count_text, list_some
 
 Tables = dict[str, Component]
 """The tensors and aliases of every component, without files."""
+
+
+def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
+    """Return the specs of a component's tensors, all held by ``holders``; equal tensors share one object."""
+    specs = {}
+    layouts: dict[int, Layout] = {}  # by id of a DTensorSpec, which tensors may share and keep alive
+    for key, tensor in leaves.tensors.items():
+        dtype = dtype_name(dtensor.local_tensor(tensor), f"{component}/{key}")
+        shared = id(dtensor.spec_of(tensor)) if isinstance(tensor, DTensor) else 0
+        if shared not in layouts:
+            layouts[shared] = layout_of(tensor)
+        specs[key] = _spec(dtype, tuple(dtensor.shape_of(tensor)), layouts[shared], holders, key in leaves.pinned)
+    return specs
+
+
+@lru_cache(maxsize=65536)
+def _spec(dtype: str, shape: Shape, layout: Layout, holders: Holders, pinned: bool) -> TensorSpec:
+    return TensorSpec(dtype, shape, layout, holders, pinned)
 
 
 # ── digests of replicas ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,6 +30,7 @@ from lightning_shardckpt.checkpoint.save_agreement import (
     held_by,
     join_groups,
     refuse_differences,
+    specs_of,
     table_of,
     tables_as_root,
 )
@@ -51,7 +52,7 @@ from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
 from lightning_shardckpt.state.json_tree import check_readable
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, HostWindows, copy_all, dtype_name
 from lightning_shardckpt.storage.protocol import Draft, Storage
 from lightning_shardckpt.storage.router import check_writable

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
-from lightning_shardckpt.compat.dtensor import local_tensor, shape_of, spec_of
-from lightning_shardckpt.format.box import Shape
-from lightning_shardckpt.format.index import TensorSpec
-from lightning_shardckpt.format.layout import Holders, Layout
-from lightning_shardckpt.state.dtensor_layout import layout_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +42,3 @@ class Snapshot:
     documents: dict[str, Any]
     notes: tuple[str, ...] = ()
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def specs_of(component: str, leaves: Leaves, holders: Holders) -> dict[str, TensorSpec]:
-    """Return the specs of a component's tensors, all held by ``holders``; equal tensors share one object."""
-    specs = {}
-    layouts: dict[int, Layout] = {}  # by id of a DTensorSpec, which tensors may share and keep alive
-    for key, tensor in leaves.tensors.items():
-        dtype = dtype_name(local_tensor(tensor), f"{component}/{key}")
-        of = id(spec_of(tensor)) if isinstance(tensor, DTensor) else 0
-        if of not in layouts:
-            layouts[of] = layout_of(tensor)
-        specs[key] = _spec(dtype, tuple(shape_of(tensor)), layouts[of], holders, key in leaves.pinned)
-    return specs
-
-
-@lru_cache(maxsize=65536)
-def _spec(dtype: str, shape: Shape, layout: Layout, holders: Holders, pinned: bool) -> TensorSpec:
-    return TensorSpec(dtype, shape, layout, holders, pinned)

@@ -108,7 +108,7 @@ def returns_at_once(folder: str) -> list[Any]:
 
 
 def test_a_save_returns_before_anything_is_written_and_holds_the_values_of_the_call(tmp_path: Path) -> None:
-    assert run_ranks(2, returns_at_once, str(tmp_path)) == [[(False, []), [], [1, 1, 1.0]]] * 2
+    assert run_ranks(2, returns_at_once, str(tmp_path)) == [[(False, []), None, [1, 1, 1.0]]] * 2
 
 
 FAULTS = [("write", 0), ("write", 1), ("publish", 0)]

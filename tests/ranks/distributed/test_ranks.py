@@ -111,29 +111,6 @@ def test_the_error_of_one_rank_is_raised_on_all_and_names_it(store: Callable[[],
         assert str(error) == "rank 1 failed while saving x: StateError: a lambda"
 
 
-def test_of_many_ranks_that_failed_the_first_are_named_and_the_others_counted(quick_store: Callable[[], Any]) -> None:
-    def step(ranks: Ranks) -> None:
-        ranks.step("saving x", lambda: raising(StateError("no")) if ranks.rank > 2 else None, lambda found: None)
-
-    listed = ", ".join(map(str, range(4, 36)))
-    assert {str(e) for e in together(quick_store, step, world=40)} == {
-        f"rank 3 (and rank(s) [{listed}, … and 4 more]) failed while saving x: StateError: no"
-    }
-
-
-def test_of_many_ranks_that_do_not_come_the_first_are_named_and_the_others_counted(
-    quick_store: Callable[[], Any],
-) -> None:
-    def step(ranks: Ranks) -> None:
-        if ranks.rank in (0, 5, 7):
-            ranks.step("saving x", lambda: None, lambda found: None)
-
-    results = together(quick_store, step, timeout_s=2.0, tuning=Tuning(rank_grace_s=5.0), world=100)
-    listed = ", ".join(map(str, [1, 2, 3, 4, 6, *range(8, 35)]))
-    for rank in (0, 5, 7):
-        assert f"rank(s) [{listed}, … and 65 more] of 100 did not answer within 2 s" in str(results[rank])
-
-
 def test_an_error_of_rank_0_alone_reaches_all(quick_store: Callable[[], Any]) -> None:
     def step(ranks: Ranks) -> None:
         ranks.step("committing", lambda: None, lambda found: raising(CorruptionError("no")))

@@ -20,12 +20,12 @@ from torchmetrics.classification import BinaryConfusionMatrix
 
 import lightning_shardckpt as ckpt
 from lightning_shardckpt import ShardCkptIO
-from lightning_shardckpt.checkpoint.save_agreement import digest_replicas, find_differences, find_replicas
+from lightning_shardckpt.checkpoint.save_agreement import digest_replicas, find_differences, find_replicas, specs_of
 from lightning_shardckpt.checkpoint.save_job import Replicas
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.fabric import ShardedStrategy as FabricStrategy
 from lightning_shardckpt.format.index import Component
-from lightning_shardckpt.state.snapshot import Leaves, Snapshot, specs_of
+from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from tests.support import tiny
 from tests.support.pool import run_each, run_ranks
 

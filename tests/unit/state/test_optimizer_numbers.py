@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_shardckpt.checkpoint.save_agreement import specs_of
 from lightning_shardckpt.format.index import Component
 from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.optimizer import OptimizerLoad, join_groups, optimizer_leaves
-from lightning_shardckpt.state.snapshot import specs_of
 
 WHOLE = ("a", "b", "c", "d", "e")
 GROUPS = [["a", "c", "d"], ["b", "e"]]
