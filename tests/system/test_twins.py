@@ -179,7 +179,7 @@ REFUSED = [
     *(("pp2", name, said) for name, said in REFUSED_IN_PIPELINES.items() if name in CASES),  # Lightning 2.5 lacks one
 ]
 SHARDED = [("fsdp2, nothing ignored", name, case.whole) for name, case in CASES.items() if case.whole]
-REFUSALS = "(TopologyError|UnsupportedCodeError)"
+REFUSALS = "(TopologyError|UnsupportedCodeError|AttributeError: Can't pickle)"
 IN_PIPELINES = ("ClipsByNorm", "Lbfgs", "LogsGradients", "PenalizesWeights", "HooksInStep", "MixesWithTheFlipped")
 """One for each kind of reason for which pipelines refuse; test_pipeline_refusals has other reasons."""
 OF_ARGUMENTS = "asks torch.autograd.grad for gradients of parameters that were its arguments"

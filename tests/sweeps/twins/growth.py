@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net, case
 
 
 @case()
@@ -156,7 +156,7 @@ class CopiesAndTrains(Manual):
                 p.lerp_(q, 0.5)
 
 
-@case()
+@case(refused=dict.fromkeys(TENSOR_PARALLEL, "Can't pickle local object"))
 class PicklesItself(Natural):
     """A module that is pickled whole in a hook."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net, case
 
 
 class _Rounded(torch.autograd.Function):
@@ -260,7 +260,7 @@ class HasItsOwnParameters(Natural):
         return F.cross_entropy(self.net(batch[0]) * self.gain.scaled(), batch[1])
 
 
-@case()
+@case(refused=dict.fromkeys(TENSOR_PARALLEL, "computes with a plain tensor beside a DTensor"))
 class CallsWithOthers(Natural):
     """``functional_call`` with weights that are computed: averaged, perturbed, interpolated."""
 
