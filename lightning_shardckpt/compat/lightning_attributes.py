@@ -1,13 +1,25 @@
-"""Private attributes of Lightning's objects, for code that does not import Lightning.
+"""Private attributes and methods of Lightning's objects, for code that does not import Lightning.
 
 Checked with Lightning 2.5.6 and 2.6.6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+
+def override_methods(owner: object, **methods: Any) -> Callable[[], None]:
+    """Override methods of one object by attributes; return the undo, which may be called again."""
+    vars(owner).update(methods)
+
+    def undo() -> None:
+        for name in methods:
+            vars(owner).pop(name, None)
+
+    return undo
 
 
 def attached_trainer(module: object) -> Any:

@@ -6,11 +6,13 @@ Checked with Lightning 2.5.6 and 2.6.6.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 
+from lightning_shardckpt.compat.lightning_attributes import override_methods
 from lightning_shardckpt.system.random_generators import preserve_rng
 
 EndBatch = Callable[[], None]
@@ -161,15 +163,7 @@ def wrap_batch_end(trainer: pl.Trainer, around: Callable[[Any, EndBatch], None])
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_advance_end
 
-    def on_advance_end(fetcher: Any) -> None:
-        around(fetcher, lambda: original(fetcher))
-
-    loop.on_advance_end = on_advance_end  # type: ignore[method-assign,assignment]  # of one loop
-
-    def undo() -> None:
-        loop.__dict__.pop("on_advance_end", None)
-
-    return undo
+    return override_methods(loop, on_advance_end=lambda fetcher: around(fetcher, lambda: original(fetcher)))
 
 
 def watch_epoch_ends(
@@ -180,10 +174,10 @@ def watch_epoch_ends(
     It is called again after that validation. If ``val_check_interval`` is a time, which ranks measure, ``any_rank``
     tells if it is over. Relies on ``_FitLoop.on_advance_end``, and as `wrap_batch_end` and `would_validate`.
     """
-    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    loop, epoch_loop, undo = trainer.fit_loop, trainer.fit_loop.epoch_loop, ExitStack()
     original, validates = loop.on_advance_end, epoch_loop._should_check_val_fx
     if trainer.val_check_batch is None and trainer.enable_validation:
-        epoch_loop.__dict__["_should_check_val_fx"] = lambda fetcher: any_rank(validates(fetcher))
+        undo.callback(override_methods(epoch_loop, _should_check_val_fx=lambda fetcher: any_rank(validates(fetcher))))
 
     def end_batch(_: Any, end: EndBatch) -> None:
         if is_last_batch(trainer) or ends_within_epoch(trainer):
@@ -194,15 +188,9 @@ def watch_epoch_ends(
         check()
         original()
 
-    unwrap = wrap_batch_end(trainer, end_batch)
-    loop.on_advance_end = on_advance_end  # type: ignore[method-assign]  # of one loop
-
-    def undo() -> None:
-        unwrap()
-        epoch_loop.__dict__.pop("_should_check_val_fx", None)
-        loop.__dict__.pop("on_advance_end", None)
-
-    return undo
+    undo.callback(wrap_batch_end(trainer, end_batch))
+    undo.callback(override_methods(loop, on_advance_end=on_advance_end))
+    return undo.close
 
 
 def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
@@ -211,13 +199,7 @@ def skip_sigterm_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
 
     For a strategy whose ranks agree on that themselves. Relies on ``_TrainingEpochLoop._broadcast_sigterm_tensor``.
     """
-    loop = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # of one loop
-
-    def undo() -> None:
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-
-    return undo
+    return override_methods(trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
 
 
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,15 +223,9 @@ def resume_validation(trainer: pl.Trainer) -> Callable[[], None]:
     loop = trainer.fit_loop.epoch_loop
     original = loop._should_check_val_fx
 
-    def should_check(fetcher: Any) -> bool:
-        return loop.val_loop.restarted_mid_evaluation or original(fetcher)
-
-    loop._should_check_val_fx = should_check  # type: ignore[method-assign,assignment]  # of one run
-
-    def undo() -> None:
-        loop.__dict__.pop("_should_check_val_fx", None)
-
-    return undo
+    return override_methods(
+        loop, _should_check_val_fx=lambda fetcher: loop.val_loop.restarted_mid_evaluation or original(fetcher)
+    )
 
 
 def skip_validation_without_draws(trainer: pl.Trainer) -> Callable[[], None]:
@@ -261,16 +237,11 @@ def skip_validation_without_draws(trainer: pl.Trainer) -> Callable[[], None]:
     loop = trainer.fit_loop.epoch_loop.val_loop
     original = loop.increment_progress_to_evaluation_end
 
-    def increment_progress_to_evaluation_end() -> None:
+    def skip() -> None:
         with preserve_rng(every_device=True):
             original()
 
-    loop.increment_progress_to_evaluation_end = increment_progress_to_evaluation_end  # type: ignore[method-assign]
-
-    def undo() -> None:
-        loop.__dict__.pop("increment_progress_to_evaluation_end", None)
-
-    return undo
+    return override_methods(loop, increment_progress_to_evaluation_end=skip)
 
 
 def repeat_last_batch(fit_loop: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -27,20 +26,19 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric, metric
 from torchmetrics.utilities.data import dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shardckpt.compat.data_loading import show_samplers
+from lightning_shardckpt.compat.lightning_attributes import override_methods
 from lightning_shardckpt.compat.lightning_loops import is_stateful
 from lightning_shardckpt.errors import UnsupportedCodeError
 
@@ -89,8 +87,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
             shuffle = isinstance(getattr(dataloader, "sampler", None), RandomSampler)
             return prepare(connector, dataloader, shuffle, mode)
 
-    connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]  # of this Trainer only
-    return partial(_restore_methods, connector, "_prepare_dataloader")
+    return override_methods(connector, _prepare_dataloader=prepare_in_order)
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -261,22 +258,7 @@ def wrap_actions(profiler: Profiler, around: Callable[[bool], AbstractContextMan
         with original(action_name) as found, around(action_name.startswith(_HOOKS)):
             yield found
 
-    profiler.profile = profile  # type: ignore[method-assign]  # undone by what is returned
-    return partial(_restore_methods, profiler, "profile")
-
-
-def replace_clipping(
-    precision: Precision, by_norm: Callable[[Optimizer, float], None], by_value: Callable[[Optimizer, float], None]
-) -> Callable[[], None]:
-    """Replace how a Trainer's precision plugin clips gradients; return the undo."""
-    vars(precision).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value)
-    return partial(_restore_methods, precision, "clip_grad_by_norm", "clip_grad_by_value")
-
-
-def _restore_methods(owner: object, *names: str) -> None:
-    """Restore methods of the class that attributes of an object replace."""
-    for name in names:
-        vars(owner).pop(name, None)
+    return override_methods(profiler, profile=profile)
 
 
 # ── fit ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

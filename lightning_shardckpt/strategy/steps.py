@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shardckpt.compat.lightning_trainer import replace_clipping
+from lightning_shardckpt.compat.lightning_attributes import override_methods
 from lightning_shardckpt.distributed.host_numbers import HostCopy, on_device, wait_for_copies
 from lightning_shardckpt.errors import UnsupportedCodeError
 from lightning_shardckpt.parallel.optimizers import rebind_optimizer, user_code
@@ -360,4 +360,4 @@ def clip_shards(precision: Precision, device: torch.device, ranks_of: RanksOf) -
         with user_code(False):
             clip_by_value(precision.main_params(optimizer), clip_val)
 
-    return replace_clipping(precision, by_norm, by_value)
+    return override_methods(precision, clip_grad_by_norm=by_norm, clip_grad_by_value=by_value)

@@ -203,16 +203,6 @@ def test_a_module_says_its_device_and_mesh() -> None:
     assert module.device_mesh is mesh
 
 
-class Logs(BoringModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("trained", 1.0)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("validated", 2.0)
-        return super().validation_step(batch, batch_idx)
-
-
 def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_is_undone(tmp_path: Path) -> None:
     inside: list[bool] = []
     seen: dict[str, list[bool]] = {}
@@ -241,18 +231,6 @@ def test_actions_run_in_a_context_that_is_told_of_hooks_and_callbacks_until_it_i
     run.fit_loop.epoch_loop.max_steps = 2
     run.fit(Sees())
     assert seen == {"hook": [], "step": []}
-
-
-def test_a_trainer_clips_as_it_is_told_until_the_undo(tmp_path: Path) -> None:
-    for name, algorithm in (("by_norm", "norm"), ("by_value", "value")):
-        clipped: list[Any] = []
-        run = trainer(tmp_path, max_steps=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
-        clip = {"by_norm": clipped.extend, "by_value": clipped.extend, name: lambda *args, c=clipped: c.append(args[1])}
-        undo = compat.replace_clipping(run.precision_plugin, **clip)
-        run.fit(BoringModel())
-        assert clipped == [0.5]
-        undo()
-        assert not vars(run.precision_plugin).keys() & {"clip_grad_by_norm", "clip_grad_by_value"}
 
 
 def test_the_launcher_starts_the_script_again() -> None:
