@@ -42,7 +42,6 @@ from lightning_shardckpt.state.model import WholeNames
 from lightning_shardckpt.storage.router import file_path
 from lightning_shardckpt.strategy.pretrained import Pretrained, compare_pretrained
 from lightning_shardckpt.strategy.steps import autocast_dtype
-from lightning_shardckpt.strategy.trainer_checkpoint import check_io
 from lightning_shardckpt.system.tuning import TUNING, Tuning
 
 TBroadcast = TypeVar("TBroadcast")
@@ -217,11 +216,11 @@ class MeshStrategy(KnowsItsOptions):
     def checkpoint_io(self) -> ShardCkptIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = ShardCkptIO()
-        return check_io(self._checkpoint_io)
+        return _check_io(self._checkpoint_io)
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = check_io(io)
+        self._checkpoint_io = _check_io(io)
 
     @property
     def _sizes_by_axis(self) -> dict[str, int]:
@@ -361,6 +360,24 @@ class MeshStrategy(KnowsItsOptions):
 
 # Python uses this name in errors about unknown arguments; users construct a ShardedStrategy.
 MeshStrategy.__init__.__qualname__ = "ShardedStrategy.__init__"
+
+
+def _check_io(io: object) -> ShardCkptIO:
+    """Return ``io`` if it is a ShardCkptIO: other CheckpointIOs expect whole tensors on one rank.
+
+    Raises:
+        TypeError: for another CheckpointIO.
+    """
+    if isinstance(io, ShardCkptIO):
+        return io
+    if isinstance(getattr(io, "checkpoint_io", None), ShardCkptIO):
+        raise TypeError(
+            f"{type(io).__name__} saves in a thread of rank 0 only, but under ShardedStrategy every rank writes its "
+            "own slices. Pass ShardCkptIO() alone in plugins."
+        )
+    raise TypeError(
+        f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
+    )
 
 
 def _check_sizes(**options: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import sampler_of
@@ -375,10 +375,6 @@ class ResumePoint:
                 rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
         if is_over or not self.batches:
             return
-        rank_zero_info(
-            f"metrics that are logged for the whole of epoch {self.epoch['started'] - 1} will be partial, over its "
-            f"batches from {self.batches} on"
-        )
         if reasons := self._reasons(loaders):
             rank_zero_warn(_INEXACT.format(batches=self.batches, reasons="; ".join(reasons)))
 

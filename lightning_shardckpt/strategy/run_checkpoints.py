@@ -1,7 +1,8 @@
 """Save and resume one Trainer's run, in the order of Lightning's hooks.
 
 ``restore`` loads the checkpoint of a fit, ``start_training`` restores every rank's position, ``save`` saves it, also
-when the run ends early. Must not know how modules are sharded or loaded.
+when the run ends early. Lightning's checkpoint dict has the shared state; each rank adds its random states and its
+position in the data. Must not know how modules are sharded.
 
 Lightning's handler of SIGTERM (2.6.6) communicates inside the signal handler and handles only rank 0: a signal to
 another rank, or during a collective, hangs. Here the handler only sets a flag; before the next batch all ranks agree,
@@ -12,12 +13,14 @@ neither wait for the other ranks nor hide the exception.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -25,19 +28,20 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from lightning_shardckpt.checkpoint.describe import RANK_STATE
+from lightning_shardckpt.checkpoint.match import LoadTargets
 from lightning_shardckpt.checkpoint.partly_loaded import check_loaded, is_partly_loaded, mark_partly_loaded
-from lightning_shardckpt.checkpoint_io import ShardCkptIO
-from lightning_shardckpt.compat.dtensor import copy_state_dict
-from lightning_shardckpt.compat.lightning_loops import (
-    begin_loaders,
-    repeat_last_batch,
-    skip_sigterm_broadcast,
-)
+from lightning_shardckpt.checkpoint_io import ShardCkptIO, as_trainer_checkpoint
+from lightning_shardckpt.compat.dtensor import copy_state_dict, live_state_dict
+from lightning_shardckpt.compat.lightning_loops import begin_loaders, repeat_last_batch, skip_sigterm_broadcast
 from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     receive_sigterm,
@@ -47,20 +51,31 @@ from lightning_shardckpt.compat.lightning_trainer import (
     stored_metrics,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
+from lightning_shardckpt.errors import MismatchError, StateError
+from lightning_shardckpt.sources.key_mapping import map_names
+from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
+from lightning_shardckpt.sources.source import Source
+from lightning_shardckpt.state.json_tree import encode_small
+from lightning_shardckpt.state.load_hooks import LoadedModules
+from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
-from lightning_shardckpt.strategy.lightning_module import keep_param_groups
+from lightning_shardckpt.strategy.lightning_module import keep_param_groups, restore_param_groups
 from lightning_shardckpt.strategy.resume import (
     DataShare,
+    Position,
     ResumePoint,
     StopPosition,
     batches_done,
     prepare_loader,
     start_loaders,
 )
-from lightning_shardckpt.strategy.trainer_checkpoint import Loaded, describe_trainer, load_checkpoint
+from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
+
+_CLI_MARK = "_instantiator"
+"""The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
 
 
 class Preemption:
@@ -131,6 +146,88 @@ def save_after_exception(
     return Ending.TOGETHER
 
 
+class LoadedOptimizers:
+    """The state of loaded optimizers for ``on_load_checkpoint`` hooks, which must leave it as it is.
+
+    The optimizers are loaded before the hooks run. Lightning's own strategies load them after ``on_fit_start``, from
+    the dict that the hooks changed, which overwrites settings of ``on_fit_start``.
+
+    Args:
+        optimizers: all of the run.
+        names: FQN by ``id`` of their parameters.
+        settings: the hyper-parameters that were loaded: optimizer, param group and key.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], settings: set[tuple[int, int, str]]
+    ) -> None:
+        self._optimizers, self._names, self._settings = optimizers, names, settings
+        self._loaded = self.states()
+        self._with_state: list[list[Any]] = [[p for p in one.state if id(p) in names] for one in optimizers]
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state for hooks, in the form of ``on_save_checkpoint``; only tensors of parameters are live."""
+        states = [optimizer_state(optimizer, self._names) for optimizer in self._optimizers]
+        live = [{name: v for name, v in one["state"].items() if isinstance(v, Mapping)} for one in states]
+        own = [{name: v for name, v in one["state"].items() if not isinstance(v, Mapping)} for one in states]
+        copies = [copy.deepcopy({**one, "state": values}) for one, values in zip(states, own, strict=True)]
+        return [{**one, "state": values | one["state"]} for one, values in zip(copies, live, strict=True)]
+
+    def take(self, left: Sequence[Mapping[str, Any]]) -> None:
+        """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
+
+        Raises:
+            StateError: if hooks have changed the result of ``states``, except tensors in place, or replaced parameters.
+        """
+        for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
+            present = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if lost := [self._names[id(p)] for p in parameters if id(p) not in present]:
+                raise StateError(
+                    f"{', '.join(lost[:5])} of {type(optimizer).__name__} had state in the checkpoint, but was taken "
+                    "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
+                    "before: in __init__, setup or configure_model"
+                )
+        changed = [i for i, one in enumerate(self._loaded) if i >= len(left) or not _is_same(left[i], one)]
+        if changed or len(left) > len(self._loaded):
+            names = ", ".join(f"{i} ({type(self._optimizers[i]).__name__})" for i in changed)
+            raise StateError(
+                f"on_load_checkpoint changed optimizer_states of optimizer {names or len(self._loaded)}, which "
+                "ShardedStrategy has loaded already. Change the optimizer itself in on_train_start"
+            )
+        for number, i, key in self._settings:
+            self._optimizers[number].param_groups[i][key] = self._loaded[number]["param_groups"][i][key]
+
+
+def _is_same(left: Any, loaded: Any) -> bool:
+    if isinstance(left, Mapping) and isinstance(loaded, Mapping):
+        return left.keys() == loaded.keys() and all(_is_same(left[key], loaded[key]) for key in left)
+    if isinstance(left, DTensor) or isinstance(loaded, DTensor):
+        return left is loaded
+    if isinstance(left, list) and isinstance(loaded, list):
+        return len(left) == len(loaded) and all(map(_is_same, left, loaded))
+    return left is loaded or bool(encode_small(left, "optimizer_states") == encode_small(loaded, "optimizer_states"))
+
+
+def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict at a position, with the state of this rank alone, for ``ShardCkptIO``.
+
+    Args:
+        checkpoint: Lightning's dict; it is not changed.
+        position: the position in training.
+        share: this rank's part of the data.
+    """
+    checkpoint = dict(checkpoint)
+    loops = checkpoint.get("loops")
+    if loops and position.fit_loop is not None:
+        checkpoint["loops"] = loops = {**loops, "fit_loop": position.fit_loop}
+        checkpoint["epoch"] = position.fit_loop["epoch_progress"]["current"]["completed"]
+    if loops and "combined_loader" in loops["fit_loop"]["state_dict"]:
+        state = dict(loops["fit_loop"]["state_dict"])
+        del state["combined_loader"]  # the positions of each rank have it
+        checkpoint["loops"] = {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": state}}
+    return {**checkpoint, RANK_STATE: {"place": asdict(share), **position.to_json()}}
+
+
 class RunCheckpoints:
     """The checkpoints of one fit, validate, test or predict.
 
@@ -161,7 +258,9 @@ class RunCheckpoints:
         self._trainer, self._launcher, self._ranks = trainer, launcher, ranks
         self._share, self._agree_within_s, self._ending = share, agree_within_s, Ending.NONE
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
-        self._loaded: Loaded | None = None
+        self._modules: LoadedModules | None = None  # loaded, but not finished yet
+        self._optimizers: LoadedOptimizers | None = None
+        self._path = ""  # of the checkpoint that was loaded
         self._resumes: Callable[[], ResumePoint] | None = None
         self._loaders_wait = False  # for the position to resume from
         self._validation_rng: Mapping[str, Any] | None = None
@@ -196,17 +295,51 @@ class RunCheckpoints:
             self.restored = True
 
     def load(self, io: ShardCkptIO, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-        """Fill model and optimizers, and return the rest as Lightning's dict. Collective: every rank must call it.
+        """Fill model and optimizers in place, and return the rest as Lightning's dict.
+
+        In it, ``state_dict`` holds the filled tensors of the module; for a module with load hooks or
+        ``on_load_checkpoint`` it holds entries that the module doesn't have yet.
+
+        Collective: every rank must call it.
 
         Args:
             io: attached to the ranks that load together.
             path: of the checkpoint.
             weights_only: for a file of ``torch.save``; by default the argument of the Trainer's method.
         """
-        weights_only = self._launcher.weights_only if weights_only is None else weights_only
-        checkpoint, rank_state, self._loaded = load_checkpoint(
-            io, self._trainer, self._share, path, weights_only=weights_only
+        trainer, module, self._path = self._trainer, self._trainer.lightning_module, str(path)
+        with gc_paused():
+            live = live_state_dict(module)
+        optimizers = trainer.strategy.optimizers if self._is_fit else None
+        is_changed = is_overridden("on_load_checkpoint", module, pl.LightningModule)  # it may read the old values
+        targets = LoadTargets.of_module(module, live, io.names, optimizers, is_changed=is_changed)
+        names = io.names.state or {*targets.model.tensors, *targets.model.aliases}
+
+        def fit_source(source: Source) -> tuple[Source, list[str]]:
+            source, problems = map_names(source, io.key_mapping)
+            if has_weights_only(source):
+                source, _, more, _ = fit_names(source, module, names)
+                problems += more
+            if optimizers is not None and source.document("optimizer") is not None:
+                restore_param_groups(trainer, source.trainer(lambda key: torch.empty(0)))
+            return source, problems
+
+        loaded = io.load_into(
+            path,
+            replace(targets, fit_source=fit_source),
+            strict=module.strict_loading,
+            weights_only=self._launcher.weights_only if weights_only is None else weights_only,
+            pick_rank=self._share.source_rank,
+            filling=partial(mark_partly_loaded, [module], self._path),
         )
+        self._modules = LoadedModules({"": module}, live, loaded.hooked, io.names)
+        rank_state = loaded.trainer.pop(RANK_STATE)
+        checkpoint = as_trainer_checkpoint(loaded.trainer, self._path, fitting=self._is_fit)
+        checkpoint["state_dict"], checkpoint["optimizer_states"] = self._modules.state_dict(loaded.extra_state), []
+        if optimizers is not None:
+            self._optimizers = LoadedOptimizers(optimizers, targets.names, loaded.settings)
+            checkpoint["optimizer_states"] = self._optimizers.states()
+        _compare_hyper_parameters(module, checkpoint, self._path, fitting=self._is_fit)
         if self._is_fit and rank_state is not None:
             loops = checkpoint.get("loops")
             if loops is not None and batches_done(loops) is not None:
@@ -219,13 +352,13 @@ class RunCheckpoints:
 
         Collective: every rank must call it. For hooks of callbacks, which run next, ``state_dict`` holds copies then.
         """
-        if self._loaded is None or (loaded := self._loaded.module) is None:
+        modules, self._modules = self._modules, None
+        if modules is None:
             return
-        path, live = self._loaded.path, loaded.live
-        self._loaded = self._loaded._replace(module=None)
+        path, live = self._path, modules.live
 
         def load() -> list[str]:
-            return loaded.load(state_dict, strict=module.strict_loading, keep_parameters=self._is_fit)
+            return modules.load(state_dict, strict=module.strict_loading, keep_parameters=self._is_fit)
 
         is_first = self._share.data_rank == 0
         with mark_partly_loaded([module], path), nullcontext() if is_first else reset_loaded_metrics(module):
@@ -241,13 +374,13 @@ class RunCheckpoints:
     @property
     def shows_optimizers(self) -> bool:
         """True if hooks of a fit see the state of optimizers that was loaded."""
-        return self._loaded is not None and self._loaded.optimizers is not None
+        return self._optimizers is not None
 
     def finish_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Check that hooks have left the state of optimizers that they were shown, and set its settings again."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded.optimizers is not None:
-            loaded.optimizers.take(states)
+        optimizers, self._optimizers = self._optimizers, None
+        if optimizers is not None:
+            optimizers.take(states)
 
     # --- training ---
 
@@ -331,3 +464,32 @@ class RunCheckpoints:
     def leave(self) -> None:
         """End the hooks after an exception."""
         self._ending = Ending.LEFT
+
+
+def _compare_hyper_parameters(
+    module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str, *, fitting: bool
+) -> None:
+    """Compare the hyper-parameters of a module that a LightningCLI has built: it reads stored ones only from files.
+
+    Raises:
+        MismatchError: listing those that differ, for an evaluation; a fit only warns, since it may change them.
+    """
+    if _CLI_MARK not in module.hparams or os.path.isfile(path):
+        return
+    stored, plain = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY) or {}, (bool, int, float, str, type(None))
+    both = {name: (stored[name], value) for name, value in module.hparams.items() if name in stored}
+    differing = {
+        name: f"{name}={saved!r} in the checkpoint, {value!r} in the module"
+        for name, (saved, value) in both.items()
+        if isinstance(saved, plain) and isinstance(value, plain) and saved != value and name != _CLI_MARK
+    }
+    if not differing:
+        return
+    remedy = (
+        f"{path!r} was saved with other hyper-parameters: {'; '.join(differing.values())}. LightningCLI reads them "
+        "only from a single file: use lightning_shardckpt.ShardedCLI, which reads them from directories and URLs, too"
+    )
+    if not fitting:
+        given = " ".join(f"--model.{name}={both[name][0]}" for name in differing)
+        raise MismatchError(f"{remedy}, or pass {given}")
+    rank_zero_warn(remedy)

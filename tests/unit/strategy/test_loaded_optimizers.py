@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.state.model import parameter_names
-from lightning_shardckpt.strategy.trainer_checkpoint import LoadedOptimizers
+from lightning_shardckpt.strategy.run_checkpoints import LoadedOptimizers
 
 
 class Counts(torch.optim.AdamW):
