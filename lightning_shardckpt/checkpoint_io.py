@@ -53,7 +53,6 @@ from lightning_shardckpt.storage.router import StorageRouter, absolute_path, fil
 from lightning_shardckpt.system.text import count_text
 from lightning_shardckpt.system.threads import drain_all
 
-_FIXED = {"size_per_shard", "verify", "replicas", "use_async", "export"}
 _WITHOUT_STRATEGY = (
     "it was saved with adapters_only=True. Load it with ShardedStrategy, which leaves them unchanged; with another "
     "strategy set strict_loading=False on the LightningModule."
@@ -177,16 +176,6 @@ class ShardCkptIO(PickleByArguments, CheckpointIO):
         """Names of the whole model, also on ranks of a pipeline stage, which have a part of it."""
 
     # --- ranks and module ---
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, except an option: a change after construction would have no effect.
-
-        Raises:
-            AttributeError: for an option.
-        """
-        if name in _FIXED:
-            raise AttributeError(f"{name} is an option of ShardCkptIO({name}=…); make another ShardCkptIO to change it")
-        super().__setattr__(name, value)
 
     def attach(
         self, ranks: Ranks, module: nn.Module, topology: Mapping[str, int], *, names: WholeNames | None = None

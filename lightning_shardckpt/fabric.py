@@ -36,7 +36,7 @@ from lightning_shardckpt.compat.lightning_fabric import (
     show_samplers_of,
 )
 from lightning_shardckpt.compat.lightning_trainer import gather_metrics_over, reset_loaded_metrics, sync_stored_metrics
-from lightning_shardckpt.distributed.host_numbers import any_rank, reduce_tensor
+from lightning_shardckpt.distributed.host_numbers import any_rank
 from lightning_shardckpt.distributed.world import raise_if_lost
 from lightning_shardckpt.parallel.first_values.one_rank import Build
 from lightning_shardckpt.parallel.shard_model import ShardedModule
@@ -299,11 +299,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor, over the data-parallel group by default."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_tensor(tensor, self._data_parallel(group), reduce_op)
+        return self._reduce(tensor, group, reduce_op)
 
     # --- checkpoints ---
 

@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -48,7 +47,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
     upload_note,
     wrap_actions,
 )
-from lightning_shardckpt.distributed.host_numbers import reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
 from lightning_shardckpt.distributed.world import abort_unfinished, note_batch
 from lightning_shardckpt.from_checkpoint import load_from_checkpoint
@@ -409,12 +407,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
         """Reduce over the data-parallel group by default, since the ranks of a tensor group have equal values."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if not isinstance(tensor, Tensor) or self._is_alone:
-            return tensor
-        ranks = group or self.meshes.data_parallel_group
-        return tensor if ranks.size() == 1 else reduce_tensor(tensor, ranks, reduce_op)
+        return self._reduce(tensor, group, reduce_op)
 
     # --- the end ---
 

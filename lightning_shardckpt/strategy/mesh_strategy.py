@@ -22,11 +22,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_shardckpt.checkpoint_io import PickleByArguments, ShardCkptIO
 from lightning_shardckpt.compat.lightning_fabric import init_process_group
-from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object
+from lightning_shardckpt.distributed.host_numbers import any_rank, broadcast_object, reduce_tensor
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.distributed.world import wait_for_launcher, watch_world
 from lightning_shardckpt.errors import TopologyError
@@ -144,15 +145,9 @@ class MeshStrategy(KnowsItsOptions):
             timeout_s: Of the collectives of training, and of a rank that waits for the others while saving or loading.
 
         Raises:
-            TopologyError: for wrong sizes or names.
+            TopologyError: for options of ``fsdp`` and ``pipeline`` that don't go together.
         """
         super().__init__()
-        _check_sizes(
-            data_parallel_shard_size=None if data_parallel_shard_size == "auto" else data_parallel_shard_size,
-            data_parallel_replicate_size=data_parallel_replicate_size,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-        )
         self.axis_sizes = {
             "shard": data_parallel_shard_size,
             "replicate": data_parallel_replicate_size,
@@ -342,6 +337,15 @@ class MeshStrategy(KnowsItsOptions):
             return tensor
         return all_gather_tensors(tensor, self._data_parallel(group), sync_grads=sync_grads)
 
+    def _reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+        """Reduce a tensor over the data-parallel group by default; return other values as they are."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not isinstance(tensor, Tensor) or self._is_alone:
+            return tensor
+        ranks = self._data_parallel(group)
+        return tensor if ranks.size() == 1 else reduce_tensor(tensor, ranks, reduce_op)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._is_alone:
             return decision
@@ -378,14 +382,3 @@ def _check_io(io: object) -> ShardCkptIO:
     raise TypeError(
         f"ShardedStrategy saves with ShardCkptIO, got {type(io).__name__}; pass plugins=[ShardCkptIO()] or none"
     )
-
-
-def _check_sizes(**options: Any) -> None:
-    """Raise a TopologyError for an option that is neither None nor a number of processes."""
-    for option, size in options.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            number = size if isinstance(size, str) and size.isdecimal() and int(size) else 2
-            auto = ' or "auto"' if option == "data_parallel_shard_size" else ""
-            raise TopologyError(
-                f"{option} is a number of processes, at least 1{auto}, found {size!r}: write {option}={number}"
-            )

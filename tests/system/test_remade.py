@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy, fabric
-from lightning_shardckpt.errors import TopologyError
 from tests.support import tiny
 from tests.support.pool import run_ranks
 
@@ -31,8 +30,8 @@ def test_what_comes_back_has_the_same_arguments(way: Callable[[Any], Any]) -> No
         assert type(found) is type(made) and found is not made and found.axis_sizes == made.axis_sizes
     io = way(ShardCkptIO(5.5, use_async=True, replicas="first"))
     assert (io.save_options.size_per_shard, io.is_async, io.save_options.replicas) == (5.5, True, "first")
-    with pytest.raises(TopologyError):
-        ShardedStrategy(tensor_parallel_size="2")  # type: ignore[arg-type]  # refused as before
+    with pytest.raises(TypeError):
+        ShardedStrategy(tensor_size=2)  # type: ignore[call-arg]  # refused as before
 
 
 def used_again(way: int) -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shardckpt import ShardCkptIO, load, save, save_async, wait
+from lightning_shardckpt import load, save, save_async, wait
 from lightning_shardckpt.checkpoint.background import Background
 from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.storage.object_store import machine_upload_lock
@@ -118,12 +118,6 @@ def test_a_key_mapping_that_is_about_nothing_is_a_difference(mapping: Any, named
     with pytest.warns(UserWarning, match="matches no name in the checkpoint"):
         load(tmp_path / "a", {"model": live["model"]}, key_mapping=mapping, strict=False)
     assert torch.equal(live["model"].weight, stored["model"].weight)
-
-
-@pytest.mark.parametrize("option", ["verify", "use_async", "replicas"])
-def test_an_option_that_is_set_later_is_refused_since_nothing_would_look_at_it(option: str) -> None:
-    with pytest.raises(AttributeError, match=f"{option} is an option of ShardCkptIO"):
-        setattr(ShardCkptIO(), option, None)
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])
