@@ -119,7 +119,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self._failed = False  # in any run
         self._build = Build()
         self._undo_setup, self._undo_training = ExitStack(), ExitStack()  # what both replace in Lightning's objects
-        self._preemption, self._agreement = Preemption(), BatchAgreement()
+        self._preemption, self._agreement = Preemption(), BatchAgreement()  # of the current run
         self._run: RunCheckpoints | None = None
 
     # --- the sharded module ---
@@ -165,6 +165,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         assert isinstance(self._launcher, ResolvingLauncher)
         set_device_mesh(self._module, self._meshes.user)
         self._enable_async()
+        self._preemption = Preemption()
         share, within_s = DataShare.of(self._meshes), self.tuning.exception_agreement_s
         stop = StopPosition() if self._run is None else self._run.stop_position
         self._run = RunCheckpoints(self._trainer, self._launcher, self._ranks, share, stop, agree_within_s=within_s)

@@ -9,9 +9,9 @@ import functools
 import inspect
 import os
 import re
-import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -197,15 +197,6 @@ def upload_note(trainer: pl.Trainer) -> str | None:
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sigterm_handler_before(trainer: pl.Trainer) -> Callable[[int, Any], object] | None:
-    """Return the handler of SIGTERM before the Trainer's, which also calls it; None if it is not a function.
-
-    Relies on ``_SignalConnector._original_handlers``.
-    """
-    handler: Any = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-    return handler if callable(handler) else None
-
-
 def receive_sigterm(trainer: pl.Trainer) -> None:
     """Make the Trainer raise SIGTERMException after the current batch, as if its own handler had got a SIGTERM.
 
@@ -362,15 +353,15 @@ def stored_metrics(module: nn.Module) -> list[Metric]:
 def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
     """Inside, metrics with states in the state dict have the states of all data-parallel ranks.
 
-    Collective: every rank of the world must enter it. Relies on ``Metric._defaults`` and ``Metric._reductions``.
+    Collective: every rank of the world must enter it. Relies on ``Metric._reductions``.
 
     Raises:
         UnsupportedCodeError: for a state without ``dist_reduce_fx``, which ranks can't make one.
     """
     stored = stored_metrics(module)
     for one in stored:
-        for name, reduction in one._reductions.items():
-            if reduction is None and not isinstance(one._defaults[name], list):
+        for name, state in one.metric_state.items():
+            if one._reductions[name] is None and not isinstance(state, list):
                 raise UnsupportedCodeError(
                     f"{name} of {type(one).__name__} is saved with the model (persistent(True)), but has no "
                     "dist_reduce_fx, so the states of several data-parallel ranks can't be joined: use "
@@ -378,9 +369,10 @@ def sync_stored_metrics(module: nn.Module) -> Iterator[None]:
                 )
     with ExitStack() as synced:
         for one in stored:
+            lists = [name for name, state in one.metric_state.items() if isinstance(state, list)]
             synced.enter_context(one.sync_context(dist_sync_fn=one.dist_sync_fn))
-            for name, default in one._defaults.items():
-                if isinstance(default, list) and isinstance(state := getattr(one, name), Tensor):
+            for name in lists:
+                if isinstance(state := getattr(one, name), Tensor):
                     setattr(one, name, [state])  # as an update expects it
         yield
 
@@ -390,13 +382,13 @@ def reset_loaded_metrics(module: nn.Module) -> Iterator[None]:
     """Reset the states of metrics that are loaded inside, unless they are averaged over ranks.
 
     A sum over data-parallel ranks then counts the state that the first of them has loaded once. States that the load
-    leaves out stay. Relies on ``Metric._defaults``, ``Metric._reductions``, and that ``Metric`` replaces
-    a state that it loads.
+    leaves out stay. Relies on ``Metric._reductions``, and that ``Metric`` replaces a state that it loads.
     """
-    before = [(one, {name: getattr(one, name) for name in one._defaults}) for one in stored_metrics(module)]
+    before = [(one, one.metric_state) for one in stored_metrics(module)]
     yield
     for one, states in before:
+        empty = deepcopy(one)
+        empty.reset()
         for name, state in states.items():
             if getattr(one, name) is not state and one._reductions[name] is not dim_zero_mean:
-                default = one._defaults[name]
-                setattr(one, name, [] if isinstance(default, list) else default.detach().clone().to(one.device))
+                setattr(one, name, getattr(empty, name))

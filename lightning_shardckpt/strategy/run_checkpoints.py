@@ -47,7 +47,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
     receive_sigterm,
     reset_loaded_metrics,
     restore_modules_and_callbacks,
-    sigterm_handler_before,
     stored_metrics,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
@@ -81,21 +80,22 @@ _CLI_MARK = "_instantiator"
 class Preemption:
     """The SIGTERM handler of a run. Replaces Lightning's handler; Lightning restores the previous one.
 
+    Construct it before the Trainer registers its handlers.
+
     Attributes:
         is_told: True if this rank has got the signal.
     """
 
     def __init__(self) -> None:
-        self.is_told = False
+        self.is_told, self._previous = False, signal.getsignal(signal.SIGTERM)
 
     def watch(self, trainer: pl.Trainer) -> Callable[[], None]:
         """Install the handler when training starts, after Lightning's handlers; return the undo of Lightning's loop."""
-        self.is_told = False
-        previous = sigterm_handler_before(trainer)
+        self.is_told, previous = False, self._previous
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.is_told = True
-            if previous is not None:
+            if callable(previous):
                 previous(number, frame)
 
         if threading.current_thread() is threading.main_thread():
