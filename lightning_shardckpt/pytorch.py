@@ -434,8 +434,8 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         self.checkpoint_io.teardown()
         # this rank may host the store, without which the others would end a complete run with an error
         self._ranks.wait_until_read()
-        if self._run is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._run.stop_position.keep(self._trainer)
+        if self._run is not None:
+            self._run.end()
         self._undo_training.close()
         self._undo_setup.close()
         if self._meshes is not None and not self._failed and dist.is_initialized():

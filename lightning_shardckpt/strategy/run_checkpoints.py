@@ -404,6 +404,14 @@ class RunCheckpoints:
         self._loaders_wait = False
         return undo.close
 
+    def end(self) -> None:
+        """Keep the position at the end of a fit. Call it before Lightning shuts the loaders down."""
+        if not self._is_fit:
+            return
+        self.stop_position.keep(self._trainer)
+        if self._loaders_wait:  # training has not started
+            start_loaders(self._trainer, [], is_over=False, same_ranks=False)
+
     def start_validation(self) -> None:
         """Restore the random state of an interrupted validation. Call it when a validation starts.
 

@@ -529,3 +529,17 @@ def test_no_batch_of_a_stream_is_lost_by_a_resume(tmp_path: Path) -> None:
     runs = {(kind, stop): (1, counted, str(tmp_path / kind.__name__), kind, stop)
             for kind in (tiny.TinyLM, Estimating) for stop in expected}  # fmt: skip
     assert run_each(runs) == {(kind, stop): [expected[stop]] for kind, stop in runs}
+
+
+def batches_after_a_run_that_is_over(path: str) -> int:
+    """Return how many batches a loader has after it was given to a run that had no step to make."""
+    for resume in (None, path):
+        loader = tiny.loader()
+        run = tiny.trainer({}, max_steps=1, use_distributed_sampler=False, limit_val_batches=0)
+        run.fit(tiny.TinyLM(), loader, ckpt_path=resume)
+        run.save_checkpoint(path)
+    return len([*loader]) - len(loader)
+
+
+def test_a_run_that_is_over_leaves_its_loader_as_it_was(tmp_path: Path) -> None:
+    assert run_ranks(1, batches_after_a_run_that_is_over, str(tmp_path / "a.ckpt")) == [0]
