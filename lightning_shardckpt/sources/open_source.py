@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError, MismatchError
 from lightning_shardckpt.format.index import ROOT_NAME, is_part
-from lightning_shardckpt.format.value_checks import checksum
+from lightning_shardckpt.format.value_checks import check_file_name, checksum
 from lightning_shardckpt.sources import hugging_face
 from lightning_shardckpt.sources.source import Source, sharded_source
 from lightning_shardckpt.storage.protocol import Storage
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # ── formats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DCP_NAME = ".metadata"
+DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 READABLE = (ROOT_NAME, DCP_NAME)
 """Files that mark a readable checkpoint directory: this package's, and torch.distributed.checkpoint's."""
 
@@ -39,6 +40,19 @@ def find_dcp_directory(path: str) -> str | None:
     """Return the directory with ``.metadata``: ``path``, or OLMo-core's below it; None if there is none."""
     directories = (path, os.path.join(path, "model_and_optim"))
     return next((one for one in directories if os.path.isfile(os.path.join(one, DCP_NAME))), None)
+
+
+def find_deepspeed_directory(path: str) -> str | None:
+    """Return the directory with DeepSpeed's files of ranks: ``path``, or the one that its file ``latest`` names."""
+    if not os.path.isdir(path):
+        return None
+    if any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(path))):
+        return path
+    try:
+        tagged = os.path.join(path, check_file_name(Path(path, "latest").read_text("utf-8")[:4096].strip()))
+    except (OSError, ValueError):
+        return None
+    return tagged if os.path.isdir(tagged) and any(map(DEEPSPEED_MODEL.fullmatch, os.listdir(tagged))) else None
 
 
 class Format(NamedTuple):
@@ -57,6 +71,7 @@ class Format(NamedTuple):
 
 FORMATS = [
     Format("a checkpoint of torch.distributed.checkpoint", "dcp", lambda path: find_dcp_directory(path) is not None),
+    Format("a checkpoint of DeepSpeed", "deepspeed", lambda path: find_deepspeed_directory(path) is not None),
     Format("a Hugging Face directory", "hugging_face", hugging_face.matches),
     Format("a file of torch.save", "torch_save", lambda path: os.path.isfile(path) and not hugging_face.matches(path)),
 ]
@@ -237,9 +252,8 @@ _LOOKED_AT, _DEPTH, _SUGGESTED = 2000, 4, 3
 # (pattern of a name in a folder, what the folder is and the remedy); the first match counts.
 _UNREADABLE = (
     (
-        r"zero_to_fp32\.py|global_step\d+|(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt",
-        "is a checkpoint of DeepSpeed, not of lightning-shardckpt; convert it with the script in it, "
-        "`python zero_to_fp32.py . OUTPUT --safe_serialization`, and load OUTPUT",
+        r"zero_to_fp32\.py|global_step\d+|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",
+        "holds files of DeepSpeed without those of the model; give the path of the folder with *_model_states.pt",
     ),
     (
         r"latest_checkpointed_iteration\.txt|iter_\d{7}",

@@ -46,7 +46,7 @@ def open_path(path: str, weights_only: bool = True, files: Sequence[str] | None 
     folder, name = os.path.split(os.path.abspath(path)) if files is None else (path, "")
     with close_on_error(LocalReader(folder, follow_links=True)) as reader:
         sizes = {name: reader.size(name) for name in files or [name]}
-        contents = [_map_file(os.path.join(folder, name), weights_only) for name in sizes]
+        contents = [map_file(os.path.join(folder, name), weights_only) for name in sizes]
         mapped = dict[str, torch.Tensor]()
 
         def locate(name: str, tensor: torch.Tensor) -> ForeignTensor:
@@ -98,8 +98,11 @@ def source_of_dicts(
         check_document("frozen", rest[FROZEN])
         documents["frozen"] = rest.pop(FROZEN)
     tensors = {n: {key: locate(f"{n}/{key}", t) for key, t in one.tensors.items()} for n, one in leaves.items()}
-    every = [(one.dtype, box) for named in tensors.values() for one in named.values() for box in one.boxes]
-    reader = LoadedTensors(files, {box.file: bytes_in(box.box.shape, dtype) for dtype, box in every}, load)
+    nbytes = dict[str, int]()
+    for stored in (stored for named in tensors.values() for stored in named.values()):
+        for box, file, begin in stored.boxes:
+            nbytes[file] = max(nbytes.get(file, 0), begin + bytes_in(box.shape, stored.dtype))
+    reader = LoadedTensors(files, nbytes, load)
     aliases = {name: one.aliases for name, one in leaves.items()}
     return foreign_source(path, reader, tensors, aliases, documents, rest, all_modules)
 
@@ -151,7 +154,7 @@ def leaves_out_frozen(path: str) -> bool:
         return False
 
 
-def _map_file(path: str, weights_only: bool) -> Any:
+def map_file(path: str, weights_only: bool) -> Any:
     """Return the content of a file of ``torch.save``, with mapped tensors."""
     try:
         with ZipFile(path) as archive:  # torch would map the bytes of a compressed entry as values

@@ -22,13 +22,12 @@ from lightning_shardckpt.tools.inspect import inspect
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 
-DEEPSPEED = r"is a checkpoint of DeepSpeed, not of .*python zero_to_fp32\.py \. OUTPUT"
+DEEPSPEED = r"holds files of DeepSpeed without .*give the path of the folder with \*_model_states\.pt"
 TITAN = "holds folders of steps, as TorchTitan makes; give the path of one of them"
 NO_INDEX = r"holds files of weights without the index"
 
 FOLDERS: dict[str, tuple[list[str], str]] = {
     "DeepSpeed": (["zero_to_fp32.py", "latest", "global_step10/mp_rank_00_model_states.pt"], DEEPSPEED),
-    "a stage 3 of DeepSpeed": (["zero_pp_rank_0_mp_rank_00_model_states.pt"], DEEPSPEED),
     "Megatron-LM": (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
     "TorchTitan": (["step-10/__0_0.distcp", "step-20/__0_0.distcp"], TITAN),
     "an unfinished step of TorchTitan": (
