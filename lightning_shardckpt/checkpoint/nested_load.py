@@ -176,7 +176,8 @@ class NestedLoad:
         source = source.all_modules() if source.all_modules is not None else source
         objects, trainer, document = self._objects, _blank_trainer(source), source.document("optimizer") or {}
         keys = check_keys(trainer.pop(KEYS, None), source.path)
-        stored = {"modules": {}, "optimizers": []} if keys is None else keys
+        unnamed: dict[str, Any] = {"modules": self._unnamed_model(source, trainer), "optimizers": []}
+        stored = unnamed if keys is None else keys
         prefixes = _stored_prefixes(objects.prefixes, keys, "model" in source.components(), trainer)
         numbers = _stored_numbers([*objects.optimizers], stored["optimizers"][: len(document)], len(document), trainer)
         optimizers[:] = [one for path, one in objects.optimizers.items() if path in numbers]
@@ -209,6 +210,12 @@ class NestedLoad:
             source, _, more, _ = fit_names(source, objects.root, names)
             problems += more
         return source, problems
+
+    def _unnamed_model(self, source: Source, trainer: Mapping[str, Any]) -> dict[str, str]:
+        """Return the prefix, none, by the only key of the state that a model stored without a key may fill."""
+        keys = {str(path[0]) for path in self._tensors} - trainer.keys()
+        is_for_dict = "model" in source.components() and not self._objects.modules and len(keys) == 1
+        return dict.fromkeys(keys, "") if is_for_dict else {}
 
     def _plain_keys(self) -> set[str]:
         """Return the keys of the state, and of items of its lists, that are no modules and no optimizers."""
