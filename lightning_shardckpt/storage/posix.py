@@ -131,7 +131,9 @@ def is_mount_point(path: str) -> bool:
         return True
     parent, name = os.path.split(path)
     with os.scandir(parent) as entries:  # an entry has the inode below the mount
-        return [entry.inode() for entry in entries if entry.name == name] != [os.lstat(path).st_ino]
+        below = [entry.inode() for entry in entries if entry.name == name]
+    entry = status_of(path)
+    return entry is not None and below not in ([], [entry.st_ino])  # it may be removed or created meanwhile
 
 
 # ── content of files ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -128,22 +128,22 @@ class DiskFails(tiny.TinyLM):
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self.global_step == STEP and self.global_rank == 1:
-            os.writev = no_space
+            os.fsync = no_space
 
 
-def no_space(file: int, parts: Any) -> int:
+def no_space(file: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def train_until_the_disk_fails(directory: str) -> tuple[str, int | None, str, list[str], int]:
-    writev = os.writev
+    fsync = os.fsync
     callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=1, save_last="link")
     options: dict[str, Any] = {"limit_val_batches": 0, "enable_checkpointing": True}
     with pytest.raises(OSError) as raised:
         tiny.trainer({}, max_steps=6, callbacks=[callback], **options).fit(DiskFails(), tiny.loader())
     dist.barrier()  # rank 0 has removed what it began
     names = sorted(os.listdir(directory))
-    os.writev = writev
+    os.fsync = fsync
     dist.barrier()
     callback = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=1, save_last="link")
     again = tiny.trainer({}, max_steps=6, callbacks=[callback], **options)

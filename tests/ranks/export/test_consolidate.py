@@ -208,7 +208,7 @@ WRONG_FOLDERS = {
     "missing": (lambda c: c.parent / "zo.ckpt", r"does not exist: .*zo\.ckpt; did you mean '.*zoo\.ckpt'\?"),
     "file inside": (_file_inside, r"must be a folder, .*; did you mean '.*zoo\.ckpt'\?"),
     "parent": (lambda c: c.parent, rf"{NOT_OURS}: .*did you mean '.*zoo\.ckpt'\?"),
-    "plain file": (_plain_file, r"must be a folder, .* is a file that torch\.load reads, not sharded"),
+    "plain file": (_plain_file, r"must be a folder, .* is a file; a sharded checkpoint is a directory"),
     "unfinished": (_unfinished, r"the rest of an unfinished save: it has no checkpoint\.index\.json"),
 }
 

@@ -18,7 +18,10 @@ STATE = {"large": torch.randn(3000, 4000), "small": torch.randn(7), "whole": tor
 
 
 def saved(path: Path) -> Source:
-    ckpt.save(path, {"model": dict(STATE)})
+    module = torch.nn.Module()
+    for name, tensor in STATE.items():
+        module.register_buffer(name, tensor)
+    ckpt.save(path, {"model": module})
     return sharded_source(Checkpoint(StorageRouter(), str(path)))
 
 
