@@ -77,10 +77,14 @@ FORMATS = [
 ]
 
 
+_BESIDE_OURS = ("hugging_face", "deepspeed")  # an export for transformers, and files that somebody put there
+
+
 def detect_format(path: str) -> Format | None:
     """Return the format of a checkpoint of another program; None for this package's own, and if none is readable.
 
-    A checkpoint of this package may contain files for Hugging Face, too. The rest of an unfinished save has no format.
+    A checkpoint of this package may contain files of some others, which are not opened. The rest of an unfinished save
+    has no format.
 
     Raises:
         CheckpointNotFoundError: for a single file of a sharded checkpoint, which is only a part.
@@ -92,7 +96,7 @@ def detect_format(path: str) -> Format | None:
     if _is_unfinished(Path(path)):
         return None
     ours = os.path.isfile(os.path.join(path, ROOT_NAME))
-    matching = [one for one in FORMATS if one.matches(path) and not (ours and one.module == "hugging_face")]
+    matching = [one for one in FORMATS if not (ours and one.module in _BESIDE_OURS) and one.matches(path)]
     names = ["a checkpoint of lightning-shardckpt"] * ours + [one.name for one in matching]
     if len(names) > 1:
         raise FormatError(f"{path!r} is {' and '.join(names)} at once, so the format is ambiguous. Move one elsewhere.")
