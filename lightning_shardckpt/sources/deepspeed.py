@@ -281,16 +281,25 @@ def _slices(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Any]) -> dict
 
 
 def _partitions(shapes: Sequence[Mapping[str, Shape]], lengths: Sequence[int], ranks: int) -> dict[str, list[_Piece]]:
-    """Return the pieces of ZeRO 3: an equal part of each parameter on each rank, one after another in its vectors."""
+    """Return the pieces of ZeRO 3: an equal part of each parameter on each rank, one after another in its vectors.
+
+    Raises:
+        ValueError: if a param group does not begin with a vector, or not all vectors are used.
+    """
     pieces, number, begin = dict[str, list[_Piece]](), 0, 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        numel = prod(shape)
-        size = -(-numel // ranks)
-        while begin == lengths[number] and number + 1 < len(lengths):
-            number, begin = number + 1, 0
-        parts = [(rank, rank * size, min(size, numel - rank * size)) for rank in range(ranks)]
-        pieces[name] = [_Piece(first, count, rank, number, begin) for rank, first, count in parts if count > 0]
-        begin += size
+    for group in shapes:
+        if begin not in (0, lengths[number]):
+            raise ValueError(f"a param group ends after {begin} of {lengths[number]} elements")
+        for name, shape in group.items():
+            numel = prod(shape)
+            size = -(-numel // ranks)
+            while begin == lengths[number] and number + 1 < len(lengths):
+                number, begin = number + 1, 0
+            parts = [(rank, rank * size, min(size, numel - rank * size)) for rank in range(ranks)]
+            pieces[name] = [_Piece(first, count, rank, number, begin) for rank, first, count in parts if count > 0]
+            begin += size
+    if any(lengths[number + 1 :]):
+        raise ValueError(f"the parameters are in {number + 1} of {len(lengths)} vectors")
     return pieces
 
 

@@ -148,10 +148,9 @@ def adapters_from_json(value: Any) -> list[Adapter]:
         FormatError: if the document is malformed.
     """
     try:
-        listed_adapters = value["adapters"]
-        texts = [[check_text(one[key]) for key in ("name", "prefix", "root", "config")] for one in listed_adapters]
-        if not isinstance(listed_adapters, list):
+        if not isinstance(value["adapters"], list):
             raise TypeError
+        texts = [[check_text(one[key]) for key in ("name", "prefix", "root", "config")] for one in value["adapters"]]
     except (LookupError, TypeError):
         listed = "a list of adapters, objects with name, prefix, root and config"
         raise FormatError(f"the document is not an object with {listed}: {shown(value)}") from None

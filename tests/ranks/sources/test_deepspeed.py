@@ -192,6 +192,24 @@ def test_a_file_that_would_execute_code_is_not_read(golden: Path, tmp_path: Path
         load(str(tmp_path / "zero1"), {"model": Net()})
 
 
+def test_vectors_of_another_length_are_refused(golden: Path, tmp_path: Path) -> None:
+    """Parameters would be cut from other places of the vectors."""
+    folder = damage(golden, tmp_path, "zero3")
+    classes: list[Any] = [
+        (nn.Module, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+        (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    ]
+    for file in folder.glob("*_optim_states.pt"):
+        with torch.serialization.safe_globals(classes):
+            content = torch.load(file, weights_only=True)
+        state = content["optimizer_state_dict"]
+        del state["loss_scaler"]
+        state["fp32_flat_groups"][0] = nn.functional.pad(state["fp32_flat_groups"][0], (0, 6))
+        torch.save(content, file)
+    with pytest.raises(ShardCkptError, match="a param group ends after 264 of 270 elements"):
+        load(str(tmp_path / "zero3"), {"model": Net()})
+
+
 def test_a_mark_without_files_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("../step3")
     with pytest.raises(CheckpointNotFoundError):
