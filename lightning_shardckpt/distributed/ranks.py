@@ -322,7 +322,10 @@ class Ranks:
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
         """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
-        for rank, message in self._gone().items():
+        gone = self._gone()
+        if gone:
+            raise_if_lost()  # with the error that ended it
+        for rank, message in gone.items():
             text = _json({"error": {**report_error(RankError(message)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):

@@ -239,8 +239,9 @@ class World:
             return None
         rank, text = json.loads(report)
         waited_s = time.monotonic() - self._reports.setdefault(key, time.monotonic())
+        at_once = at_once or rank is None or rank in self.gone
         # this rank may yet end with an error of its own
-        if rank == self.rank or (rank is not None and not at_once and waited_s < self.tuning.exception_agreement_s):
+        if rank == self.rank or (not at_once and waited_s < self.tuning.exception_agreement_s):
             return None
         return str(text) if rank is None else f"rank {rank} {text}"
 
