@@ -322,11 +322,9 @@ class Ranks:
 
     def _answer_for_gone_ranks(self, store: Store) -> None:
         """Report an error for each rank of this host whose process is gone; for rank 0 also write its answer."""
-        gone = self._gone()
-        if gone:
-            raise_if_lost()  # with the error that ended it
-        for rank, message in gone.items():
-            text = _json({"error": {**report_error(RankError(message)), "ranks": [rank]}, "phase": ""})
+        for rank, message in self._gone().items():
+            reason = self._watched.lost or message  # the error that ended it, if it has told
+            text = _json({"error": {**report_error(RankError(reason)), "ranks": [rank]}, "phase": ""})
             for key in (f"{self._count}/{rank}", *([f"{self._count}/answer"] if rank == 0 else [])):
                 if not store.check([key]):
                     put_bytes(store, key, text)
