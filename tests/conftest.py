@@ -1,6 +1,6 @@
 """What every test is held to: no thread, process or environment variable of the pytest process outlives it.
 
-And where it runs: files of tests run side by side, see support/lanes.py, in workers of support/forked_workers.py.
+And where it runs: files of tests run side by side, see support/workers.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.doctest import DoctestModule  # not exported
 
-from tests.support import forked_workers, lanes, pool, stores, warm_python
+from tests.support import pool, stores, warm_python, workers
 
 # pytest's own, and what importing torch or Lightning sets for good.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
@@ -36,13 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    return lanes.worker_count(config.args)
+    return workers.worker_count(config.args)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     running = ExitStack()
-    command = running.enter_context(forked_workers.forking())
+    command = running.enter_context(workers.forking())
     config.add_cleanup(running.close)
     for spec in specs:
         spec.python = command
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("sweeps"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("sweep")])
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
-    place = lanes.longest_first(_file(item.nodeid) for item in items)
+    place = workers.longest_first(_file(item.nodeid) for item in items)
     items.sort(key=lambda item: place[_file(item.nodeid)])  # stable: within a file, as written
 
 
@@ -142,15 +142,15 @@ class _Recorder:
     """Measures each phase of a test where it runs, and writes the record where all reports arrive."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._durations, self._is_worker = lanes.Durations(), hasattr(config, "workerinput")
+        self._durations, self._is_worker = workers.Durations(), hasattr(config, "workerinput")
 
     def pytest_runtest_logstart(self) -> None:
-        self._before = lanes.cpu_s()
+        self._before = workers.cpu_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
         report = yield
-        now = lanes.cpu_s()
+        now = workers.cpu_s()
         report.cpu_s, self._before = now - self._before, now
         return report
 

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
 from tests.support import nets
-from tests.support.nets import GLOBAL_BATCH, Case, dataset, full_state, twin
-
-TOLERANCE = 1e-12  # sums of float64 in another order
+from tests.support.nets import GLOBAL_BATCH, TOLERANCE, Case, dataset, full_state, twin
 
 
 def fabric_of(precision: Any = "64-true", io: ShardCkptIO | None = None, **options: Any) -> Fabric:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shardckpt import ShardCkptIO, ShardedStrategy
 from lightning_shardckpt.system.tuning import TUNING, Tuning
-from tests.support.own_state import KINDS
 
 EXECUTES = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
 """Options of ``fit`` for a file with classes in it; Lightning 2.5 has no such option, and reads them anyway."""
@@ -26,6 +26,69 @@ TP_PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
+
+# ── optimizers that keep state of no parameter, as published ones do ────────────────────────────────────────────────
+
+
+class Counts(SGD):
+    """As MADGRAD: a counter under a text in ``state``, on which the step depends."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        k = self.state.setdefault("k", torch.tensor([0]))  # type: ignore[call-overload]  # as MADGRAD does
+        self.param_groups[0]["lr"] = 0.1 / (1 + k.item())
+        loss = super().step(closure)
+        k += 1
+        return loss
+
+
+class Adds(SGD):
+    """As Ranger21 and SPAM: entries in ``state_dict``, a nested one and a tensor among them, taken back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps, self.warmup, self.mean = 0, {"left": 5, "decay": (0.5, None)}, torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.steps += 1
+        self.mean += self.steps
+        self.warmup = {**self.warmup, "left": self.warmup["left"] - 1}
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps + 0.001 * self.mean[0].item()
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps, "warmup": self.warmup, "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps, self.warmup, self.mean = (state_dict[key] for key in ("steps", "warmup", "mean"))
+
+
+class Wraps(SGD):
+    """As Lookahead: a state dict of another kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base_optimizer": super().state_dict(), "slow": {}}
+
+
+class Scales(Adds):
+    """Its state dict changes the state of parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "state": {k: {"momentum_buffer": 2 * v["momentum_buffer"]} for k, v in found["state"].items()}}
+
+
+class AddsObject(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "generator": object()}
+
+
+KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (Counts, Adds, Wraps, Scales, AddsObject)}
+
+# ── a model, and runs of it ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):

@@ -32,9 +32,9 @@ from lightning_shardckpt.format.value_checks import checksum
 from lightning_shardckpt.state import json_tree
 from lightning_shardckpt.state.documents import parse_document
 from tests.support import small
-from tests.support.memory_storage import MemoryStorage
 from tests.support.pool import run_ranks
 from tests.support.small import tensors_in
+from tests.support.storages import MemoryStorage
 
 Files = dict[str, bytes]
 LIMIT_S = 20  # of one mutation

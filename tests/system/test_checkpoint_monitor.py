@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_shardckpt import CheckpointMonitor, ShardCkptIO
 from tests.support import tiny
-from tests.support.gated import Gated, disk_error, gated_io
 from tests.support.pool import run_each, run_ranks
+from tests.support.storages import Gated, disk_error, gated_io
 
 Row = dict[str, float]
 SEEN = ("step", "save/bytes")

@@ -235,7 +235,7 @@ def test_a_run_from_yaml_alone_saves_and_resumes_on_other_ranks(tmp_path: Path) 
 def validated(*arguments: str) -> tuple[dict[str, Any], float]:
     """Collective: every rank must call it. Returns hyper-parameters and loss of ``validate`` from the command line."""
     from lightning_shardckpt import ShardedCLI
-    from tests.support.scaled import Scaled
+    from tests.support.boring import Scaled
 
     _be_the_command_line(("validate", *arguments))
     made = ShardedCLI(Scaled, save_config_callback=None, seed_everything_default=7)
@@ -247,7 +247,7 @@ def run_by_lightnings_cli(command: str, *arguments: str) -> tuple[float | None, 
     from lightning.pytorch.cli import LightningCLI
 
     from lightning_shardckpt.errors import MismatchError
-    from tests.support.scaled import Scaled
+    from tests.support.boring import Scaled
 
     _be_the_command_line((command, *arguments))
     found: list[float] = []
@@ -271,7 +271,7 @@ def saved_scaled(path: str, plain: str) -> None:
     import torch
 
     from lightning_shardckpt import ShardCkptIO
-    from tests.support.scaled import Scaled
+    from tests.support.boring import Scaled
 
     pl.seed_everything(7)
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False)

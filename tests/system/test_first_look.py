@@ -17,8 +17,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning_shardckpt import ShardCkptIO, load_from_checkpoint
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.from_checkpoint import stored_hyper_parameters
-from tests.support.own_state import AddsObject, Wraps
 from tests.support.pool import run_ranks
+from tests.support.tiny import AddsObject, Wraps
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

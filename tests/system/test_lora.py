@@ -13,9 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shardckpt.errors import TopologyError
 from lightning_shardckpt.parallel.sharding.tensor_parallel import apply_plan, resolve_plan
-from tests.support.nets import BUILDERS, Case, lora
+from tests.support.nets import BUILDERS, TOLERANCE, Case, lora, train_all, twins
 from tests.support.pool import run_ranks, selected
-from tests.support.sharded_nets import TOLERANCE, train_all, twins
 
 LORA, DORA = Case("lora", late=True), Case("dora", late=True)
 TP = {"tensor_parallel_size": 2}

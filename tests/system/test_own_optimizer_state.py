@@ -17,8 +17,8 @@ from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.digest import digest
 from tests.support import tiny
 from tests.support.fabrics import fabric_of
-from tests.support.own_state import KINDS
 from tests.support.pool import run_each, run_ranks
+from tests.support.tiny import KINDS
 
 KEEPING = ["Counts", "Adds"]
 FSDP2 = {"data_parallel_shard_size": 2}

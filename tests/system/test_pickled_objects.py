@@ -15,8 +15,8 @@ from lightning_shardckpt import ShardCkptIO, load, load_from_checkpoint, metadat
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.tools.verify import verify
+from tests.support.boring import Encoder, Encodes, Keeps, Trap
 from tests.support.fabrics import fabric_of
-from tests.support.opaque import Encoder, Encodes, Keeps, Trap
 from tests.support.pool import run_each, run_ranks
 
 FSDP2 = {"data_parallel_shard_size": 2}
@@ -77,7 +77,7 @@ def test_a_trainer_gets_them_with_weights_only_false_and_else_is_told(saved: Pat
     found = run_each({way: (world, resumed, str(saved / strategy), strategy, *way) for way in ways})
     assert found["fit", False] == [(CALLBACK, ADDED)] * world
     for said in (*found["fit", None], *found["validate", None]):
-        for part in ("callbacks/Keeps/value  tests.support.opaque.Encoder", "added/0  ", "weights_only=False"):
+        for part in ("callbacks/Keeps/value  tests.support.boring.Encoder", "added/0  ", "weights_only=False"):
             assert part in said
 
 
@@ -103,7 +103,7 @@ def test_functions_and_tools_read_none_unless_they_are_told_to(
     assert (metadata(path, values=True).values or {})["trainer/added/0"].kind == "pickle"
     assert verify(path).findings == ()
     file = consolidate(path, tmp_path / "file.ckpt")
-    assert "added/0: left out, as it is pickled: tests.support.opaque.Encoder" in caplog.text
+    assert "added/0: left out, as it is pickled: tests.support.boring.Encoder" in caplog.text
     found = torch.load(file, weights_only=True)
     assert found["added"] == [None] and "encoder" not in found["hyper_parameters"]
 
@@ -143,7 +143,7 @@ def through_fabric(path: str) -> tuple[Any, str]:
 
 def test_fabric_keeps_them(tmp_path: Path) -> None:
     for found, said in run_ranks(2, through_fabric, str(tmp_path / "a")):
-        assert found == ADDED and "encoder  tests.support.opaque.Encoder" in said
+        assert found == ADDED and "encoder  tests.support.boring.Encoder" in said
 
 
 def refused(folder: str) -> list[str]:

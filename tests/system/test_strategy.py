@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.nets import Case, Trained
+from tests.support.nets import TOLERANCE, Case, Trained, train_all, twins
 from tests.support.pool import run_each, run_ranks, selected
-from tests.support.sharded_nets import TOLERANCE, train_all, twins
 
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 

@@ -34,8 +34,8 @@ from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.tensor_bytes import HostMemory, copy_all
 from lightning_shardckpt.state.trainer import snapshot
 from tests.support import tiny, warm_python
-from tests.support.gated import TIMEOUT_S, Gated, complete, disk_error, gated_io
 from tests.support.pool import ROOT, run_ranks
+from tests.support.storages import TIMEOUT_S, Gated, complete, disk_error, gated_io
 
 
 def leave() -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed_while_it_writes_is_named_and_leaves_the_old_check
 EXIT = """
 import sys, torch, threading
 from lightning_shardckpt import ShardCkptIO
-from tests.support.gated import Gated, disk_error
+from tests.support.storages import Gated, disk_error
 io = ShardCkptIO(use_async=True)
 io.storage = storage = Gated()
 storage.gate.clear()

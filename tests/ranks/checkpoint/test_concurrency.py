@@ -18,7 +18,7 @@ from lightning_shardckpt.storage.local_reader import LocalReader
 from lightning_shardckpt.storage.local_storage import LocalDraft, LocalStorage
 from lightning_shardckpt.storage.posix import Rename, rename_with_flag
 from lightning_shardckpt.storage.protocol import read_all
-from tests.support.file_systems import without_flags
+from tests.support.faults import without_flags
 from tests.support.pool import run_ranks
 
 LOCAL = LocalStorage()

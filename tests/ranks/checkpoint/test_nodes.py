@@ -27,8 +27,8 @@ from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
 from tests.support.hosts import Hosts, launched, run_hosts, this_host, two_hosts
-from tests.support.lag import Lag
 from tests.support.pool import run_ranks
+from tests.support.storages import Lag
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.state.json_tree import Dropped
 from lightning_shardckpt.system.text import size_text
 from tests.support import tiny, zoo
-from tests.support.exports import flip, in_small_windows, same_bits
+from tests.support.faults import flip, in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
 from tests.support.warm_python import Run
 

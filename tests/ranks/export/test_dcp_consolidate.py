@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.errors import CorruptionError, FormatError
-from tests.support import lightning_dirs, tiny
+from tests.support import other_programs, tiny
 from tests.support.pool import ROOT, run_ranks
 
 
@@ -30,8 +30,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_all(directory: str) -> None:
     for name in ("model parallel", "fsdp"):
-        lightning_dirs.fit(name, 2, f"{directory}/{name}.ckpt")
-    lightning_dirs.make_others(directory)
+        other_programs.fit(name, 2, f"{directory}/{name}.ckpt")
+    other_programs.make_others(directory)
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -43,7 +43,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["model parallel", "fsdp"])
 def test_the_file_has_what_lightnings_own_tool_would_write(made: Path, tmp_path: Path, name: str) -> None:
-    expected = lightning_dirs.judged(str(made / f"{name}.ckpt"))
+    expected = other_programs.judged(str(made / f"{name}.ckpt"))
     model = expected.pop("model" if name == "fsdp" else "state_dict")  # Lightning's tool knows the first one alone
     file = consolidate(made / f"{name}.ckpt", tmp_path / "out.pt")
     found = torch.load(file)
@@ -59,7 +59,7 @@ def test_the_file_has_what_lightnings_own_tool_would_write(made: Path, tmp_path:
 @pytest.mark.parametrize(("name", "world", "strategy"), [("model parallel", 1, "auto"), ("fsdp", 2, "ours, pp")])
 def test_training_resumes_from_the_file(made: Path, tmp_path: Path, name: str, world: int, strategy: str) -> None:
     file = str(consolidate(made / f"{name}.ckpt", tmp_path / "out.pt"))
-    expected = lightning_dirs.judged(str(made / f"{name}.ckpt"))["state_dict" if "model" in name else "model"]
+    expected = other_programs.judged(str(made / f"{name}.ckpt"))["state_dict" if "model" in name else "model"]
     for found in run_ranks(world, resumed, strategy, file):
         model = {k.removeprefix("model/"): v for k, v in found.items() if k.startswith("model/")}
         assert tiny.differences({k: expected[k] for k in model}, model) == []
@@ -67,7 +67,7 @@ def test_training_resumes_from_the_file(made: Path, tmp_path: Path, name: str, w
 
 def resumed(strategy: str, file: str) -> dict[str, Any]:
     plugins = {"plugins": []} if strategy == "auto" else {}
-    found: dict[str, Any] = lightning_dirs.fit(strategy, 2, resume=file, **plugins)["state"]
+    found: dict[str, Any] = other_programs.fit(strategy, 2, resume=file, **plugins)["state"]
     return found
 
 
@@ -95,7 +95,7 @@ import torch
 from lightning_shardckpt.consolidate import consolidate
 import lightning_shardckpt.sources.dcp, lightning_shardckpt.export.torch_export
 import lightning_shardckpt.sources.open_source
-from tests.support.limits import grown_mib
+from tests.support.faults import grown_mib
 lightning_shardckpt.export.torch_export.fake_tensors()  # imports 70 MiB, whatever the checkpoint
 print(grown_mib(lambda: consolidate(sys.argv[1])), "lightning" in sys.modules)
 """

@@ -24,7 +24,7 @@ from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.format.safetensors_header import name_tensor_file
 from lightning_shardckpt.format.value_checks import checksum
 from tests.support import tiny, zoo
-from tests.support.exports import in_small_windows, same_bits
+from tests.support.faults import in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
 from tests.system import test_pipeline_checkpoints as pipelines
 
@@ -362,7 +362,7 @@ consolidate({str(copy)!r}, {str(out)!r}, **{CHUNKS!r}, overwrite=True)
 _MEASURED = """
 import sys
 from lightning_shardckpt.cli import main
-from tests.support.limits import grown_mib
+from tests.support.faults import grown_mib
 if "--dtype" in sys.argv or "torch" in sys.argv:
     import lightning_shardckpt.export.torch_export
 if "torch" in sys.argv:

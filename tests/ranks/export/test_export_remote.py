@@ -21,7 +21,7 @@ from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.ranks.export import test_huggingface_out as hugging_face
 from tests.support import zoo
-from tests.support.exports import flip
+from tests.support.faults import flip
 from tests.support.pool import run_ranks
 from tests.support.stores import IMPATIENT, Bucket, Proxy
 

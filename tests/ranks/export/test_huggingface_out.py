@@ -21,7 +21,7 @@ from lightning_shardckpt.errors import FormatError
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.system.tuning import TUNING
 from tests.support import tiny
-from tests.support.exports import in_small_windows
+from tests.support.faults import in_small_windows
 from tests.support.hub import Causal, Wrapped, llama, model_of
 from tests.support.pool import run_each, selected
 from tests.support.small import edit

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shardckpt import load
 from lightning_shardckpt import open as open_checkpoint
 from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from tests.support import booster_dirs as booster
+from tests.support import other_programs
 from tests.support.pool import run_ranks
 
 SMALL = 100 / 1024 / 1024  # MB: several files
@@ -52,7 +52,7 @@ def differing(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("prefix", [None, "ema", "a.b"])
 def test_weights_are_read_with_any_prefix_of_file_names(tmp_path: Path, safe: bool, prefix: str | None) -> None:
     saved, live = Net(1), Net(2)
-    booster.write_model(tmp_path / "a", saved.state_dict(), limit=SMALL, prefix=prefix, safe=safe)
+    other_programs.write_booster(tmp_path / "a", saved.state_dict(), limit=SMALL, prefix=prefix, safe=safe)
     assert len(list((tmp_path / "a").iterdir())) > 3
     load(tmp_path / "a", {"model": live})
     assert not differing(dict(live.state_dict()), dict(saved.state_dict()))
@@ -64,14 +64,14 @@ def test_weights_are_read_with_any_prefix_of_file_names(tmp_path: Path, safe: bo
 def test_of_several_prefixes_the_index_file_tells_which_is_meant(tmp_path: Path, safe: bool) -> None:
     nets = {name: Net(seed) for seed, name in enumerate(("ema", "last"), 1)}
     for name, net in nets.items():
-        booster.write_model(tmp_path, net.state_dict(), limit=SMALL, prefix=name, safe=safe)
+        other_programs.write_booster(tmp_path, net.state_dict(), limit=SMALL, prefix=name, safe=safe)
     base = "model.safetensors" if safe else "pytorch_model.bin"
     with pytest.raises(FormatError, match=rf"{base}\.index\.ema\.json and {base}\.index\.last\.json\. Give the path"):
         load(tmp_path)
     for name, net in nets.items():
         found = load(tmp_path / f"{base}.index.{name}.json")
         assert not differing(found["state_dict"], dict(net.state_dict()))
-    booster.write_model(tmp_path, nets["ema"].state_dict(), prefix=None, safe=safe)  # as Hugging Face: the one without
+    other_programs.write_booster(tmp_path, nets["ema"].state_dict(), safe=safe)  # as Hugging Face: no prefix
     assert not differing(load(tmp_path)["state_dict"], dict(nets["ema"].state_dict()))
 
 
@@ -92,6 +92,6 @@ def load_sharded(folder: str) -> State:
 @pytest.mark.parametrize("safe", [False, True])
 def test_any_number_of_ranks_reads_its_slices(tmp_path: Path, safe: bool) -> None:
     net = Net(1)
-    booster.write_model(tmp_path, net.state_dict(), safe=safe, limit=SMALL)
+    other_programs.write_booster(tmp_path, net.state_dict(), safe=safe, limit=SMALL)
     for model in run_ranks(3, load_sharded, str(tmp_path)):
         assert not differing(model, dict(net.state_dict()))

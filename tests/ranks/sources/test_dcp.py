@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint.checkpoint import load_full
 from lightning_shardckpt.errors import FormatError
-from tests.support import lightning_dirs, tiny
-from tests.support.lightning_dirs import fit
+from tests.support import other_programs, tiny
+from tests.support.other_programs import fit
 from tests.support.pool import RankFailure, run_each, run_ranks
 
 WRITERS = ["model parallel", "fsdp"]
@@ -28,15 +28,15 @@ WRITERS = ["model parallel", "fsdp"]
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Directories of Lightning's Trainer, saved by 2 ranks at step 2, and how Lightning went on from them."""
     path = tmp_path_factory.mktemp("made")
-    return path, run_ranks(2, lightning_dirs.make, str(path))[0]
+    return path, run_ranks(2, other_programs.make, str(path))[0]
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Directories of Fabric and OLMo-core, all of the same state, and that state as torch reads it."""
     path = tmp_path_factory.mktemp("others")
-    run_ranks(2, lightning_dirs.make_others, str(path))
-    found = lightning_dirs.judged(str(path / "fabric"))
+    run_ranks(2, other_programs.make_others, str(path))
+    found = other_programs.judged(str(path / "fabric"))
     return path, {"model": found["net"], **{k: found["opt"][k] for k in ("state", "param_groups")}}
 
 
@@ -139,7 +139,7 @@ def test_names_that_hold_different_values_are_not_tied(made: tuple[Path, dict[st
 def untied(path: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    stored = lightning_dirs.judged(path)
+    stored = other_programs.judged(path)
     stored["state_dict"]["head.weight"] = stored["state_dict"]["head.weight"] + 1
     meta = f"{path}/meta.pt"
     state = {k: v for k, v in stored.items() if k in ("state_dict", "optimizer_0")}
@@ -151,9 +151,9 @@ def untied(path: str) -> None:
 
 
 def resume_with(path: str, options: dict[str, bool]) -> int:
-    module = lightning_dirs.Net()
-    run = lightning_dirs.trainer("ours", max_steps=2, callbacks=[lightning_dirs.Counts()])
-    run.fit(module, lightning_dirs.loader(), ckpt_path=path, **options)
+    module = other_programs.Net()
+    run = other_programs.trainer("ours", max_steps=2, callbacks=[other_programs.Counts()])
+    run.fit(module, other_programs.loader(), ckpt_path=path, **options)
     return run.global_step
 
 
@@ -162,7 +162,7 @@ def test_what_would_have_to_be_executed_is_read_only_if_the_user_says_so(
 ) -> None:
     path = Path(shutil.copytree(made[0] / "model parallel.ckpt", tmp_path / "a.ckpt"))
     meta = torch.load(path / "meta.pt")
-    torch.save({**meta, "hyper_parameters": {"made_by": lightning_dirs.Counts}}, path / "meta.pt")
+    torch.save({**meta, "hyper_parameters": {"made_by": other_programs.Counts}}, path / "meta.pt")
     with pytest.raises(RankFailure, match=r"meta\.pt.*does not read it: .*pass weights_only=False to the Trainer's"):
         run_ranks(1, resume_with, str(path), {})
     if tiny.EXECUTES:  # Lightning 2.5 gives no way to say so
@@ -173,14 +173,14 @@ def save_as_last(folder: str, path: str) -> tuple[int, int]:
     """Resume from the "last" one where Lightning's checkpoint and an older one of ours lie; then save there, too."""
     saving = {"enable_checkpointing": True, "max_steps": 4}
     callback = ModelCheckpoint(folder, save_top_k=0)
-    older = lightning_dirs.trainer("ours", max_steps=1)
-    older.fit(lightning_dirs.Net(), lightning_dirs.loader())
+    older = other_programs.trainer("ours", max_steps=1)
+    older.fit(other_programs.Net(), other_programs.loader())
     older.save_checkpoint(f"{folder}/older.ckpt")
     shutil.copytree(path, f"{folder}/newer.ckpt")
     os.utime(f"{folder}/newer.ckpt/.metadata")
-    module = lightning_dirs.Net()
-    run = lightning_dirs.trainer("ours", callbacks=[callback, lightning_dirs.Counts()], **saving)
-    run.fit(module, lightning_dirs.loader(), ckpt_path="last")
+    module = other_programs.Net()
+    run = other_programs.trainer("ours", callbacks=[callback, other_programs.Counts()], **saving)
+    run.fit(module, other_programs.loader(), ckpt_path="last")
     return len(module.losses), run.global_step
 
 
@@ -227,12 +227,12 @@ def test_fabrics_and_olmos_directories_hold_what_torch_says(others: tuple[Path, 
 
 
 def resume_at_0(strategy: str, path: str) -> dict[str, Any]:
-    pl_trainer = lightning_dirs.trainer(strategy, max_steps=0)
-    module = lightning_dirs.Net()
+    pl_trainer = other_programs.trainer(strategy, max_steps=0)
+    module = other_programs.Net()
     told = pl_trainer.is_global_zero
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pl_trainer.fit(module, lightning_dirs.loader(), ckpt_path=path)
+        pl_trainer.fit(module, other_programs.loader(), ckpt_path=path)
     said = [str(w.message) for w in caught if "not of Lightning's Trainer" in str(w.message)]
     assert len(said) == told
     return tiny.full_state(module, pl_trainer.optimizers)
@@ -280,7 +280,7 @@ def test_lightnings_directory_is_neither_removed_nor_overwritten(
     assert sorted(os.listdir(path)) == sorted(os.listdir(made[0] / "fsdp.ckpt"))
 
 
-class Validated(lightning_dirs.Net):
+class Validated(other_programs.Net):
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("loss", self.training_step(batch, index), sync_dist=True)
 
@@ -288,8 +288,8 @@ class Validated(lightning_dirs.Net):
 def validate(paths: list[str]) -> list[float]:
     found = []
     for path in paths:
-        run = lightning_dirs.trainer("ours", callbacks=[lightning_dirs.Counts()])
-        found += run.validate(Validated(), lightning_dirs.loader(shuffle=False), ckpt_path=path, verbose=False)
+        run = other_programs.trainer("ours", callbacks=[other_programs.Counts()])
+        found += run.validate(Validated(), other_programs.loader(shuffle=False), ckpt_path=path, verbose=False)
     return [one["loss"] for one in found]
 
 

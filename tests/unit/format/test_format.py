@@ -25,7 +25,7 @@ from lightning_shardckpt.state.json_tree import TAGS, decode
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
-from tests.support.memory_storage import MemoryStorage
+from tests.support.storages import MemoryStorage
 from tests.support.worlds import PATH, SAVE_ID, mesh
 from tests.unit.format.test_plan import TOPOLOGIES, table
 

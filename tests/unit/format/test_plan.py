@@ -31,7 +31,7 @@ from lightning_shardckpt.format.plan import (
 from lightning_shardckpt.format.value_checks import DTYPE_BYTES
 from lightning_shardckpt.transfer.reader import Checkpoint
 from tests.support import worlds
-from tests.support.memory_storage import MemoryStorage
+from tests.support.storages import MemoryStorage
 from tests.support.worlds import mesh
 
 # Name -> layout of matrices, layout of everything else, ranks. Matrices are (out, in).

@@ -29,8 +29,7 @@ from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.storage.temporaries import output_directory, output_file, temporary_name, this_machine
 from lightning_shardckpt.tools.verify import verify
-from tests.support.file_systems import without_flags
-from tests.support.killed import killed
+from tests.support.faults import killed, without_flags
 from tests.sweeps.faults.inject import Fault, Interposer
 from tests.unit.storage.test_storage import (
     ID,

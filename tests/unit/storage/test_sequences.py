@@ -18,7 +18,7 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.protocol import Draft, Storage, read_all
 from lightning_shardckpt.storage.router import StorageRouter
-from tests.support.killed import killed
+from tests.support.faults import killed
 from tests.support.stores import IMPATIENT, Bucket
 
 ACTIONS = ("save", "save", "die", "discard", "remove", "move", "read while it is replaced", "two at once")

@@ -28,7 +28,7 @@ from lightning_shardckpt.transfer.reader import Checkpoint
 from lightning_shardckpt.transfer.shard_reader import ReadSizes, fetch
 from lightning_shardckpt.transfer.writer import MB, block_bytes, plan_files, write_component
 from tests.support import worlds
-from tests.support.memory_storage import MemoryReader, MemoryStorage
+from tests.support.storages import MemoryReader, MemoryStorage
 from tests.support.worlds import PATH, SAVE_ID, mesh
 
 FSDP = {n: mesh(n, cuts=(DimShard(0, 0),)) for n in (1, 2, 3, 4, 5, 8)}

@@ -1,7 +1,8 @@
-"""Directories of torch.distributed.checkpoint as others write them: Lightning's Trainer and Fabric, OLMo-core."""
+"""Directories as other programs write them: Lightning's Trainer and Fabric, OLMo-core, ColossalAI's Booster."""
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shardckpt import Pipeline, ShardCkptIO, ShardedStrategy
 from tests.support import tiny
 
+State = dict[Any, Any]
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -221,3 +224,32 @@ def judged(path: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is not distributed here
         return _load_distributed_checkpoint(Path(path))
+
+# ── ColossalAI's Booster: names and blocks after colossalai/checkpoint_io/utils.py and general_checkpoint_io.py ──────
+
+
+def write_booster(folder: Path, state: State, *, limit: float = 1024, prefix: str | None = None, safe: bool) -> None:
+    """``save_model(shard=True)``: a new file begins where the next entry would exceed the limit, in MiB.
+
+    The last file may be empty. ``prefix`` goes before the last suffix of every file name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    before = f".{prefix}" if prefix else ""
+    blocks, sizes = [State()], [0.0]
+    for key, value in state.items():
+        size = value.numel() * value.element_size() / 1024 / 1024 if isinstance(value, Tensor) else 0.0
+        if sizes[-1] + size > limit and sizes[-1] > 0:
+            blocks.append({})
+            sizes.append(0.0)
+        blocks[-1][key] = value
+        sizes[-1] += size
+    names = [f"{stem}{before}-{number:05d}.{suffix}" for number, _ in enumerate(blocks, 1)]
+    for name, block in zip(names, blocks, strict=True):
+        if safe:
+            safetensors.torch.save_file(block, folder / name, metadata={"format": "pt"})
+        else:
+            torch.save(block, folder / name)
+    weight_map = {key: name for name, block in zip(names, blocks, strict=True) for key in block}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / f"{stem}.{suffix}.index{before}.json").write_text(json.dumps(index, indent=4))
