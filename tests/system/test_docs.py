@@ -30,8 +30,8 @@ from lightning_shardckpt.errors import ShardCkptError, TopologyError
 from lightning_shardckpt.parallel.pipeline.schedule import resolve_schedule
 from tests.support.pages import DOCS, SET_UP, Block, blocks, pages, prose, table
 from tests.support.pool import ROOT, run_ranks
+from tests.support.schedules import idle
 from tests.support.warm_python import Run
-from tests.unit.parallel.test_schedule import idle
 
 README = ROOT / "README.md"
 MIGRATE = DOCS / "guide" / "migrate.md"
