@@ -206,6 +206,8 @@ class _Shown(TorchFunctionMode):
     ) -> Any:
         if func in (_DEVICE, _IS_META, _IS_CPU):
             tensor, frame = args[0], sys._getframe(1)
+            while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+                frame = frame.f_back  # of another mode, such as that of ``with torch.device(…)``
             with below_functions():
                 device, is_without = self._tensors.device(tensor), _is_without(tensor)
             if func == _IS_META and is_without and frame.f_globals.get("__name__") == "torch.nn.init":
