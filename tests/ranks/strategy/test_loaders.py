@@ -54,7 +54,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.seen.append(batch[..., 0].tolist())
-        return self.linear(batch).mean()  # type: ignore[no-any-return]
+        return self.linear(batch).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ def test_samplers_and_batch_samplers_that_a_loader_was_given_give_what_they_do_o
 
 class Predicts(Net):
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.linear(batch)  # type: ignore[no-any-return]
+        return self.linear(batch)
 
 
 def predict_one() -> None:
@@ -185,7 +185,7 @@ class Evaluates(Net):
     test_step = predict_step = validation_step
 
     def val_dataloader(self) -> Any:
-        meshes: Any = self.trainer.strategy.meshes  # type: ignore[attr-defined]  # of our strategy
+        meshes: Any = self.trainer.strategy.meshes
         half = meshes.data_parallel_rank * 2 // meshes.topology.data_parallel
         return DataLoader(Stream(4 + 4 * half), batch_size=2)
 
@@ -252,4 +252,4 @@ def found() -> Found:
 
 def test_a_random_sampler_in_a_batch_sampler_shuffles(found: Found) -> None:
     for rank, rows in enumerate(found[see_shuffled]):
-        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]  # type: ignore[arg-type]  # a Sequence does
+        assert rows == [*DistributedSampler(range(16), 2, rank, shuffle=True, seed=3)]
