@@ -1,474 +1,471 @@
-"""An unchanged LightningModule trains over pipeline stages as it does in one process of plain torch."""
+"""An unchanged LightningModule trains over pipeline stages as under Lightning's own strategy on one process."""
 
 from __future__ import annotations
 
-import ctypes
-import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_shardckpt import FSDP, Pipeline
-from lightning_shardckpt.parallel.pipeline.placeholder import Placeholder
-from tests.support.nets import PLAN, full_state
-from tests.support.pipes import BUILDERS, MODULES, RAGGED, Case, Pipe, Trained, Twin
-from tests.support.pool import run_each, run_ranks
+from lightning_shardckpt import FSDP, Pipeline, load
+from tests.support.nets import LENGTH, PLAN, VOCABULARY, Net, full_state, llama
+from tests.support.pipes import WIDTH, Layer, Plain
+from tests.support.pool import run_each, run_ranks, selected
 from tests.support.tiny import trainer
 
-TOLERANCE = 1e-12  # sums of float64 in another order, through AdamW with eps 1e-3 (see nets.optimizer_of)
+TOLERANCE = 1e-10  # sums of float64 in another order, through AdamW with eps 1e-3 (see nets.optimizer_of)
+RAGGED = (12, 8, 12, 5, 3, 2, 1)  # the default number of microbatches is 4
 
-# ── ways to train ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def options(**strategy: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(strategy.items())
+# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-PIPELINE = {"pipeline_parallel_size": 2}
-BY_MICROBATCH = options(pipeline=Pipeline(loss="microbatch"))
-ONE_F_ONE_B = options(pipeline=Pipeline(schedule="1f1b", loss="microbatch"))
-INTERLEAVED = options(
-    pipeline=Pipeline(schedule="interleaved_1f1b", loss="microbatch", stages_per_rank=2)
-)
-HARD = Case("tied net", late=True, clip=0.05, accumulate=2, scheduler="step")
-DEEP = replace(HARD, net="tied deep net")
+class OfNet(Plain):
+    """A transformer with odd sizes, a direct, a 0-dim and a frozen parameter, tied, and built late."""
 
-TOGETHER = 8  # cases in the same processes: each run leaves a dozen groups behind, whose threads slow down the next
+    late, blocks = True, 3
 
-State = dict[str, Tensor]
+    def build(self) -> None:
+        self.net: Any = Net(tied=True)
+        self.net.blocks.extend(type(self.net.blocks[0])(WIDTH) for _ in range(self.blocks - 3))
 
-# Beside interleaved_1f1b: those that split the backward, and those whose last stage is on the first rank.
-LOOPED_SCHEDULES = ["looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"]
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)  # type: ignore[no-any-return]
 
-
-class Group(NamedTuple):
-    """Cases that the same processes train one after another."""
-
-    world: int
-    sizes: dict[str, Any]
-    cases: dict[str, Case]
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts data parallelism splits a batch."""
-        return self.world // self.sizes["pipeline_parallel_size"] // self.sizes.get("tensor_parallel_size", 1)
-
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.world // self.sizes["pipeline_parallel_size"]
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-GROUPS = {
-    "training": Group(
-        2,
-        PIPELINE,
-        {
-            "built late": Case(late=True),
-            "everything at once": replace(HARD, accumulate=3, sizes=RAGGED),
-            "masked loss, recomputed": Case("recomputed", task="masked", sizes=RAGGED),
-            "dict of outputs": Case(module="Answering", sizes=RAGGED),
-            "buffer that counts": Case(module="Counting"),
-            "metrics, sizes change": Case(module="Measured", sizes=RAGGED),
-            "callbacks decide": Case(module="Deciding", epochs=9, scheduler="plateau", sizes=(12, 12)),
-        },
-    ),
-    "models": Group(
-        2,
-        PIPELINE,
-        {
-            "conditioned, split by name": Case(
-                "conditioned", strategy=options(pipeline=Pipeline(split=["net.layers.third"]))
-            ),
-            "shared by stages": Case(
-                "adapted",
-                clip=0.05,
-                strategy=options(pipeline=Pipeline(modules={"net.head": "last", "net.adapter": "every"})),
-            ),
-            "tied llama": Case("tied llama", clip=0.05),
-        },
-    ),
-    "schedules": Group(
-        2,
-        PIPELINE,
-        {
-            "1f1b": replace(HARD, sizes=RAGGED, strategy=(*ONE_F_ONE_B, ("fsdp", FSDP(activation_checkpointing=True)))),
-        },
-    ),
-    "two stages per rank": Group(
-        2,
-        PIPELINE,
-        {
-            "interleaved_1f1b, sizes change": replace(DEEP, sizes=RAGGED, strategy=INTERLEAVED),
-            **{
-                name: replace(
-                    DEEP,
-                    strategy=options(pipeline=Pipeline(schedule=name, loss="microbatch", stages_per_rank=2)),
-                )
-                for name in LOOPED_SCHEDULES
-            },
-        },
-    ),
-    "with fsdp": Group(
-        4,
-        PIPELINE | {"data_parallel_shard_size": 2},
-        {"gpipe": HARD},
-    ),
-    "with tensor": Group(
-        4,
-        PIPELINE | {"tensor_parallel_size": 2},
-        {
-            "gpipe": replace(HARD, strategy=options(pipeline=Pipeline(microbatches=2))),
-        },
-    ),
-    "with fsdp and tensor": Group(
-        8, PIPELINE | {"data_parallel_shard_size": 2, "tensor_parallel_size": 2}, {"gpipe": HARD}
-    ),
-}
+class Ragged(OfNet):
+    sizes = RAGGED
+
+
+class FiveBlocks(Ragged):
+    """Two stages per rank are uneven."""
+
+    blocks = 5
+
+
+class Llama(Plain):
+    def build(self) -> None:
+        self.net = llama(num_hidden_layers=3, tie_word_embeddings=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens).logits  # type: ignore[no-any-return]
+
+
+class Conditioned(Plain):
+    """Layers of a dict take what the first stage computes from parameters, and a parameter, beside the activations."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, condition: Tensor, bias: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * condition) * gate + torch.einsum("blw,lk->bkw", x, bias)
+
+    def build(self) -> None:
+        super().build()
+        self.layers = nn.ModuleDict({name: self.Layer() for name in ("first", "second", "third")})
+        self.condition, self.bias = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, LENGTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, condition, bias = self.embed(tokens), self.condition(tokens[:, :1]), self.bias(torch.arange(LENGTH))
+        for layer in self.layers.values():
+            x = layer(x, condition=condition, bias=bias, gate=self.gate)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Adapted(Plain):
+    """Registers its head before the layers, and uses one module with parameters between all of them."""
+
+    def build(self) -> None:
+        super().build()
+        self._modules = {name: self._modules[name] for name in ("head", "embed", "layers")}
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def trunk(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(self.adapter(layer(x))) + x
+        return x
+
+
+class PassesDicts(Plain):
+    """Between layers are dicts, with a tensor that has no gradient."""
+
+    class Layer(Layer):
+        def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            return given | {"x": super().forward(given["x"]) * given["mask"]}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens > 2).double().unsqueeze(-1)
+        given = self.trunk({"x": self.embed(tokens), "mask": mask})
+        return self.head(given["x"] * given["mask"])  # type: ignore[no-any-return]
+
+
+class SecondResult(Plain):
+    """The loss needs a second result of the last layer, over the whole batch."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), x.mean((1, 2))
+
+    def trunk(self, x: Any) -> Any:
+        for layer in self.layers:
+            x, self.last = layer(x)
+        return x
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.last.var() + (self.last * batch[0].double().mean(1)).mean()
+
+
+class Trunk(nn.Module):
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class HasNames(Plain):
+    """Has several names of its list, of layers and of their parts, and modules on both sides of them."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(WIDTH, WIDTH)  # on the first stage by its first name, and on the last by the other one
+        super().build()
+        head = self._modules.pop("head")
+        self.net, self.some, self.last = Trunk(self.layers), self.layers[0], self.layers[3]
+        self.norm = self.some.norm
+        for layer in self.layers:  # of both stages
+            layer.norm = self.norm
+        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+        self.rest = nn.Sequential(self.heads["a"], nn.Tanh(), self.heads["a"])
+        self.second, self.head = self.first, head
+
+    def trunk(self, x: Any) -> Any:
+        return self.second(self.rest(self.heads["a"](self.net(self.first(x)))))
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Recomputed(Plain):
+    """The user's own gradient checkpointing, and a loss over unmasked tokens, which is no mean of samples' means."""
+
+    sizes = RAGGED
+
+    def trunk(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.training else layer(x)
+        return x
+
+    def rows(self, count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+        for tokens, targets in super().rows(count, generator):
+            hidden = torch.rand(LENGTH, generator=generator) < 0.5
+            hidden[0] = False  # a batch of one sample has a target
+            yield tokens, targets.masked_fill(hidden, -100)
+
+
+class NoGradBetween(Plain):
+    def trunk(self, x: Any) -> Any:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            y = self.layers[1](x)
+        return self.layers[3](self.layers[2]((x + y).detach() if self.global_step == 1 else x + y))
+
+
+class Returns(Plain):
+    """Returns more than the loss, counts in a buffer, and sets plain attributes."""
+
+    sizes = RAGGED
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen += 1
+        logits = self(batch[0])
+        self.kept = [index, round(float(logits.detach().sum()), 8)]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        return {"loss": loss, "logits": logits.detach(), "index": index}
+
+
+class Changes(Plain):
+    """Changes learning rates and ends the training, where only the last stage comes."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (index + 1)
+        self.trainer.should_stop = index == 1
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (3 * loss).backward()
+
+
+class Draws(Plain):
+    """Draws from a generator of its own, and from two modules with dropout."""
+
+    def build(self) -> None:
+        super().build()
+        self.generator, self.first, self.second = torch.Generator().manual_seed(7), nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        x, ones = self.trunk(x + noise), torch.ones(100)
+        if self.training:
+            self.kept = len({tuple(drop(ones).tolist()) for drop in (self.first, self.second, self.first)})
+        return nn.functional.mse_loss(x, noise) + self.head(x).mean()
+
+
+class Measured(Plain):
+    """Logs in all the ways there are, and has every stage of the Trainer."""
+
+    sizes = RAGGED
+
+    def build(self) -> None:
+        super().build()
+        self.right = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.scores = MetricCollection({"top3": MulticlassAccuracy(VOCABULARY, top_k=3), "mean": MeanMetric()})
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits, targets = self(batch[0]).flatten(0, 1), batch[1].flatten()
+        loss = nn.functional.cross_entropy(logits, targets)
+        self.log_dict({"loss": loss, "index": float(index)}, on_step=True, on_epoch=True, sync_dist=True)
+        for name, reduce in {"max": "max", "sum": "sum", "min": torch.min}.items():
+            self.log(name, logits.max(), reduce_fx=reduce, on_step=False, on_epoch=True, sync_dist=True)
+        self.right(logits, targets)
+        self.log("right", self.right, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        logits, targets = self(batch[0]).flatten(0, 1), batch[1].flatten()
+        self.outputs.append(nn.functional.cross_entropy(logits, targets))
+        name = "second" if dataloader_idx else "val"
+        self.log(name, self.outputs[-1], add_dataloader_idx=dataloader_idx == 0, sync_dist=True)
+        self.scores["top3"].update(logits, targets)
+        self.scores["mean"].update(self.outputs[-1])
+        self.log_dict(dict(self.scores))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("stacked", torch.stack(self.outputs).mean(), sync_dist=True)
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return [self.loader((12, 8, 6), 2), self.loader((8, 4), 3)]
+
+
+class Decides(OfNet):
+    """Has callbacks and a schedule that act on what was logged."""
+
+    sizes = (12, 12)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [EarlyStopping("val", patience=2), ModelCheckpoint("saved", monitor="val", filename="{epoch}")]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=4e-2, eps=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+# ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, options of its Trainer, and of the strategy that must not change the numbers."""
+
+    module: type[Plain]
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    world: int = 2
+
+
+def by_microbatch(schedule: str, stages: int = 1) -> dict[str, Any]:
+    return {"pipeline": Pipeline(schedule=schedule, loss="microbatch", stages_per_rank=stages)}
+
+
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3}
+ON_FIRST: Any = {"condition": "first", "bias": "first"}
+ONE_MICROBATCH = {"pipeline": Pipeline(microbatches=1)}
+AXES = {"fsdp": {"data_parallel_shard_size": 2}, "tensor": {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}}
 QUICK = {
-    *(("training", case) for case in ("built late", "masked loss, recomputed", "buffer that counts")),
-    ("models", "tied llama"),
-    ("schedules", "1f1b"),
+    "everything at once": Case(Ragged, CLIPPED),
+    "masked loss, recomputed": Case(Recomputed),
+    "returns, buffers, attributes": Case(Returns),
+    "tied llama": Case(Llama, CLIPPED),
+    "1f1b": Case(Ragged, CLIPPED, {**by_microbatch("1f1b"), "fsdp": FSDP(activation_checkpointing=True)}),
+}
+SLOW = {
+    "metrics": Case(Measured),
+    "callbacks decide": Case(Decides, {"max_epochs": 9, "enable_checkpointing": True}),
+    "split by name": Case(Conditioned, {}, {"pipeline": Pipeline(split=["layers.third"], modules=ON_FIRST)}),
+    "modules=": Case(Adapted, CLIPPED, {"pipeline": Pipeline(modules={"head": "last", "adapter": "every"})}),
+    "dicts between layers": Case(PassesDicts),
+    "second result": Case(SecondResult),
+    "several names": Case(HasNames),
+    "no_grad": Case(NoGradBetween),
+    "changes the run": Case(Changes),
+    "draws": Case(Draws, {}, ONE_MICROBATCH),
+    "zbv_zero_bubble": Case(FiveBlocks, CLIPPED, by_microbatch("zbv_zero_bubble", 2)),
+    "fsdp": Case(OfNet, CLIPPED, AXES["fsdp"], 4),
+    "tensor": Case(OfNet, CLIPPED, AXES["tensor"] | {"pipeline": Pipeline(microbatches=2)}, 4),
 }
 SWEPT = {
-    *(("two stages per rank", name) for name in ("looped_bfs", "interleaved_zero_bubble", "dualpipe_v")),
-    *(("with fsdp and tensor", "gpipe"), ("schedules", "a user's file")),
-    ("two stages per rank", "interleaved_1f1b, sizes change"),
+    **{
+        name: Case(FiveBlocks, CLIPPED, by_microbatch(name, 2))
+        for name in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "dualpipe_v")
+    },
+    "fsdp and tensor": Case(OfNet, CLIPPED, AXES["fsdp"] | AXES["tensor"], 8),
 }
-"""What the suite leaves to a run with ``--sweeps``; each of them varies what others combine."""
+CASES = QUICK | SLOW | SWEPT
 
 
-def marks(group: str, case: str) -> list[pytest.MarkDecorator]:
-    if (group, case) in QUICK:
-        return []
-    return [pytest.mark.slow, *([pytest.mark.sweep] if (group, case) in SWEPT else [])]
+@dataclass
+class Trained:
+    returned: list[Any]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    metrics: dict[str, float]
+    more: list[Any]
 
 
-EVERY = [
-    pytest.param(group, case, id=f"{group}: {case}", marks=marks(group, case))
-    for group in GROUPS
-    for case in GROUPS[group].cases
-]
-
-
-def training(module: str) -> pytest.MarkDecorator:
-    """All cases with this LightningModule."""
-    return pytest.mark.parametrize(("group", "case"), [p for p in EVERY if case_of(*p.values).module == module])
-
-
-def case_of(group: str, case: str) -> Case:
-    return GROUPS[group].cases[case]
-
-
-def train_all(cases: list[Case], sizes: dict[str, Any]) -> list[Trained]:
-    out = []
-    for case in cases:
-        try:
-            out.append(train(case, sizes))
-        except BaseException as error:
-            error.add_note(f"in {case}")
-            raise
-    return out
-
-
-def train(case: Case, sizes: dict[str, Any]) -> Trained:
-    """Collective: every rank must call it."""
-    # Only rank 0 has the right seed for weights that are built early: they must come from it.
-    pl.seed_everything(3 if case.late or dist.get_rank() == 0 else 99, verbose=False)
-    plan: Any = PLAN if case.net in ("net", "tied net") else "auto"
-    run = trainer(
-        {"tensor_parallel_plan": plan, **sizes, **dict(case.strategy)},
-        max_epochs=case.epochs,
-        precision="64-true",
-        gradient_clip_val=case.clip,
-        accumulate_grad_batches=case.accumulate,
-        use_distributed_sampler=False,
-        enable_checkpointing=case.module == "Deciding",
-    )
-    module, first = MODULES[case.module](case), []
-
-    def on_train_start() -> None:
-        first.append(full_state(module))
-
-    module.on_train_start = on_train_start  # type: ignore[method-assign]
+def train(name: str, strategy: dict[str, Any] | str) -> Trained:
+    case, first = CASES[name], []
+    alone = isinstance(strategy, str)
+    # Weights that are built early must come from rank 0: only it has the right seed.
+    pl.seed_everything(3 if alone or case.module.late or dist.get_rank() == 0 else 99, verbose=False)
+    options: dict[str, Any] = {"max_epochs": 1, "precision": "64-true", "use_distributed_sampler": False}
+    run = trainer(strategy, **options | case.options)
+    module = case.module()
+    module.on_train_start = lambda: first.append(full_state(module))  # type: ignore[method-assign]
     run.fit(module)
-    out = Trained(
-        module.returned,
-        first[0],
-        full_state(module),
-        {name: float(value) for name, value in run.callback_metrics.items()},
-        [group["lr"] for group in run.optimizers[0].param_groups],
-        [name for name, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, Placeholder)],
-        sum(local(p).numel() for p in module.parameters() if not isinstance(p, Placeholder)),
-        {"loss": [float(run.strategy.reduce(step["loss"])) for step in module.returned]},
-    )
-    if case.module == "Deciding":
-        (stopping,), (saving,) = (run.early_stopping_callbacks, run.checkpoint_callbacks)
-        assert isinstance(stopping, EarlyStopping)
-        assert isinstance(saving, ModelCheckpoint)
-        out.more |= {"epochs": run.current_epoch, "stopped": stopping.stopped_epoch, "wait": stopping.wait_count}
-        out.more |= {"best": Path(saving.best_model_path).name, "score": float(saving.best_model_score)}
-    if case.module == "Measured":
-        out.more["test"] = run.test(module, verbose=False)[0]["test"]
-        out.more["predictions"] = run.predict(module)
-    return out
-
-
-def local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def train_twins(cases: list[tuple[Case, int]]) -> list[Trained]:
-    return [Twin(case, parts).train() for case, parts in cases]
-
-
-# ── once per group ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Selected:
-    """What the selected tests need, trained when the first one asks: a group's cases in one set of processes."""
-
-    def __init__(self, wanted: list[tuple[str, str]]) -> None:
-        self._wanted = wanted
-        self._found: dict[str, dict[str, list[Trained]] | Exception] = {}
-        self._twins: dict[tuple[Case, int], Trained] = {}
-
-    def ranks(self, group: str, case: str) -> list[Trained]:
-        """What each rank saw; what went wrong in one case is raised for every case of its group."""
-        if group not in self._found:
-            try:
-                self._found[group] = self._train(group)
-            except AssertionError as error:
-                self._found[group] = error
-        found = self._found[group]
-        if isinstance(found, Exception):
-            raise found
-        return found[case]
-
-    def twin(self, group: str, case: str) -> Trained:
-        if not self._twins:
-            keys = list(dict.fromkeys(self._key(*wanted) for wanted in self._wanted))
-            (trained,) = run_ranks(1, train_twins, keys)
-            self._twins = dict(zip(keys, trained, strict=True))
-        return self._twins[self._key(group, case)]
-
-    def _train(self, group: str) -> dict[str, list[Trained]]:
-        world, sizes, cases = GROUPS[group]
-        chosen = {name: case for name, case in cases.items() if (group, name) in self._wanted}
-        found = {}
-        for start in range(0, len(chosen), TOGETHER):
-            names = list(chosen)[start : start + TOGETHER]
-            ranks = run_ranks(world, train_all, [chosen[name] for name in names], sizes, timeout_s=240)
-            found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
-        return found
-
-    def _key(self, group: str, case: str) -> tuple[Case, int]:
-        return replace(case_of(group, case), strategy=()), GROUPS[group].parts
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+    more = [module.kept, run.current_epoch, [group["lr"] for group in run.optimizers[0].param_groups]]
+    if case.module is Decides:
+        (saving,) = run.checkpoint_callbacks
+        more += [Path(saving.best_model_path).name, pytest.approx(float(saving.best_model_score))]  # type: ignore[attr-defined]
+    if case.module is HasNames and not alone:
+        run.save_checkpoint("named.ckpt")
+        whole = HasNames().double()
+        load("named.ckpt", {"model": whole, "optimizer": whole.configure_optimizers()})
+        mine, loaded = full_state(module), whole.state_dict()
+        assert [key for key, value in mine.items() if not torch.equal(value, loaded[key])] == []
+    predictions = []
+    if case.module is Measured:
+        metrics |= run.test(module, verbose=False)[0]
+        predictions = run.predict(module) or []
+    returned = [one | {"loss": run.strategy.reduce(one["loss"])} for one in module.returned]
+    return Trained([*returned, *predictions], first[0], full_state(module), metrics, more)
 
 
 @pytest.fixture(scope="module")
-def selected(request: pytest.FixtureRequest) -> Selected:
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    params = [item.callspec.params for item in items]
-    return Selected([(one["group"], one["case"]) for one in params if "group" in one])
+def trained(request: pytest.FixtureRequest) -> dict[Any, list[Trained]]:
+    """By case, on one process and on every rank."""
+    names = selected(request, "name")
+    ranks = {(name, ""): (CASES[name].world, train, name, _strategy(name)) for name in names}
+    (alone,) = run_ranks(1, train_alone, names, init_process_group=False)
+    return {**run_each(ranks), **{(name, "alone"): [found] for name, found in alone.items()}}
 
 
-# ── the same numbers ────────────────────────────────────────────────────────────────────────────────────────────────
+def train_alone(names: list[str]) -> dict[str, Trained]:
+    return {name: train(name, "auto") for name in names}
 
 
-@pytest.mark.parametrize(("group", "case"), EVERY)
-def test_training_over_stages_equals_plain_torch(group: str, case: str, selected: Selected) -> None:
-    alone, ranks = selected.twin(group, case), selected.ranks(group, case)
-    losses = [float(step["loss"]) for step in alone.returned]
-    assert_same_states([rank.first for rank in ranks], alone.first, 0)
-    for rank in ranks:
-        assert rank.more["loss"] == pytest.approx(losses, abs=TOLERANCE)
-        assert rank.rates == alone.rates
-        metrics = {name: rank.metrics.get(name, math.nan) for name in alone.metrics}
-        assert metrics == {name: ranks[0].metrics.get(name) for name in metrics}
-        assert metrics == {
-            name: pytest.approx(value, abs=1e-6 if name == "val_loss" else TOLERANCE)  # torchmetrics sums in float32
-            for name, value in alone.metrics.items()
-        }
-    assert_same_states([rank.last for rank in ranks], alone.last, TOLERANCE)
+def _strategy(name: str) -> dict[str, Any]:
+    return {"pipeline_parallel_size": 2, **CASES[name].strategy}
 
 
-def assert_same_states(ranks: list[State], expected: State, tolerance: float) -> None:
-    """Together the ranks have every tensor; those that have the same one agree to the bit."""
-    union = {name: value for rank in ranks for name, value in rank.items()}
-    assert union.keys() == expected.keys()
-    for rank in ranks:
-        different = [name for name, value in rank.items() if not torch.equal(value, union[name])]
-        assert different == []
-    distance = {name: (union[name] - value).abs().max().item() for name, value in expected.items()}
-    assert {name: d for name, d in distance.items() if not d <= tolerance} == {}
-
-
-@training("Answering")
-def test_everything_a_step_returns_reaches_every_rank(group: str, case: str, selected: Selected) -> None:
-    alone = selected.twin(group, case)
-    for rank in selected.ranks(group, case):
-        for index, (got, expected) in enumerate(zip(rank.returned, alone.returned, strict=True)):
-            assert set(got) == {"loss", "logits", "right", "note"}
-            torch.testing.assert_close(got["logits"], expected["logits"], rtol=0, atol=1e-12)
-            assert got["right"] == (expected["logits"].argmax(-1) == expected["targets"]).sum()
-            assert got["note"] == f"step {index}"
-
-
-@training("Counting")
-def test_a_buffer_counts_steps_not_microbatches(group: str, case: str, selected: Selected) -> None:
-    for rank in selected.ranks(group, case):
-        assert rank.last["seen"] == len(case_of(group, case).sizes)
-
-
-@training("Deciding")
-def test_callbacks_decide_alike_on_every_rank(group: str, case: str, selected: Selected) -> None:
-    vals = selected.twin(group, case).more["vals"]
-    best = min(range(len(vals)), key=vals.__getitem__)
-    assert 0 < best < len(vals) - 1 < 8  # so that they have something to decide
-    for rank in selected.ranks(group, case):
-        assert rank.more["epochs"] == len(vals)
-        assert rank.more["stopped"] == len(vals) - 1
-        assert rank.more["wait"] == len(vals) - 1 - best
-        assert rank.more["best"] == f"epoch={best}.ckpt"
-        assert rank.more["score"] == pytest.approx(vals[best], abs=1e-12)
-
-
-@training("Measured")
-def test_test_and_predict_equal_plain_torch(group: str, case: str, selected: Selected) -> None:
-    alone, ranks = selected.twin(group, case), selected.ranks(group, case)
-    tensor, parts = GROUPS[group].sizes.get("tensor_parallel_size", 1), GROUPS[group].parts
-    for number, rank in enumerate(ranks):
-        assert rank.more["test"] == ranks[0].more["test"]
-        assert rank.more["test"] == pytest.approx(alone.more["test"], abs=1e-12)
-        part = number // tensor % parts
-        for got, logits in zip(rank.more["predictions"], alone.more["predictions"], strict=True):
-            expected = logits.chunk(parts)[part]  # the twin's batches are its parts, one after another
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-# ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "case"),
+    "name",
     [
-        ("training", "built late"),
-        ("training", "everything at once"),
-        ("models", "shared by stages"),
-        ("with fsdp", "gpipe"),
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sweep]) for name in SWEPT),
     ],
 )
-def test_stages_share_no_parameters_but_ties_and_those_of_containers(group: str, case: str, selected: Selected) -> None:
-    ranks, parameters = selected.ranks(group, case), whole_parameters(case_of(group, case))
-    per_stage = GROUPS[group].ranks_per_stage
-    stages = [ranks[first : first + per_stage] for first in range(0, len(ranks), per_stage)]
-    shared = set()
-    for rank in (rank for stage in stages for rank in stage):
-        assert set(rank.last).issuperset(rank.held)
-    for index, stage in enumerate(stages):
-        held = set(stage[0].held)
-        assert all(set(rank.held) == held for rank in stage)
-        shared |= {name for other in stages[:index] for name in held & set(other[0].held)}
-        once = {parameters[name] for name in held}  # a tied one has two names
-        elements = sum(p.numel() for p in once if p.ndim) + len(stage) * sum(p.ndim == 0 for p in once)
-        assert sum(rank.numel for rank in stage) == elements
-    assert {name for stage in stages for name in stage[0].held} == set(parameters)
-    assert shared - MAY_BE_SHARED == set()
+def test_training_over_stages_equals_one_process(name: str, trained: dict[Any, list[Trained]]) -> None:
+    (alone,), ranks = trained[name, "alone"], trained[name, ""]
+    assert name != "draws" or alone.more[0] == 3  # of its masks differ
+    assert name != "callbacks decide" or 3 < alone.more[1] < 9
+    for which, tolerance in (("first", 0.0), ("last", TOLERANCE)):
+        union = {key: value for rank in ranks for key, value in getattr(rank, which).items()}
+        for rank in ranks:  # those that have the same tensor agree to the bit
+            different = [key for key, value in getattr(rank, which).items() if not torch.equal(value, union[key])]
+            assert different == []
+        torch.testing.assert_close(union, getattr(alone, which), rtol=0, atol=tolerance)
+    for rank in ranks:
+        torch.testing.assert_close(rank.returned, alone.returned, rtol=0, atol=TOLERANCE)
+        assert rank.metrics == ranks[0].metrics
+        assert rank.metrics == pytest.approx(alone.metrics, rel=0, abs=1e-6)  # torchmetrics sums in float32
+        assert rank.more == alone.more
 
 
-MAY_BE_SHARED = {
-    *("net.position", "net.temperature", "net.frozen"),
-    *("net.embed.weight", "net.head.weight"),  # tied
-    *("net.adapter.weight", "net.adapter.bias"),  # on every stage, as told
-}
+# ── loggers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def whole_parameters(case: Case) -> dict[str, nn.Parameter]:
-    root = nn.ModuleDict({"net": BUILDERS[case.net]()})
-    return dict(root.named_parameters(remove_duplicate=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("group", "case"), [("models", "conditioned, split by name")])
-def test_the_split_is_the_one_asked_for(group: str, case: str, selected: Selected) -> None:
-    for rank, layers in zip(selected.ranks(group, case), ({"first", "second"}, {"third"}), strict=True):
-        assert {name.split(".")[2] for name in rank.held if name.startswith("net.layers.")} == layers
-
-
-class Heavy(Pipe):
-    """32 layers of 4 MB."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
-
-
-def peak_of_construction(sizes: dict[str, Any]) -> float:
-    """Memory in MB that it takes at most to build a model; everything else was used once before."""
-    mmap_threshold = -3  # of glibc's mallopt: freed tensors then go back to the system at once and don't blur the peak
-    ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
-    for module in (Pipe(Case(late=True)), Heavy(Case(late=True))):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
-        base = peak_mb()
-        trainer(sizes, max_epochs=1, limit_train_batches=0, limit_val_batches=0).fit(module)
-    return peak_mb() - base
-
-
-def peak_mb() -> float:
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / 1024
-
-
-def test_only_rank_0_ever_builds_the_layers_of_other_stages() -> None:
-    first, second = run_ranks(2, peak_of_construction, PIPELINE)
-    assert second < 64 + 3 * 4  # its half of 128 MB, and few layers that are on their way: 68.3 MB were seen
-    assert first < 128 + 64 + 3 * 4  # 192.4 MB were seen
-
-
-# ── how often the step runs ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Counted(pl.LightningModule):
-    """Notes elsewhere how often its step runs: what a run of a part of a step changes in the module is undone."""
-
-    runs: ClassVar[list[int]] = []
+class Lines(Logger):
+    name = version = "lines"
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.lines: list[tuple[str, float, int | None]] = []
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.runs[-1] += 1
-        return self.layers(batch[0]).square().mean()
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Lines:
+        return self
 
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        self.runs.append(0)
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.lines.append((name, float(value), step))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.extend((name, value, step) for name, value in metrics.items())
 
-
-def count_runs(strategy: dict[str, Any]) -> list[int]:
-    Counted.runs.clear()
-    data = DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8)
-    trainer(strategy, max_epochs=1).fit(Counted(), data)
-    return [*Counted.runs]
+    def log_hyperparams(self, params: Any) -> None: ...
 
 
-def test_the_step_runs_once_for_each_microbatch_and_once_more() -> None:
-    """Rank 0 looks what crosses the stages; rank 1 runs the rest of the step, if the loss is the batch's."""
-    ways = {"batch": PIPELINE, "microbatch": PIPELINE | dict(ONE_F_ONE_B)}
-    found = run_each({way: (2, count_runs, strategy) for way, strategy in ways.items()})
-    for way, later in {"batch": [5, 5], "microbatch": [5, 4]}.items():
-        for rank, runs in enumerate(found[way]):
-            assert runs[0] <= 7 and runs[1:] == [later[rank]] * 2, way
+class Writes(Plain):
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.logger.experiment.add_scalar("before", index, self.global_step)  # type: ignore[union-attr]
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("loss", loss.detach(), step=self.global_step)  # type: ignore[union-attr]
+        self.loggers[0].log_metrics({"twice": 2 * loss.item()})
+        return loss
+
+
+def written(strategy: dict[str, Any] | str) -> list[Any]:
+    pl.seed_everything(7, verbose=False)
+    run = trainer(strategy, max_epochs=1, logger=(lines := Lines()), limit_val_batches=0, use_distributed_sampler=False)
+    run.fit(Writes().double())
+    return lines.lines
+
+
+def test_what_a_step_writes_to_a_logger_is_written_once_on_rank_zero() -> None:
+    (expected,) = run_ranks(1, written, "auto", init_process_group=False)
+    found, nothing = run_ranks(2, written, {"pipeline_parallel_size": 2})
+    assert nothing == [] and len(expected) == 9
+    assert [line[::2] for line in found] == [line[::2] for line in expected]
+    torch.testing.assert_close([line[1] for line in found], [line[1] for line in expected])
+

@@ -23,10 +23,10 @@ from lightning_shardckpt.export.torch_export import sort_by_layer
 from lightning_shardckpt.export.whole_files import Options
 from lightning_shardckpt.format.safetensors_header import name_tensor_file
 from lightning_shardckpt.format.value_checks import checksum
+from tests.support import pipes as pipelines
 from tests.support import tiny, zoo
 from tests.support.faults import in_small_windows, same_bits
 from tests.support.pool import ROOT, run_ranks
-from tests.system import test_pipeline_checkpoints as pipelines
 
 NO_C128 = {"key_mapping": {r"\.complex128$": None}}
 CHUNKS = {"format": "safetensors", "split": "chunks", "size_per_shard": 0.05, **NO_C128}
