@@ -19,7 +19,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -44,7 +43,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
     set_device_mesh,
     sync_stored_metrics,
     syncs_batch_norms,
-    upload_note,
     wrap_actions,
 )
 from lightning_shardckpt.distributed.ranks import Ranks, refuse_unusable_world
@@ -62,7 +60,6 @@ from lightning_shardckpt.parallel.sharding.shared_values import (
     synchronize_batch_norms,
 )
 from lightning_shardckpt.parallel.tensors.values import check_state_of_shards, reset_numbers
-from lightning_shardckpt.state.data_position import refuse_batches_of_batches
 from lightning_shardckpt.state.model import parameter_names
 from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.strategy.batch_agreement import BatchAgreement, compare_epoch_ends, compare_ranks
@@ -292,7 +289,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by data-parallel rank, since the ranks of a tensor group must draw the same batches."""
-        refuse_batches_of_batches(dataloader)
         draw_orders_by_epoch(dataloader)
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", 0) is None:
             rank = self.meshes.data_parallel_rank
@@ -478,7 +474,7 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over the changes that hooks made to the loaded state."""
+        """Check that hooks have left the optimizers as `load_checkpoint` filled them."""
         self._checkpoints.finish_optimizers(checkpoint["optimizer_states"])
 
     @override
@@ -522,8 +518,6 @@ class ShardedStrategy(MeshStrategy, ParallelStrategy):  # type: ignore[misc]  # 
         check_loaded([self._module])
         self._undo_training.close()  # of a trial run in this fit
         self._undo_training.callback(self._preemption.watch(self._trainer))
-        if (note := upload_note(self._trainer)) is not None:
-            rank_zero_warn(note)
         self._undo_training.callback(self._checkpoints.start_training())
         if not self._is_alone:
             self._undo_training.callback(compare_epoch_ends(self._trainer, self._ranks))

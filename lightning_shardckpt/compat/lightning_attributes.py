@@ -22,14 +22,6 @@ def override_methods(owner: object, **methods: Any) -> Callable[[], None]:
     return undo
 
 
-def attached_trainer(module: object) -> Any:
-    """Return the Trainer of a LightningModule, or None without one, for which ``LightningModule.trainer`` raises.
-
-    Relies on the attribute ``_trainer``.
-    """
-    return getattr(module, "_trainer", None)
-
-
 def fabric_original(module: nn.Module) -> nn.Module | None:
     """Return the user's module in a module from Fabric's ``setup``; None for other modules.
 

@@ -43,7 +43,6 @@ from lightning_shardckpt.compat.lightning_loops import is_stateful
 from lightning_shardckpt.errors import UnsupportedCodeError
 
 _HOOKS = ("[LightningModule]", "[Callback]")  # prefixes of the names of hooks and callbacks
-_LOGGERS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")  # other loggers upload in their own way
 Loadable = TypeVar("Loadable", bound="pl.LightningModule | pl.LightningDataModule")
 
 
@@ -71,15 +70,7 @@ def keep_order_of_training(trainer: pl.Trainer) -> Callable[[], None]:
 
     def prepare_in_order(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode == RunningStage.PREDICTING:
-            try:
-                return prepare(connector, dataloader, shuffle, mode)
-            except AssertionError as error:  # without a message
-                ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas")
-                raise UnsupportedCodeError(
-                    f"a loader of predict has fewer samples than the {ranks} data-parallel ranks, and Lightning's "
-                    "sampler repeats none, so that this rank has no batch. Use fewer devices, or give the loader a "
-                    "DistributedSampler(dataset, shuffle=False, **trainer.distributed_sampler_kwargs)."
-                ) from error
+            return prepare(connector, dataloader, shuffle, mode)
         alone = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"] == 1
         if alone and mode == RunningStage.TRAINING and is_stateful(dataloader):
             return dataloader
@@ -170,28 +161,6 @@ def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     Relies on ``ModelCheckpoint.__resolve_ckpt_dir``; ``dirpath`` is None until the callback is set up.
     """
     return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]  # mangled
-
-
-def upload_note(trainer: pl.Trainer) -> str | None:
-    """Return a warning about loggers that should upload checkpoints, but upload only single files; None without any.
-
-    Relies on ``_log_model``, where loggers keep ``log_model``, and on ``_scan_checkpoints``, by which Lightning's
-    loggers find files.
-    """
-    kinds = [
-        type(logger).__name__
-        for logger in trainer.loggers
-        if vars(logger).get("_log_model", False)  # a DummyLogger has an attribute of every name
-        and getattr(type(logger).after_save_checkpoint, "__module__", "").startswith(_LOGGERS)
-    ]
-    if not kinds:
-        return None
-    return (
-        f"{', '.join(kinds)}(log_model=…) uploads single files only, and checkpoints of ShardCkptIO are directories: "
-        "it uploads none of them. Upload the directories after fit (wandb.Artifact.add_dir, "
-        "MlflowClient.log_artifacts), or the files of `python -m lightning_shardckpt.consolidate`; or leave out "
-        "log_model."
-    )
 
 
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The position of a DataLoader in an epoch, and resuming there.
+"""The position of a loader in an epoch, and resuming there: torch's DataLoaders, and loaders with their own state.
 
 With a DistributedSampler, seed and epoch determine the order of all ranks together (`draw_orders_by_epoch` for a
 sampler within it). A position in it is a number of samples, from which another number of ranks with the same global
@@ -8,6 +8,11 @@ Another sampler draws the order from the random state at the start of the epoch;
 save. A resumed epoch therefore draws its order from the first state, skips the used batches (without loading them, for
 map-style datasets), and leaves the process in the state that it had before. The random state of worker processes is not
 restored.
+
+The state of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, counts drawn
+batches, which may be more than training has used: Lightning draws one batch ahead of a loader without a length, and an
+exception may interrupt a batch. So it is recorded before each draw, and a resumed run loads the state before the first
+unused batch. Random numbers that the loader drew from the process for unused batches are not drawn again.
 """
 
 from __future__ import annotations
@@ -15,39 +20,48 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shardckpt.compat.data_loading import (
     IndexedLoader,
     is_strided,
+    last_order,
     makes_plain_batches,
     order_of_all_ranks,
     own_generator,
     sampler_of,
     wrapped_sampler,
 )
-from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.system.random_generators import get_rng_state, rng_checksum, set_rng_state
+from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, rng_checksum, set_rng_state
 
-# ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-OTHER_ORDER = (
+_OTHER_ORDER = (
     "{sampler} drew another order for this epoch than in the interrupted run: the rest of this epoch repeats or omits "
     "samples. Only the states of torch's, numpy's and python's generators, and of the sampler's own `generator`, are "
     "restored. Resume from the end of an epoch, or draw from one of these."
 )
+_REPEATED = (
+    "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
+    "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
+    "DataLoader to leave them out."
+)
+LoaderPosition = Mapping[str, Any]
+"""The position of one loader, as a checkpoint stores it."""
 
 
-def checksum_of(order: list[Any]) -> int | None:
+# ── random state of loaders ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _checksum(order: list[Any]) -> int | None:
     """Return a checksum of an order; None if its items are not integers."""
     try:
         return zlib.crc32(array("q", order))
@@ -55,60 +69,63 @@ def checksum_of(order: list[Any]) -> int | None:
         return None
 
 
-def random_state(loader: Any) -> dict[str, Any]:
-    """Return the random states of this process and of the loader's own generators."""
-    return {"process": get_rng_state(), "own": own_states(loader)}
-
-
-def set_random_state(loader: Any, state: dict[str, Any]) -> None:
-    """Restore the result of ``random_state``."""
-    set_rng_state(state["process"])
-    set_own_states(loader, state["own"])
-
-
-@contextmanager
-def _preserve_random_state(loader: Any) -> Iterator[None]:
-    state = random_state(loader)
-    try:
-        yield
-    finally:
-        set_random_state(loader, state)
-
-
-def own_states(loader: Any) -> list[torch.Tensor]:
-    """Return the states of the loader's own generators."""
-    return [generator.get_state() for generator in _generators(loader)]
-
-
-def set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
-    """Restore the states of the loader's own generators."""
-    for generator, state in zip(_generators(loader), states, strict=False):
-        generator.set_state(state)
-
-
-def seed_of(loader: Any) -> int | None:
-    """Return the ``seed`` of the loader's sampler; None if it has none."""
-    return getattr(sampler_of(loader), "seed", None)
-
-
-def set_seed(loader: Any, seed: int | None) -> None:
-    """Set the ``seed`` of the loader's sampler to the interrupted run's."""
-    sampler = sampler_of(loader)
-    if seed is not None and hasattr(sampler, "seed"):
-        sampler.seed = seed
+def _warn_of_order(sampler: Any, order: list[Any], expected: int | None) -> None:
+    """Warn if an order is not the expected one; None if that is not known."""
+    if expected is not None and _checksum(order) != expected:
+        kind = type(wrapped_sampler(sampler) or sampler).__name__
+        warnings.warn(_OTHER_ORDER.format(sampler=kind), stacklevel=3)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the loader's own generators."""
     sampler = sampler_of(loader)
     generators = [getattr(loader, "generator", None), getattr(sampler, "generator", None), own_generator(sampler)]
     return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
+def _own_states(loader: Any) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def _set_own_states(loader: Any, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+def _random_state(loader: Any) -> dict[str, Any]:
+    """Return the random states of this process and of the loader's own generators."""
+    return {"process": get_rng_state(), "own": _own_states(loader)}
+
+
+def _set_random_state(loader: Any, state: LoaderPosition) -> None:
+    set_rng_state(state["process"])
+    _set_own_states(loader, state["own"])
+
+
+@contextmanager
+def _preserve_random_state(loader: Any) -> Iterator[None]:
+    state = _random_state(loader)
+    try:
+        yield
+    finally:
+        _set_random_state(loader, state)
+
+
+def _sampling(loader: Any) -> dict[str, Any]:
+    """Return the part of a position that every loader has: the states of its own generators, and its sampler's seed."""
+    return {"own": _own_states(loader), "seed": getattr(sampler_of(loader), "seed", None)}
+
+
+def _set_seed(loader: Any, seed: int | None) -> None:
+    """Set the ``seed`` of the loader's sampler, if it has one, to the interrupted run's."""
+    sampler = sampler_of(loader)
+    if seed is not None and hasattr(sampler, "seed"):
+        sampler.seed = seed
+
+
 # ── batches of all ranks ──────────────────────────────────────────────────────────────────────────────────────────────
-# An epoch's order of samples, dealt to data-parallel ranks. Pure: nothing here knows DataLoaders.
-#
-# Each step takes the next samples of the order of all ranks together, whatever the number of ranks. So a number of
-# samples is a position in the epoch, and another number of ranks with the same global batch can continue there.
+# An epoch's order of samples, divided among data-parallel ranks. Each step takes the next samples of the order of all
+# ranks together, whatever the number of ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +165,11 @@ class GlobalBatches:
     def deal(self, order: Sequence[Any], rank: int) -> Iterator[list[Any]]:
         """Yield one rank's batches of ``order``."""
         full, rest = self._split(len(order))
-        start, size = 0, self.ranks * self.batch_size
-        for step in range(full + len(rest)):
-            stop = start + (size if step < full else rest[step - full])
-            batch = order[start:stop]
+        start = 0
+        for size in chain(repeat(self.ranks * self.batch_size, full), rest):
+            batch = order[start : start + size]
             yield list(batch[rank :: self.ranks]) or [batch[rank % len(batch)]]
-            start = stop
+            start += size
 
     def _split(self, samples: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of full steps, and the sizes of the shorter steps after them."""
@@ -168,12 +184,9 @@ class GlobalBatches:
         return full - 1, (self.ranks * (self.batch_size - half), self.ranks * half + rest)
 
 
+# ── torch's DataLoaders ───────────────────────────────────────────────────────────────────────────────────────────────
+
 _END = object()
-_REPEATED = (
-    "{left} samples are left of this epoch, and its last step has fewer samples than ranks: {repeated} of {ranks} "
-    "data-parallel ranks repeat a sample of another rank, since each needs a batch. Pass drop_last=True to the "
-    "DataLoader to leave them out."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +197,7 @@ class Beginning:
         batches: the number of earlier batches of its epoch.
         samples: the number of samples that all ranks have used in them, of an order of all ranks.
         checksum: of the order of all ranks; None if it is not known.
-        start: the result of ``random_state`` when the order of this rank was drawn; None if it was not drawn yet.
+        start: the random state when the order of this rank was drawn; None if it was not drawn yet.
     """
 
     batches: int = 0
@@ -210,13 +223,24 @@ class ResumableLoader(IndexedLoader):
             return iter(())
         self._current = Beginning()
         with nullcontext() if self._upcoming is None else _preserve_random_state(self):
-            return self._iterate_over_stream() if isinstance(self.dataset, IterableDataset) else super().__iter__()
+            return self._iterate_over_stream() if self.is_stream else super().__iter__()
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the dataset has no indices."""
+        return isinstance(self.dataset, IterableDataset)
+
+    def _begin(self, *, keeps_order: bool) -> Beginning:
+        """Return where this iteration begins, and restore the random state from which it draws its order."""
+        begins, self._upcoming = self._upcoming or Beginning(), None
+        if not keeps_order:
+            if begins.start is not None:
+                _set_random_state(self, begins.start)
+            self._current = Beginning(start=_random_state(self))
+        return begins
 
     def _iterate_over_stream(self) -> Iterator[Any]:
-        begins, self._upcoming = self._upcoming or Beginning(), None
-        if begins.start is not None:
-            set_random_state(self, begins.start)
-        self._current, self._draws_random_numbers = Beginning(start=random_state(self)), False
+        begins, self._draws_random_numbers = self._begin(keeps_order=False), False
         iterator: Iterator[Any] = super().__iter__()
         if not self.num_workers:
             iterator = self._note_draws(iterator)
@@ -238,18 +262,16 @@ class ResumableLoader(IndexedLoader):
 
     def index_source(self, sampler: Any) -> Any:
         """Return a source that resumes, for a map-style dataset; else the sampler."""
-        return sampler if isinstance(self.dataset, IterableDataset) else _ResumableIndices(self, sampler)
+        return sampler if self.is_stream else _ResumableIndices(self, sampler)
 
     def draw_indices(self, sampler: Any) -> Iterator[Any]:
         """Yield the indices of a new epoch, or the rest of an interrupted one, which leaves random states unchanged."""
-        begins, self._upcoming = self._upcoming or Beginning(), None
         if (division := self.global_batches()) is not None:
-            yield from self._deal(division, begins)
+            yield from self._divide(division, self._begin(keeps_order=True))
             return
-        with nullcontext() if begins.start is None else _preserve_random_state(self):
-            if begins.start is not None:
-                set_random_state(self, begins.start)
-            self._current, indices = Beginning(start=random_state(self)), iter(sampler)
+        resumes = self._upcoming is not None and self._upcoming.start is not None
+        with _preserve_random_state(self) if resumes else nullcontext():
+            begins, indices = self._begin(keeps_order=False), iter(sampler)
             first = next(islice(indices, begins.batches, None), _END)
         if first is not _END:
             yield first
@@ -260,7 +282,7 @@ class ResumableLoader(IndexedLoader):
     def global_batches(self) -> GlobalBatches | None:
         """Return the division of the order of all ranks into steps; None if the order is unknown."""
         sampler, batches = sampler_of(self), self.batch_sampler
-        if not (is_strided(sampler) and makes_plain_batches(batches)) or isinstance(self.dataset, IterableDataset):
+        if not (is_strided(sampler) and makes_plain_batches(batches)) or self.is_stream:
             return None
         size, drop_last = (1, False) if batches is None else (batches.batch_size, batches.drop_last)  # type: ignore[attr-defined]
         return GlobalBatches(sampler.num_replicas, size, drop_last, sampler.drop_last)
@@ -280,19 +302,18 @@ class ResumableLoader(IndexedLoader):
         except TypeError:
             return None
 
-    def _deal(self, division: GlobalBatches, begins: Beginning) -> Iterator[Any]:
+    def _divide(self, division: GlobalBatches, begins: Beginning) -> Iterator[Any]:
         """Yield this rank's indices of a new or a resumed epoch, without repeating samples."""
         sampler = sampler_of(self)
         order = order_of_all_ranks(sampler)
-        self._current = replace(begins, checksum=checksum_of(order))
-        left, is_first = order[begins.samples :], sampler.rank == 0
-        if begins.checksum not in (None, self._current.checksum) and is_first:
-            kind = type(wrapped_sampler(sampler) or sampler).__name__
-            warnings.warn(OTHER_ORDER.format(sampler=kind), stacklevel=2)
-        if begins.batches and (repeated := division.repeats(len(left))) and is_first:
-            warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
-        batches_of_rank = division.deal(left, sampler.rank)
-        yield from batches_of_rank if self.batch_sampler is not None else (index for (index,) in batches_of_rank)
+        self._current = replace(begins, checksum=_checksum(order))
+        left = order[begins.samples :]
+        if sampler.rank == 0:
+            _warn_of_order(sampler, order, begins.checksum)
+            if begins.batches and (repeated := division.repeats(len(left))):
+                warnings.warn(_REPEATED.format(left=len(left), repeated=repeated, ranks=division.ranks), stacklevel=2)
+        batches = division.deal(left, sampler.rank)
+        yield from batches if self.batch_sampler is not None else (index for (index,) in batches)
 
     # --- the position ---
 
@@ -304,22 +325,17 @@ class ResumableLoader(IndexedLoader):
         """Do nothing; see ``resume``."""
 
     def position(self, batches: int) -> dict[str, Any]:
-        """Return the state to resume from.
-
-        Args:
-            batches: that this loader has yielded for training since it last began.
-        """
+        """Return the state to resume from, after ``batches`` that it has yielded for training since it last began."""
         begun, division = self._upcoming or self._current, self.global_batches()
-        position = {"own": own_states(self), "seed": seed_of(self), "batches": batches}
-        position |= {"samples": self.samples, "batch_size": self.samples_of_batch}
-        if isinstance(self.dataset, IterableDataset):
+        position = {**_sampling(self), "batches": batches, "samples": self.samples, "batch_size": self.samples_of_batch}
+        if self.is_stream:
             position["draws_random_numbers"] = self._draws_random_numbers
         if division is None or self.samples is None:
             return position | {"epoch_start": begun.start}
         used = begun.samples + division.used(self.samples - begun.samples, batches - begun.batches)
         return position | {"order": {"used": used, "checksum": begun.checksum}}
 
-    def resume(self, position: Mapping[str, Any] | None, *, is_over: bool, same_ranks: bool) -> None:
+    def resume(self, position: LoaderPosition | None, *, is_over: bool, same_ranks: bool) -> None:
         """Begin the next iteration after the used batches, or anew without a position.
 
         Args:
@@ -333,8 +349,8 @@ class ResumableLoader(IndexedLoader):
                 iter(self)  # the workers have begun, and drawn their seeds, in an earlier epoch
         if position is None:
             return
-        set_seed(self, position["seed"])
-        set_own_states(self, position["own"] if same_ranks else [])
+        _set_seed(self, position["seed"])
+        _set_own_states(self, position["own"] if same_ranks else [])
         order, start = position.get("order", {}), position.get("epoch_start") if same_ranks else None
         if not is_over and (order or start is not None or position["batches"]):
             checksum = order.get("checksum") if position["samples"] == self.samples else None
@@ -368,21 +384,140 @@ def make_resumable(loader: object) -> bool:
     return isinstance(loader, ResumableLoader)
 
 
-def refuse_batches_of_batches(loader: object) -> None:
-    """Refuse a DataLoader that batches the batches of its sampler since Lightning rebuilt it.
+# ── loaders with their own state ──────────────────────────────────────────────────────────────────────────────────────
 
-    Lightning calls the constructor again, with a DistributedSampler around the sampler. A class that disables torch's
-    batching for its own sampler of batches (``batch_size=None``) may enable it for a sampler that it gets.
+_KEPT = 3  # Lightning draws one batch ahead, and one is in use
 
-    Raises:
-        UnsupportedCodeError: naming the class.
+
+@dataclass(slots=True)
+class _Draw:
+    """The position before a draw, the numbers of its epoch and batch, and True if it drew from the process."""
+
+    number: tuple[int, int]
+    position: dict[str, Any]
+    is_random: bool = False
+
+
+@dataclass(slots=True)
+class Watch:
+    """The progress of a loader.
+
+    Attributes:
+        kind: the loader's own class.
+        count: returns the number of the epoch, and of its drawn batches.
+        begun: random states when the current iteration began; None before the first one.
+        draws: the last draws.
+        upcoming: the position at which the next iteration begins; None to begin anew.
+        waits: whether iterations are empty, until the position to resume from is known.
     """
-    if not isinstance(loader, DataLoader) or type(loader).__init__ is DataLoader.__init__:
-        return
-    if loader.batch_sampler is not None and isinstance(wrapped_sampler(loader.sampler), BatchSampler):
-        raise UnsupportedCodeError(
-            f"{type(loader).__name__} puts the batches of its sampler into batches of {loader.batch_size}, since "
-            "Lightning rebuilt it with a DistributedSampler around that sampler. Give the loader a DistributedSampler "
-            "of its own, or pass Trainer(use_distributed_sampler=False), with which every rank trains on the same "
-            "batches."
-        )
+
+    kind: Any
+    count: Callable[[], tuple[int, int]]
+    begun: dict[str, Any] | None = None
+    draws: deque[_Draw] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    upcoming: LoaderPosition | None = None
+    waits: bool = False
+
+
+class StatefulLoader:
+    """A loader whose ``__iter__`` is replaced by ``watch_state``.
+
+    It is a base after the loader's own class, since Python refuses the assignment to ``__class__`` otherwise.
+    """
+
+    __slots__ = ()
+    shardckpt_watch: Watch
+
+
+def watch_state(loader: Any, count: Callable[[], tuple[int, int]]) -> bool:
+    """Make a loader with its own state resumable, in place; return False if its class can't be changed.
+
+    Args:
+        loader: of training.
+        count: returns the number of the current epoch, and of its drawn batches.
+    """
+    if isinstance(loader, StatefulLoader):
+        type(loader).shardckpt_watch = Watch(loader.shardckpt_watch.kind, count)
+        return True
+    kind = type(loader)
+    added = {"__module__": kind.__module__, "__iter__": _iterate, "shardckpt_watch": Watch(kind, count)}
+    try:
+        loader.__class__ = type(kind.__name__, (kind, StatefulLoader), added)
+    except TypeError:  # a class with __slots__, or an extension type
+        return False
+    return True
+
+
+def state_position(loader: StatefulLoader, used: int | None) -> LoaderPosition | None:
+    """Return the position of a watched loader after ``used`` batches of the epoch, None if it is over; None if unknown.
+    """
+    watch = loader.shardckpt_watch
+    if watch.upcoming is not None:
+        return watch.upcoming
+    first = None if used is None else (watch.count()[0], used)
+    unused = [] if first is None else [draw for draw in watch.draws if draw.number >= first]
+    if watch.waits or (unused and unused[0].number != first):
+        return None
+    order = {"order": _checksum(last_order(sampler_of(loader)) or [])}
+    if unused:
+        return unused[0].position | order | {"draws_random_numbers": any(draw.is_random for draw in unused)}
+    return _current_position(loader) | order
+
+
+def resume_state(loader: StatefulLoader, position: LoaderPosition | None, *, is_over: bool) -> None:
+    """Begin the next iteration of a watched loader at ``position``, or anew; as `ResumableLoader.resume`."""
+    watch = loader.shardckpt_watch
+    watch.waits, watch.upcoming = False, None if is_over else position
+    if is_over and position is not None:
+        with preserve_rng():
+            _continue(loader, position)  # the iteration that is over
+        _set_own_states(loader, position["own"])
+
+
+def _iterate(loader: StatefulLoader) -> Iterator[Any]:
+    watch = loader.shardckpt_watch
+    if watch.waits:
+        return iter(())
+    position, watch.upcoming = watch.upcoming, None
+    if position is None:
+        watch.begun = _random_state(loader)
+        return _draw_all(loader, watch.kind.__iter__(loader))
+    with preserve_rng(every_device=True):
+        iterator = _continue(loader, position)
+    _set_own_states(loader, position["own"])
+    return _draw_all(loader, iterator, position["order"])
+
+
+def _continue(loader: StatefulLoader, position: LoaderPosition) -> Iterator[Any]:
+    watch = loader.shardckpt_watch
+    _set_seed(loader, position["seed"])
+    watch.begun = position["epoch_start"] or _random_state(loader)
+    _set_random_state(loader, watch.begun)
+    watch.kind.load_state_dict(loader, position["state"])
+    iterator: Iterator[Any] = watch.kind.__iter__(loader)
+    return iterator
+
+
+def _draw_all(loader: StatefulLoader, iterator: Iterator[Any], order: int | None = None) -> Iterator[Any]:
+    """Yield all batches, and compare the order of the interrupted iteration, by its checksum.
+
+    A draw that raises is kept, since the loader's state is unusable after it.
+    """
+    watch = loader.shardckpt_watch
+    while True:
+        draw, before = _Draw(watch.count(), _current_position(loader)), rng_checksum()
+        watch.draws.append(draw)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            watch.draws.pop()
+            return
+        draw.is_random = before != rng_checksum()
+        sampler, expected, order = sampler_of(loader), order, None
+        _warn_of_order(sampler, last_order(sampler) or [], expected)
+        yield batch
+
+
+def _current_position(loader: StatefulLoader) -> dict[str, Any]:
+    watch = loader.shardckpt_watch
+    return {"epoch_start": watch.begun, **_sampling(loader), "state": deepcopy(watch.kind.state_dict(loader))}

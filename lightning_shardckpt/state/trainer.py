@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shardckpt.compat.lightning_attributes import attached_trainer
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.clean_fqn import clean_fqn
 from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import TAG
 from lightning_shardckpt.state.dtensor_layout import local_tensor
-from lightning_shardckpt.state.json_tree import Encoder, decode_small, encode_small
+from lightning_shardckpt.state.json_tree import Encoder, encode_small
 from lightning_shardckpt.state.model import WholeNames, is_elsewhere, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft import (
@@ -64,7 +63,6 @@ def snapshot(
     Raises:
         StateError: listing all values that cannot be stored, by path, or all callbacks whose key cannot.
     """
-    _check_state_keys(checkpoint, module)
     encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
     if odd := [key for key in checkpoint if not isinstance(key, str) or key == TAG]:
         raise StateError(f"the checkpoint has an entry {odd[0]!r}, but only strings other than {TAG!r} can name one")
@@ -147,39 +145,6 @@ def _is_trainer_state(key: str, value: Any) -> bool:
     The class of hyper-parameters is not: whether it is OmegaConf's follows from their value.
     """
     return key not in ("state_dict", "optimizer_states") and not (key == "hparams_type" and isinstance(value, type))
-
-
-def _check_state_keys(checkpoint: Mapping[str, Any], module: nn.Module | None) -> None:
-    """Refuse callbacks whose state key would differ after a load, so that Lightning would not find their state."""
-    states = checkpoint.get("callbacks")
-    if not isinstance(states, Mapping):
-        return
-    callbacks = getattr(attached_trainer(module), "callbacks", ())
-    lost = []
-    for key in (key for key in states if type(key) is not str and not _survives_json(key)):
-        owners = [type(callback) for callback in callbacks if callback.state_key == key]
-        if not owners and isinstance(key, type):
-            owners = [key]
-        named = ", ".join(map(_qualified_name, owners)) or "a callback"
-        lost.append(f"{named}: its state_key is {key!r}, of type {_qualified_name(type(key))}")
-    if lost:
-        raise StateError(
-            "callbacks whose state cannot be stored so that Lightning finds it again:\n  "
-            + "\n  ".join(lost)
-            + "\nReturn a string from state_key, such as type(self).__qualname__."
-        )
-
-
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _survives_json(key: Any) -> bool:
-    try:
-        decoded = decode_small(encode_small(key, "callbacks"))
-        return bool(decoded == key) and hash(decoded) == hash(key)
-    except (StateError, TypeError):  # cannot be stored, or cannot be hashed any more
-        return False
 
 
 def find_counterpart(key: str, shape: tuple[int, ...], live: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from lightning_shardckpt.compat.lightning_trainer import (
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
 from lightning_shardckpt.sources.dcp import step_of
-from lightning_shardckpt.sources.open_source import READABLE, find_dcp_directory
+from lightning_shardckpt.sources.open_source import find_dcp_directory
 from lightning_shardckpt.sources.torch_save import leaves_out_frozen
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
 from lightning_shardckpt.transfer.reader import Checkpoint
@@ -280,20 +280,6 @@ def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
     if chosen is None:
         return None
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
-    if word == "last":
-        times = {one: _modified_at(one.path) for one in complete}
-        later = [one for one in complete if times[one] > times[chosen] and one.step < chosen.step]
-        if later:  # the user resumed from an earlier step, or several runs save here
-            rank_zero_warn(
-                f'ckpt_path="last" is {chosen.path!r} at the highest step, {chosen.step}, but {later[0].path!r} at '
-                f"step {later[0].step} was saved later. If a run resumed from an earlier step or another run started "
-                "here, pass the path."
-            )
     return chosen.path
 
 
-def _modified_at(path: str) -> float:
-    with suppress(OSError):
-        marks = (os.path.join(path, name) for name in READABLE)
-        return os.stat(path if os.path.isfile(path) else next(filter(os.path.exists, marks), "")).st_mtime
-    return 0.0

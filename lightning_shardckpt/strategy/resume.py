@@ -19,9 +19,10 @@ from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler
 
 from lightning_shardckpt.compat.data_loading import sampler_of
 from lightning_shardckpt.compat.lightning_loops import (
@@ -44,8 +45,14 @@ from lightning_shardckpt.compat.lightning_loops import (
 )
 from lightning_shardckpt.errors import MismatchError
 from lightning_shardckpt.parallel.sharding.mesh import Meshes
-from lightning_shardckpt.state.data_position import ResumableLoader, make_resumable
-from lightning_shardckpt.state.stateful_loader import StatefulLoader, position_of, resume, watch_state
+from lightning_shardckpt.state.data_position import (
+    ResumableLoader,
+    StatefulLoader,
+    make_resumable,
+    resume_state,
+    state_position,
+    watch_state,
+)
 from lightning_shardckpt.strategy.lightning_module import list_trainable, resume_epoch_callbacks, unfreeze
 from lightning_shardckpt.system.random_generators import get_rng_state, preserve_rng, reseed_by_rank, set_rng_state
 
@@ -113,7 +120,7 @@ class Position:
 
     fit_loop: Mapping[str, Any] | None
     rng: dict[str, Any]
-    loaders: list[dict[str, Any] | None]
+    loaders: list[Mapping[str, Any] | None]
     trained: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,20 +132,31 @@ class Position:
 def record_position(trainer: pl.Trainer, fit_loop: dict[str, Any] | None = None) -> Position:
     """Return the current position in training."""
     state, rng = fit_loop or trainer.fit_loop.state_dict(), get_rng_state()
-    used = batches_done({"fit_loop": state}) if state["epoch_progress"]["current"]["started"] else 0
-    loaders = [_position(loader, used, cycles=cycles_loaders(trainer)) for loader in train_loaders(trainer)]
+    has_begun, cycles = state["epoch_progress"]["current"]["started"], cycles_loaders(trainer)
+    used = batches_done({"fit_loop": state}) if has_begun else 0
+    loaders = [_position(loader, used, cycles=cycles) for loader in train_loaders(trainer)]
     if fit_loop is None and is_batch_begun(state) and not is_accumulating(trainer):
         take_back_step(state)  # Lightning counts it again when a run resumes
         fit_loop = state
     return Position(fit_loop, rng, loaders, list_trainable(trainer))
 
 
-def _position(loader: object, used: int | None, *, cycles: bool) -> dict[str, Any] | None:
+def _position(loader: object, used: int | None, *, cycles: bool) -> Mapping[str, Any] | None:
+    """Return the position in one loader after ``used`` batches of the epoch, None if it is over; None without one.
+
+    Args:
+        loader: of training.
+        used: batches of the epoch, for all loaders together.
+        cycles: whether a shorter loader begins again at its end.
+    """
     if isinstance(loader, StatefulLoader):
-        return position_of(loader, used)
+        return state_position(loader, used)
     if not isinstance(loader, ResumableLoader):
         return None
-    return loader.position(_batches_of_loader(loader, used or 0, cycles=cycles))
+    used, length = used or 0, sized_len(loader)
+    if length is not None and used > length:
+        used = (used - 1) % length + 1 if cycles else length
+    return loader.position(used)
 
 
 def batches_done(loops: Mapping[str, Any]) -> int | None:
@@ -154,23 +172,6 @@ def batches_done(loops: Mapping[str, Any]) -> int | None:
         return None
     in_batch_end = current["processed"] == current["started"] == current["ready"] == current["completed"] + 1
     return int(current["completed"] + in_batch_end)
-
-
-def _batches_of_loader(loader: Any, batches: int, *, cycles: bool) -> int:
-    """Return how many of an epoch's ``batches`` this loader yielded since it last began.
-
-    Args:
-        loader: any DataLoader.
-        batches: of the epoch, for all loaders together.
-        cycles: whether the loader begins again at its end.
-    """
-    try:
-        length = len(loader)
-    except TypeError:
-        return batches
-    if not cycles or batches <= length:
-        return min(batches, length)
-    return (batches - 1) % length + 1
 
 
 class StopPosition:
@@ -253,7 +254,7 @@ def start_loaders(trainer: pl.Trainer, positions: list[Any], *, is_over: bool, s
     loaders = train_loaders(trainer)
     for loader, position in zip_longest(loaders, positions[: len(loaders)]):
         if isinstance(loader, StatefulLoader):
-            resume(loader, position if same_ranks and _has_state(position) else None, is_over=is_over)
+            resume_state(loader, position if same_ranks and _has_state(position) else None, is_over=is_over)
         elif isinstance(loader, ResumableLoader):
             fitting = None if _has_state(position) else position
             loader.resume(fitting, is_over=is_over, same_ranks=same_ranks)
@@ -360,30 +361,18 @@ class ResumePoint:
             MismatchError: for another global batch in the middle of an epoch.
         """
         loaders = train_loaders(trainer)
-        configs = trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else []
-        completed = self.epoch["completed"] >= self.epoch["started"]
-        if not completed and any(config.reduce_on_plateau and config.interval == "epoch" for config in configs):
-            rank_zero_warn(
-                f"ReduceLROnPlateau will miss the update of epoch {self.epoch['started'] - 1}, from which the "
-                "checkpoint is: Lightning does not step it at the end of an epoch that began in an earlier run"
-            )
         for loader, position in zip(loaders, self.positions, strict=False):
-            if isinstance(loader, StatefulLoader) and self.epoch["started"] > 0:
-                if self.same_data and _has_state(position):
-                    continue
+            has_fitting = self.same_data and _has_state(position)
+            if isinstance(loader, StatefulLoader) and self.epoch["started"] > 0 and not has_fitting:
                 reason = self.sizes if _has_state(position) else "none was saved"
                 rank_zero_warn(_NO_STATE.format(kind=type(loader).__name__, reason=reason))
         if is_over or not self.batches:
             return
-        if reasons := self._reasons(loaders):
-            rank_zero_warn(_INEXACT.format(batches=self.batches, reasons="; ".join(reasons)))
-
-    def _reasons(self, loaders: list[Any]) -> list[str]:
-        """Return why some loaders can't continue an epoch exactly."""
-        if len(self.positions) != len(loaders):
-            return [f"there were {len(self.positions)} dataloaders, and are {len(loaders)}"]
-        reasons = (self._reason(*pair) for pair in zip(loaders, self.positions, strict=True))
-        return [reason for reason in reasons if reason is not None]
+        reasons: list[str | None] = [f"there were {len(self.positions)} dataloaders, and are {len(loaders)}"]
+        if len(self.positions) == len(loaders):
+            reasons = [self._reason(*pair) for pair in zip(loaders, self.positions, strict=True)]
+        if told := [reason for reason in reasons if reason is not None]:
+            rank_zero_warn(_INEXACT.format(batches=self.batches, reasons="; ".join(told)))
 
     def _reason(self, loader: Any, position: Any) -> str | None:
         """Return why a loader can't continue an epoch exactly; None if it can.
@@ -391,28 +380,22 @@ class ResumePoint:
         Raises:
             MismatchError: for another global batch.
         """
-        kind = type(loader).__name__
+        kind, random = type(loader).__name__, position is not None and position.get("draws_random_numbers")
         if isinstance(loader, StatefulLoader):
-            draws = self.same_data and _has_state(position) and position.get("draws_random_numbers")
-            return _RANDOM.format(kind=kind) if draws else None
-        if not isinstance(loader, ResumableLoader):
-            return f"{kind} is no torch DataLoader, and has no state that can be saved"
-        if position is None or _has_state(position):
-            return "another kind of loader was used instead of a DataLoader"
+            return _RANDOM.format(kind=kind) if self.same_data and _has_state(position) and random else None
+        if not isinstance(loader, ResumableLoader) or position is None or _has_state(position):
+            return f"{kind} is another kind of loader than in the run that saved, or has no state that can be saved"
         self._refuse_other_batches(position["batch_size"], loader.samples_of_batch)
         if position["samples"] != loader.samples:
             change = f"samples of a DataLoader was {position['samples']}, and is {loader.samples}"
             return change if self.same_data else f"{self.sizes}, and {change}"
-        is_known = loader.global_batches() is not None
-        if is_known != ("order" in position):
-            return "another kind of sampler drew its order"
-        if is_known:
-            return None
+        if loader.global_batches() is not None:
+            return None if "order" in position else "another kind of sampler drew its order"
         if not self.same_data:
             return f"{self.sizes}, and {_explain_order(loader)}"
         if position.get("epoch_start") is None:
-            return "the checkpoint has no random state of the start of the epoch"
-        return _RANDOM.format(kind=type(loader.dataset).__name__) if position.get("draws_random_numbers") else None
+            return "another kind of sampler drew its order, or none yet"
+        return _RANDOM.format(kind=type(loader.dataset).__name__) if random else None
 
     def _refuse_other_batches(self, saved: int | None, current: int | None) -> None:
         """Raise a MismatchError if the global batch differs, if it is known for both runs."""
@@ -433,7 +416,7 @@ _EPOCH = ("ready", "started", "processed", "completed")
 
 def _explain_order(loader: ResumableLoader) -> str:
     """Return the reason why another number of ranks can't continue the order of this loader."""
-    if isinstance(loader.dataset, IterableDataset):
+    if loader.is_stream:
         return (
             f"{type(loader.dataset).__name__} is an IterableDataset, of which each rank skips as many batches as a "
             "rank used: exact if ranks take turns, else not"

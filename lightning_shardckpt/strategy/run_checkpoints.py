@@ -33,7 +33,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shardckpt.checkpoint.describe import RANK_STATE
@@ -54,9 +53,7 @@ from lightning_shardckpt.errors import MismatchError, StateError
 from lightning_shardckpt.sources.key_mapping import map_names
 from lightning_shardckpt.sources.model_names import fit_names, has_weights_only
 from lightning_shardckpt.sources.source import Source
-from lightning_shardckpt.state.json_tree import encode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
-from lightning_shardckpt.state.optimizer import optimizer_state
 from lightning_shardckpt.storage.router import file_path, is_url
 from lightning_shardckpt.strategy.ckpt_path import ResolvingLauncher, needs_weights
 from lightning_shardckpt.strategy.lightning_module import keep_param_groups, restore_param_groups
@@ -73,8 +70,15 @@ from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.random_generators import set_rng_state
 from lightning_shardckpt.system.text import count_text
 
+"""The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
+
+
 _CLI_MARK = "_instantiator"
 """The hyper-parameter by which Lightning marks modules that a LightningCLI has built."""
+_OPTIMIZERS_LOADED = (
+    "on_load_checkpoint reads or changes optimizer_states, but ShardedStrategy has loaded the optimizers already. "
+    "Change the optimizer itself in on_train_start"
+)
 
 
 class Preemption:
@@ -146,11 +150,10 @@ def save_after_exception(
     return Ending.TOGETHER
 
 
-class LoadedOptimizers:
-    """The state of loaded optimizers for ``on_load_checkpoint`` hooks, which must leave it as it is.
+class LoadedOptimizers(Sequence[Any]):
+    """Stands for ``optimizer_states`` in the dict of ``on_load_checkpoint`` hooks, which run after the load.
 
-    The optimizers are loaded before the hooks run. Lightning's own strategies load them after ``on_fit_start``, from
-    the dict that the hooks changed, which overwrites settings of ``on_fit_start``.
+    Lightning's own strategies load optimizers after ``on_fit_start``, which overwrites its changes of settings.
 
     Args:
         optimizers: all of the run.
@@ -161,24 +164,28 @@ class LoadedOptimizers:
     def __init__(
         self, optimizers: Sequence[Optimizer], names: Mapping[int, str], settings: set[tuple[int, int, str]]
     ) -> None:
-        self._optimizers, self._names, self._settings = optimizers, names, settings
-        self._loaded = self.states()
+        self._optimizers, self._names = optimizers, names
+        groups = [copy.deepcopy([{**g, "params": []} for g in one.param_groups]) for one in optimizers]
+        self._settings = {(n, i, key): groups[n][i][key] for n, i, key in settings}
         self._with_state: list[list[Any]] = [[p for p in one.state if id(p) in names] for one in optimizers]
 
-    def states(self) -> list[dict[str, Any]]:
-        """Return the state for hooks, in the form of ``on_save_checkpoint``; only tensors of parameters are live."""
-        states = [optimizer_state(optimizer, self._names) for optimizer in self._optimizers]
-        live = [{name: v for name, v in one["state"].items() if isinstance(v, Mapping)} for one in states]
-        own = [{name: v for name, v in one["state"].items() if not isinstance(v, Mapping)} for one in states]
-        copies = [copy.deepcopy({**one, "state": values}) for one, values in zip(states, own, strict=True)]
-        return [{**one, "state": values | one["state"]} for one, values in zip(copies, live, strict=True)]
+    def __getitem__(self, index: Any) -> Any:
+        raise StateError(_OPTIMIZERS_LOADED)
 
-    def take(self, left: Sequence[Mapping[str, Any]]) -> None:
+    def __len__(self) -> int:
+        raise StateError(_OPTIMIZERS_LOADED)
+
+    def finish(self, left: object) -> None:
         """Set the hyper-parameters that were loaded again, since ``on_fit_start`` may have changed them.
 
+        Args:
+            left: ``optimizer_states`` after the hooks.
+
         Raises:
-            StateError: if hooks have changed the result of ``states``, except tensors in place, or replaced parameters.
+            StateError: if hooks replaced ``optimizer_states``, or parameters that have state.
         """
+        if left is not self:
+            raise StateError(_OPTIMIZERS_LOADED)
         for optimizer, parameters in zip(self._optimizers, self._with_state, strict=True):
             present = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if lost := [self._names[id(p)] for p in parameters if id(p) not in present]:
@@ -187,25 +194,8 @@ class LoadedOptimizers:
                     "out of the optimizer or replaced after the load, as on_fit_start may do. Replace parameters "
                     "before: in __init__, setup or configure_model"
                 )
-        changed = [i for i, one in enumerate(self._loaded) if i >= len(left) or not _is_same(left[i], one)]
-        if changed or len(left) > len(self._loaded):
-            names = ", ".join(f"{i} ({type(self._optimizers[i]).__name__})" for i in changed)
-            raise StateError(
-                f"on_load_checkpoint changed optimizer_states of optimizer {names or len(self._loaded)}, which "
-                "ShardedStrategy has loaded already. Change the optimizer itself in on_train_start"
-            )
-        for number, i, key in self._settings:
-            self._optimizers[number].param_groups[i][key] = self._loaded[number]["param_groups"][i][key]
-
-
-def _is_same(left: Any, loaded: Any) -> bool:
-    if isinstance(left, Mapping) and isinstance(loaded, Mapping):
-        return left.keys() == loaded.keys() and all(_is_same(left[key], loaded[key]) for key in left)
-    if isinstance(left, DTensor) or isinstance(loaded, DTensor):
-        return left is loaded
-    if isinstance(left, list) and isinstance(loaded, list):
-        return len(left) == len(loaded) and all(map(_is_same, left, loaded))
-    return left is loaded or bool(encode_small(left, "optimizer_states") == encode_small(loaded, "optimizer_states"))
+        for (number, i, key), value in self._settings.items():
+            self._optimizers[number].param_groups[i][key] = value
 
 
 def describe_trainer(checkpoint: dict[str, Any], position: Position, share: DataShare) -> dict[str, Any]:
@@ -338,7 +328,7 @@ class RunCheckpoints:
         checkpoint["state_dict"], checkpoint["optimizer_states"] = self._modules.state_dict(loaded.extra_state), []
         if optimizers is not None:
             self._optimizers = LoadedOptimizers(optimizers, targets.names, loaded.settings)
-            checkpoint["optimizer_states"] = self._optimizers.states()
+            checkpoint["optimizer_states"] = self._optimizers
         _compare_hyper_parameters(module, checkpoint, self._path, fitting=self._is_fit)
         if self._is_fit and rank_state is not None:
             loops = checkpoint.get("loops")
@@ -373,14 +363,14 @@ class RunCheckpoints:
 
     @property
     def shows_optimizers(self) -> bool:
-        """True if hooks of a fit see the state of optimizers that was loaded."""
+        """True if the optimizers of a fit were loaded before its hooks."""
         return self._optimizers is not None
 
-    def finish_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Check that hooks have left the state of optimizers that they were shown, and set its settings again."""
+    def finish_optimizers(self, states: object) -> None:
+        """Check that hooks have left the optimizers as they were loaded, and set their settings again."""
         optimizers, self._optimizers = self._optimizers, None
         if optimizers is not None:
-            optimizers.take(states)
+            optimizers.finish(states)
 
     # --- training ---
 

@@ -112,24 +112,3 @@ def test_what_is_carried_over_epochs_is_carried_over_a_resume(tmp_path: Path) ->
         assert wrong == []
 
 
-def warnings_of(kind: str, path: str, resume: bool) -> list[str]:
-    """Save in the middle of the second epoch, or resume there; return warnings about the scheduler."""
-    pl.seed_everything(1)
-    run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=[] if resume else [tiny.SaveAt(6, path)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.fit(Scheduled(kind), tiny.loader(count=2 * PER_EPOCH), ckpt_path=path if resume else None)
-    return [str(each.message) for each in caught if "ReduceLROnPlateau" in str(each.message)]
-
-
-def warnings_by_kind(directory: str) -> dict[str, list[str]]:
-    return {
-        kind: [warnings_of(kind, f"{directory}/{kind}.ckpt", resume) for resume in (False, True)][1]
-        for kind in ("steps", "per_epoch")
-    }
-
-
-def test_a_scheduler_that_misses_the_update_of_an_interrupted_epoch_is_told(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, warnings_by_kind, str(tmp_path))
-    assert not found["steps"] and len(found["per_epoch"]) == 1
-    assert found["per_epoch"][0].startswith("ReduceLROnPlateau will miss the update of epoch 1")

@@ -97,15 +97,6 @@ def test_what_was_never_a_checkpoint_does_not_keep_a_first_run_from_starting(fol
         assert resolve_ckpt_path(keeper, "last") == "last"
 
 
-def test_a_lower_step_that_was_saved_later_is_pointed_out(folder: Path, keeper: pl.Trainer) -> None:
-    chosen, other = saved(folder / "step=9.ckpt", 9), saved(folder / "step=5.ckpt", 5)
-    os.utime(f"{chosen}/{ROOT_NAME}", (10**9, 10**9))
-    with pytest.warns(UserWarning, match=r"highest step, 9, .*step=5\.ckpt' at step 5 was saved later"):
-        assert resolve_ckpt_path(keeper, "last") == chosen
-    os.utime(f"{other}/{ROOT_NAME}", (10**9 - 1, 10**9 - 1))
-    assert resolve_ckpt_path(keeper, "last") == chosen
-
-
 def test_a_requeued_job_and_a_path_that_was_set_come_before_an_implied_last(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

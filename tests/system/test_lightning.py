@@ -292,11 +292,9 @@ def test_a_hook_that_keeps_values_of_the_module_sees_those_from_before_the_load(
 
 
 class Edits(tiny.TinyLM):
-    """Its hook changes moments in place, and loops; what on_fit_start does to an optimizer is written over."""
+    """Its hook changes loops; what on_fit_start does to an optimizer is written over."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        (state,) = checkpoint["optimizer_states"]
-        next(iter(state["state"].values()))["exp_avg"].zero_()
         del checkpoint["loops"]
 
     def on_fit_start(self) -> None:
@@ -304,8 +302,19 @@ class Edits(tiny.TinyLM):
 
 
 class Anew(tiny.TinyLM):
+    """Puts another optimizer state into the dict, reads it there, or replaces a parameter after the load."""
+
+    does = "replaces states"
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["optimizer_states"] = []
+        if self.does == "replaces states":
+            checkpoint["optimizer_states"] = []
+        elif self.does == "reads states":
+            checkpoint["optimizer_states"][0]["state"].clear()
+
+    def on_fit_start(self) -> None:
+        if self.does == "replaces parameters":
+            self.optimizers().param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(2))]  # type: ignore[union-attr]
 
 
 class KeepsLoaded(pl.Callback):
@@ -331,12 +340,15 @@ def resume_with_edits(strategy: Any, path: str, seed: int) -> list[Any]:
 
 
 def resume_with_a_new_optimizer(path: str) -> None:
-    run = tiny.trainer({}, max_steps=6)
-    with pytest.raises(StateError, match=r"changed optimizer_states of optimizer 0 \(AdamW\).* in on_train_start"):
-        run.fit(Anew(), tiny.loader(), ckpt_path=path)
+    refusals = dict.fromkeys(("replaces states", "reads states"), r"optimizer_states, but .* in on_train_start")
+    for does, message in {**refusals, "replaces parameters": "of AdamW had state in the checkpoint, but"}.items():
+        module = Anew()
+        module.does = does
+        with pytest.raises(StateError, match=message):
+            tiny.trainer({}, max_steps=6).fit(module, tiny.loader(), ckpt_path=path)
 
 
-def test_what_hooks_change_in_place_and_of_loops_counts_and_callbacks_see_copies(tmp_path: Path) -> None:
+def test_what_hooks_change_of_loops_counts_and_callbacks_see_copies(tmp_path: Path) -> None:
     """Oracle: Lightning on one process, which loads them from the dict when all hooks are done."""
     path = str(tmp_path / "a.ckpt")
     ((saved, *_),) = run_ranks(1, resume_with_edits, {}, path, 1)[0]

@@ -232,11 +232,7 @@ def keyed(directory: str, strategy: str | dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", [{}, "auto"], ids=str)
-def test_state_key_that_is_no_string_is_restored_or_refused_with_its_callback(strategy: Any, tmp_path: Path) -> None:
+def test_state_key_that_is_no_string_is_restored_or_refused(strategy: Any, tmp_path: Path) -> None:
     ((by_type, by_enum, *restored),) = run_ranks(1, keyed, str(tmp_path), strategy)
-    assert "tests.ranks.checkpoint.test_bad_input.Keyed: its state_key is <class" in by_type
-    assert "of type builtins.type" in by_type and "Return a string from state_key" in by_type
-    # No CheckpointIO is told the Trainer.
-    owner = "tests.ranks.checkpoint.test_bad_input.Keyed" if strategy == {} else "a callback"
-    assert f"{owner}: its state_key is <Kind.ONE" in by_enum and "tests.ranks.checkpoint.test_bad_input.Kind" in by_enum
+    assert "callbacks: builtins.type" in by_type and "callbacks: tests.ranks.checkpoint.test_bad_input.Kind" in by_enum
     assert restored == [4, 4]

@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -16,15 +15,13 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
 )
 
 from lightning_shardckpt.errors import UnsupportedCodeError
-from lightning_shardckpt.fabric import ShardedStrategy
 from tests.support import tiny
-from tests.support.pool import RankFailure, run_each, run_ranks
+from tests.support.pool import run_each
 
 Found = dict[Any, list[Any]]
 
@@ -37,20 +34,10 @@ class Rows(Dataset[Any]):
         return torch.arange(16.0).repeat(4, 1).T[index]
 
 
-class LoadsBatches(DataLoader[Any]):
-    """Reads a batch at once, as loaders of scvi-tools do; another sampler is one of samples."""
-
-    def __init__(self, dataset: Any, batch_size: int = 4, sampler: Sampler[Any] | None = None, **options: Any) -> None:
-        if sampler is None:
-            sampler = BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False)
-            options["batch_size"] = None
-        super().__init__(dataset, sampler=sampler, **options)
-
-
 class Net(pl.LightningModule):
-    def __init__(self, own: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear, self.own, self.seen = torch.nn.Linear(4, 1), own, list[list[float]]()
+        self.linear, self.seen = torch.nn.Linear(4, 1), list[list[float]]()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.seen.append(batch[..., 0].tolist())
@@ -60,49 +47,14 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
-        if self.own:
-            return LoadsBatches(Rows())
-        return DataLoader(Rows(), batch_size=None, sampler=BatchSampler(SequentialSampler(Rows()), 4, drop_last=False))
-
-
-def train(own: bool, strategy: Any, distributed: bool) -> Any:
-    module = Net(own)
-    try:
-        tiny.trainer(strategy, max_epochs=1, use_distributed_sampler=distributed).fit(module)
-    except UnsupportedCodeError as error:
-        return str(error)
-    return module.seen
-
-
-def train_alike() -> list[Any]:
-    return [train(own, {}, distributed) for own, distributed in ((True, True), (True, False), (False, True))]
-
-
-def load_by_fabric() -> str:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardedStrategy(data_parallel_shard_size=2))
-    fabric.launch()
-    with pytest.raises(UnsupportedCodeError) as error:
-        fabric.setup_dataloaders(LoadsBatches(Rows()))
-    return str(error.value)
-
-
-def test_a_loader_that_would_batch_its_batches_is_refused(found: Found) -> None:
-    """One process reads batches of four; what a rank reads otherwise has another shape, or other samples."""
-    batches = [[float(4 * n + k) for k in range(4)] for n in range(4)]
-    assert found["alone"] == [batches]
-    for rank, (error, remedied, by_torch) in enumerate(found[train_alike]):
-        assert error.startswith("LoadsBatches puts the batches of its sampler into batches of 1"), error
-        assert remedied == batches
-        assert by_torch == batches[rank::2], "torch's own class keeps its batches"
-    for error in found[load_by_fabric]:
-        assert error.startswith("LoadsBatches puts the batches of its sampler"), error
+        return DataLoader(Rows(), batch_size=4)
 
 
 class Given(Net):
     """Has samplers and batch samplers of torch that are not those of a DataLoader's own arguments."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(own=False)
+        super().__init__()
         self.kind = kind
 
     def train_dataloader(self) -> Any:
@@ -138,20 +90,11 @@ class Predicts(Net):
         return self.linear(batch)
 
 
-def predict_one() -> None:
-    tiny.trainer({}).predict(Predicts(own=False), DataLoader(Subset(Rows(), range(1))))
-
-
-def test_predict_refuses_fewer_samples_than_ranks() -> None:
-    with pytest.raises(RankFailure, match="UnsupportedCodeError: a loader of predict has fewer samples than the 2"):
-        run_ranks(2, predict_one)
-
-
 def predict_odd() -> tuple[str, int]:
     rows = Subset(Rows(), range(15))
     with pytest.raises(UnsupportedCodeError) as error:
-        tiny.trainer({}).predict(Predicts(own=False), DataLoader(rows, batch_size=1))
-    return str(error.value), len(tiny.trainer({}).predict(Predicts(own=False), DataLoader(rows, batch_size=4)) or ())
+        tiny.trainer({}).predict(Predicts(), DataLoader(rows, batch_size=1))
+    return str(error.value), len(tiny.trainer({}).predict(Predicts(), DataLoader(rows, batch_size=4)) or ())
 
 
 def test_predict_refuses_other_numbers_of_batches_on_ranks_that_share_parameters(found: Found) -> None:
@@ -172,7 +115,7 @@ class Evaluates(Net):
     """Has twice as many batches on the second half of the data-parallel ranks."""
 
     def __init__(self) -> None:
-        super().__init__(own=False)
+        super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
         self.batches = 0
 
@@ -237,7 +180,7 @@ class Shuffles(Net):
 
 def see_shuffled() -> list[float]:
     pl.seed_everything(3, verbose=False)
-    module = Shuffles(own=False)
+    module = Shuffles()
     tiny.trainer({}, max_epochs=1).fit(module)
     return [row for batch in module.seen for row in batch]
 
@@ -245,9 +188,9 @@ def see_shuffled() -> list[float]:
 @pytest.fixture(scope="module")
 def found() -> Found:
     """What each rank saw of all these, one after another."""
-    calls: dict[Any, tuple[Any, ...]] = {fn: (2, fn) for fn in (train_alike, load_by_fabric, see_shuffled, predict_odd)}
+    calls: dict[Any, tuple[Any, ...]] = {fn: (2, fn) for fn in (see_shuffled, predict_odd)}
     calls |= {see_given: (2, see_given, {}), "given, alone": (1, see_given, "auto")}
-    return run_each({**calls, "alone": (1, train, True, "auto", True), **OF_REPLICAS, **UNEVEN})
+    return run_each({**calls, **OF_REPLICAS, **UNEVEN})
 
 
 def test_a_random_sampler_in_a_batch_sampler_shuffles(found: Found) -> None:

@@ -11,20 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_shardckpt.compat.lightning_attributes import (
-    attached_trainer,
     fabric_forward,
     fabric_original,
     loader_of_fabric,
     override_methods,
 )
 from tests.support.boring import trainer
-
-
-def test_a_module_has_its_trainer_from_the_fit_on(tmp_path: Path) -> None:
-    module, run = BoringModel(), trainer(tmp_path, max_steps=1)
-    assert attached_trainer(module) is None and attached_trainer(nn.Linear(2, 2)) is None
-    run.fit(module)
-    assert attached_trainer(module) is run
 
 
 def test_what_setup_returns_leads_to_the_module_that_it_was_given() -> None:

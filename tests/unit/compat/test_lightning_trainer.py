@@ -15,8 +15,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.tuner import Tuner
@@ -227,35 +225,6 @@ def test_the_launcher_starts_the_script_again() -> None:
     launcher = compat.ScriptLauncher
     assert callable(launcher.launch) and callable(launcher.kill)
     assert launcher._call_children_scripts is not None
-
-
-class Uploads(MLFlowLogger):
-    """Lightning's logger, without what it needs to be installed."""
-
-    save_dir = None
-
-    def __init__(self, log_model: Any) -> None:
-        Logger.__init__(self)
-        self._log_model = log_model
-
-
-class UploadsInItsOwnWay(Uploads):
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("logger", "expected"),
-    [
-        (Uploads("all"), "Uploads(log_model=…) uploads single files only"),
-        (Uploads(True), "Uploads(log_model=…) uploads"),
-        (Uploads(False), None),
-        (UploadsInItsOwnWay("all"), None),
-        (CSVLogger("."), None),
-    ],
-)
-def test_loggers_of_lightning_that_upload_checkpoints_are_known(logger: Any, expected: str | None) -> None:
-    note = compat.upload_note(pl.Trainer(**{**QUIET, "logger": logger}))
-    assert note is None if expected is None else note is not None and note.startswith(expected)
 
 
 def test_metrics_are_stored_with_the_states_of_all_ranks_and_go_on_with_their_own() -> None:
