@@ -22,7 +22,6 @@ import json
 import pickle
 import struct
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import closing
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -94,22 +93,6 @@ def _meta(reader: LocalReader, weights_only: bool) -> dict[str, Any] | None:
     if not isinstance(meta, dict):
         raise FormatError(f"file {META} holds a {type(meta).__name__}, not a dict")
     return meta
-
-
-def step_of(path: str, *, weights_only: bool = True) -> tuple[int, bool]:
-    """Return the step of a sharded checkpoint of Lightning, and True if it has optimizer state.
-
-    Raises:
-        ShardCkptError: if it is not a complete sharded checkpoint of Lightning.
-    """
-    try:
-        with closing(LocalReader(path)) as reader:
-            stored, meta = _Stored(reader), _meta(reader, weights_only)
-    except OSError:
-        meta = None
-    if meta is None or type(meta.get("global_step")) is not int:
-        raise CheckpointNotFoundError(f"{path!r} is not a complete sharded checkpoint of Lightning")
-    return meta["global_step"], _is_optimizer(path[1:] for path in stored.paths.values())
 
 
 def _source(path: str, reader: LocalReader, meta: dict[str, Any] | None) -> Source:

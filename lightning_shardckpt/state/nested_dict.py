@@ -10,6 +10,7 @@ in the dict: tensors and plain values may be nested at will.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -26,13 +27,12 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.model import WholeNames, parameter_names
 from lightning_shardckpt.state.optimizer import extra_entries, is_of_torch, optimizer_state, refuse_zero_redundancy
 from lightning_shardckpt.state.state_dicts import (
-    KEYS,
     NOTHING,
-    RESERVED,
     Path,
     items_of,
     join_states,
     key_of,
+    lightning_dict,
     prefixes_of,
     replaced,
 )
@@ -281,31 +281,22 @@ def checkpoint_of(
         StateError: if a key of the state is reserved.
     """
 
-    def filtered(path: Path, entries: Any, prefix: str = "") -> Any:
+    def filtered(path: Path, entries: Any) -> Any:
         keep = (filters or {}).get(str(path[0]))
         if keep is None or not isinstance(entries, dict):
             return entries
-        return {n: v for n, v in entries.items() if not n.startswith(prefix) or keep(n.removeprefix(prefix), v)}
+        kept = copy(entries)  # with the versions of modules
+        for name in [name for name, value in entries.items() if not keep(name, value)]:
+            del kept[name]
+        return kept
 
+    with gc_paused():
+        modules = {path: filtered(path, module.state_dict()) for path, module in objects.modules.items()}
+    empty: dict[str, Any] = {"state": {}, "param_groups": []}
+    optimizers = {path: empty | filtered(path, _state_of(one, names)) for path, one in objects.optimizers.items()}
     new: dict[Path, Any] = {path: one.state_dict() for path, one in objects.stateful.items()}
-    new |= dict.fromkeys((*objects.modules, *objects.optimizers, *objects.loaders), NOTHING)
-    checkpoint = {key: filtered((key,), value) for key, value in replaced(state, new).items()}
-    if reserved := checkpoint.keys() & {*RESERVED}:
-        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
-    if objects.modules:
-        state_dict = checkpoint["state_dict"] = objects.state_dict()
-        for path, prefix in objects.prefixes.items():
-            for name in state_dict.keys() - filtered(path, state_dict, prefix).keys():
-                del state_dict[name]  # in place, since it has the versions of modules
-    if objects.optimizers:
-        states = {path: _state_of(optimizer, names) for path, optimizer in objects.optimizers.items()}
-        empty: dict[str, Any] = {"state": {}, "param_groups": []}
-        checkpoint["optimizer_states"] = [empty | filtered(path, one) for path, one in states.items()]
-    checkpoint[KEYS] = {
-        "modules": {key_of(path): prefix for path, prefix in objects.prefixes.items()},
-        "optimizers": [key_of(path) for path in objects.optimizers],
-    }
-    return checkpoint
+    rest = replaced(state, new | dict.fromkeys((*modules, *optimizers, *objects.loaders), NOTHING))
+    return lightning_dict({key: filtered((key,), value) for key, value in rest.items()}, modules, optimizers)
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -149,17 +149,33 @@ def lift_state_dicts(state: Mapping[str, Any], *, only: str | None = None) -> di
     if not modules and not optimizers:
         return dict(state)
     rest = replaced(state, dict.fromkeys((*modules, *optimizers), NOTHING))
-    if reserved := rest.keys() & {*RESERVED}:
-        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
     if only is not None and (only,) in modules:
         modules = {(only,): modules[(only,)]}
-    prefixes = prefixes_of(modules)
+    return lightning_dict(rest, modules, optimizers)
+
+
+def lightning_dict(
+    rest: Mapping[str, Any], modules: Mapping[Path, Mapping[str, Any]], optimizers: Mapping[Path, Any]
+) -> dict[str, Any]:
+    """Return Lightning's checkpoint dict of state dicts, with their places in a flat state.
+
+    Args:
+        rest: the other entries of the state.
+        modules: state dicts by path.
+        optimizers: state dicts by path.
+
+    Raises:
+        StateError: if a key of the state is reserved, or two modules have an entry of the same name.
+    """
+    if reserved := rest.keys() & {*RESERVED}:
+        raise StateError(f"the key {min(reserved)!r} of the state has another meaning in a checkpoint: choose another")
+    prefixes, checkpoint = prefixes_of(modules), dict(rest)
     if modules:
-        rest["state_dict"] = join_states({prefixes[path]: value for path, value in modules.items()})
+        checkpoint["state_dict"] = join_states({prefixes[path]: value for path, value in modules.items()})
     if optimizers:
-        rest["optimizer_states"] = list(optimizers.values())
+        checkpoint["optimizer_states"] = [*optimizers.values()]
     places = {key_of(path): prefix for path, prefix in prefixes.items()}
-    return {**rest, KEYS: {"modules": places, "optimizers": [*map(key_of, optimizers)]}}
+    return {**checkpoint, KEYS: {"modules": places, "optimizers": [*map(key_of, optimizers)]}}
 
 
 def join_states(by_prefix: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

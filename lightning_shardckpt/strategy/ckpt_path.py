@@ -13,11 +13,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,7 +30,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
-from lightning_shardckpt.sources.dcp import step_of
 from lightning_shardckpt.sources.open_source import find_dcp_directory
 from lightning_shardckpt.sources.torch_save import leaves_out_frozen
 from lightning_shardckpt.storage.router import StorageRouter, file_path, is_url
@@ -81,19 +78,18 @@ class ResolvingLauncher(ScriptLauncher):
     def _resolve_and_call(self, trainer: pl.Trainer, function: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         given, self.weights_only = call.arguments.get("ckpt_path"), call.arguments.get("weights_only")
         ckpt_path = file_path(given) if isinstance(given, str | os.PathLike) else given
-        resolve = partial(resolve_ckpt_path, trainer, ckpt_path, weights_only=self.weights_only is not False)
         ranks = self._join()
-        path: str | None = ranks.step("resolving ckpt_path", lambda: None, lambda _: _if_changed(resolve(), ckpt_path))
+
+        def resolve(_: object) -> str | None:  # None for the user's path, which each rank has
+            path = resolve_ckpt_path(trainer, ckpt_path)
+            return None if path == ckpt_path else os.fspath(path)
+
+        path: str | None = ranks.step("resolving ckpt_path", lambda: None, resolve)
         self.resumes_from = ckpt_path if path is None else path
         if self.resumes_from != given:
             call.arguments["ckpt_path"] = self.resumes_from
         with ranks.watch():
             return function(*call.args, **call.kwargs)
-
-
-def _if_changed(path: Any, ckpt_path: Any) -> str | None:
-    """Return a resolved path; None if it is the user's, which each rank has."""
-    return None if path == ckpt_path else os.fspath(path)
 
 
 def needs_weights(trainer: pl.Trainer, path: str | None) -> bool:
@@ -114,7 +110,7 @@ def needs_weights(trainer: pl.Trainer, path: str | None) -> bool:
         return False
 
 
-def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool = True) -> Any:
+def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any) -> Any:
     """Return the path for ``"last"``, ``"best"`` or None if there are checkpoints; else ``ckpt_path``.
 
     None means "hpc" in a requeued SLURM job. With an OnExceptionCheckpoint it means "last" among its checkpoint and
@@ -123,7 +119,6 @@ def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool
     Args:
         trainer: with the callbacks that save.
         ckpt_path: the user's argument.
-        weights_only: for plain files, as in ``torch.load``.
 
     Raises:
         CheckpointNotFoundError: if there are checkpoints, but no complete one; for a model of the registry that was not
@@ -143,13 +138,8 @@ def resolve_ckpt_path(trainer: pl.Trainer, ckpt_path: Any, *, weights_only: bool
     if ckpt_path not in ("last", "best") and not implied:
         return ckpt_path
     storage, word = _storage_of(trainer), ckpt_path or "last"
-    if word == "best":
-        paths = {path: path for path in _list_best(trainer)}
-    else:
-        paths = _list_saved(trainer, savers, implied, storage)
-    candidates = (_inspect(path, storage=storage, fitting=fitting, weights_only=weights_only) for path in paths)
-    chosen = _choose(word, candidates)
-    return ckpt_path if chosen is None else paths[chosen]
+    paths = _list_best(trainer) if word == "best" else _list_saved(trainer, savers, implied, storage)
+    return _choose(word, (_inspect(path, storage, fitting) for path in paths)) or ckpt_path
 
 
 def _ask_lightning(trainer: pl.Trainer, word: str) -> str:
@@ -190,19 +180,14 @@ def _list_best(trainer: pl.Trainer) -> list[str]:
 
 def _list_saved(
     trainer: pl.Trainer, savers: list[OnExceptionCheckpoint], implied: bool, storage: StorageRouter
-) -> dict[str, str]:
-    """Return the candidates for "last", with the path to resume from: a link to the checkpoint, if there is one.
-
-    ModelCheckpoint never deletes the path from which a run resumed, which should be the link.
-    """
+) -> list[str]:
+    """Return the candidates for "last"."""
     paths = {path for path in (file_path(c.ckpt_path) for c in savers) if _exists(path, storage)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             entries = _list_directory(save_directory(callback, trainer), storage)
             paths.update(path for path in entries if not implied or os.path.basename(path).startswith("last"))
-    links = {os.path.realpath(path): path for path in paths if os.path.islink(path) and os.path.exists(path)}
-    plain = {path: path for path in paths if path not in links.values()}
-    return plain | links
+    return sorted(paths)
 
 
 def _exists(path: str, storage: StorageRouter) -> bool:
@@ -234,26 +219,18 @@ class Candidate:
     ours: bool = True
 
 
-def _inspect(path: str, *, storage: StorageRouter, fitting: bool, weights_only: bool) -> Candidate:
+def _inspect(path: str, storage: StorageRouter, fitting: bool) -> Candidate:
     if not is_url(path) and not os.path.exists(path) and os.path.islink(path):
         return Candidate(path, problem="a link to nothing")
-    has_weights_only = "it holds weights only, so training cannot resume from it"
+    if os.path.isfile(path) or find_dcp_directory(path) is not None:
+        return Candidate(path, problem="not of lightning-shardckpt, so it is resumed only from its path", ours=False)
     try:
-        if os.path.isfile(path):
-            stored = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            problem = has_weights_only if fitting and "optimizer_states" not in stored else None
-            return Candidate(path, int(stored["global_step"]), problem, ours=False)
-        if find_dcp_directory(path) == path:  # else it was not saved by a Trainer
-            step, resumes = step_of(path, weights_only=weights_only)
-            return Candidate(path, step, None if resumes or not fitting else has_weights_only, ours=False)
         with Checkpoint(storage, path) as checkpoint:
-            documents = checkpoint.root.documents
-            resumes = not fitting or any(name.startswith("optimizer-state-dist-") for name in documents)
-            return Candidate(path, checkpoint.root.step or 0, None if resumes else has_weights_only)
+            has_optimizers = any(name.startswith("optimizer-state-dist-") for name in checkpoint.root.documents)
+            light = None if has_optimizers or not fitting else "it holds weights only, and training needs more"
+            return Candidate(path, checkpoint.root.step or 0, light)
     except (ShardCkptError, OSError) as error:
         return Candidate(path, problem=str(error))
-    except Exception as error:  # any error of torch.load, or a file that is no checkpoint
-        return Candidate(path, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", ours=False)
 
 
 def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
@@ -281,5 +258,3 @@ def _choose(word: str, candidates: Iterator[Candidate]) -> str | None:
         return None
     rank_zero_info(f'ckpt_path="{word}" is {chosen.path!r} at step {chosen.step}')
     return chosen.path
-
-
