@@ -36,78 +36,62 @@ def trained(numbers: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     return weight.detach(), {k: v for k, v in optimizer.state[weight].items() if k != "step"}
 
 
-class Stacked(nn.Module):
-    """All experts in one tensor, which is cut by expert."""
-
-    def __init__(self, *, blank: bool) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        nn.init.ones_(self.router.weight)
-        here = _here()
-        local = torch.stack([of_expert(n)[0] for n in here]) * (0 if blank else 1)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.experts = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradient = torch.stack([of_expert(n)[1] for n in _here()])
-        self.experts.grad = DTensor.from_local(gradient, self.experts.device_mesh, [Shard(0)], run_check=False)  # type: ignore[attr-defined]
-        optimizer.step()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        weight, moments = trained(_here())
-        assert torch.equal(self.experts.to_local(), weight)  # type: ignore[operator]
-        for name, expected in moments.items():
-            assert torch.equal(optimizer.state[self.experts][name].to_local(), expected)
-
-
-class Apart(nn.Module):
-    """The experts of this rank alone, by their numbers."""
-
-    def __init__(self, *, blank: bool) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        nn.init.ones_(self.router.weight)
-        self.experts = nn.ModuleDict({str(n): nn.Linear(WIDTH, WIDTH, bias=False) for n in _here()})
-        with torch.no_grad():
-            for number, expert in self.experts.items():
-                expert.weight.copy_(of_expert(int(number))[0] * (0 if blank else 1))
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        for number, expert in self.experts.items():
-            expert.weight.grad = of_expert(int(number))[1]
-        optimizer.step()
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        for number, expert in self.experts.items():
-            (weight,), moments = trained([int(number)])
-            assert torch.equal(expert.weight, weight)
-            for name, (expected,) in moments.items():
-                assert torch.equal(optimizer.state[expert.weight][name], expected)
-
-
-KINDS: dict[str, Any] = {"stacked": Stacked, "apart": Apart}
-
-
 def _here() -> list[int]:
     each = EXPERTS // dist.get_world_size()
     return list(range(dist.get_rank() * each, (dist.get_rank() + 1) * each))
 
 
+def placed(local: Tensor) -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+class Experts(nn.Module):
+    """All experts in one tensor, which is cut by expert; or those of this rank alone, by their numbers."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        nn.init.ones_(self.router.weight)
+        stack = torch.stack([of_expert(n)[0] for n in _here()])
+        apart = nn.ParameterDict({str(n): nn.Parameter(stack[i].clone()) for i, n in enumerate(_here())})
+        self.stacked, self.experts = stacked, nn.Parameter(placed(stack)) if stacked else apart
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        gradients = torch.stack([of_expert(n)[1] for n in _here()])
+        if self.stacked:
+            self.experts.grad = placed(gradients)
+        else:
+            for expert, gradient in zip(self.experts.values(), gradients, strict=True):
+                expert.grad = gradient
+        self.optimizer.step()
+
+    def check(self) -> None:
+        (weights, moments), state = trained(_here()), self.optimizer.state
+        experts = [self.experts] if self.stacked else list(self.experts.values())
+        join = (lambda parts: parts[0].to_local()) if self.stacked else torch.stack
+        assert torch.equal(join([expert.detach() for expert in experts]), weights)
+        for name, expected in moments.items():
+            assert torch.equal(join([state[expert][name] for expert in experts]), expected)
+
+
 def save(path: str) -> None:
-    for kind in KINDS:
-        module = KINDS[kind](blank=False)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        module.step(optimizer)
-        ckpt.save(f"{path}, {kind}", {"model": module, "optimizer": optimizer})
+    for stacked in (True, False):
+        (module := Experts(stacked)).step()
+        ckpt.save(f"{path}, {stacked}", {"model": module, "optimizer": module.optimizer})
 
 
 def load(path: str, again: str) -> None:
-    for kind in KINDS:
-        module = KINDS[kind](blank=True)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        ckpt.load(f"{path}, {kind}", {"model": module, "optimizer": optimizer}, strict=kind == "stacked")
-        module.check(optimizer)
-        ckpt.save(f"{again}, {kind}", {"model": module, "optimizer": optimizer})
+    for stacked in (True, False):
+        module = Experts(stacked)
+        state: dict[str, Any] = {"model": module, "optimizer": module.optimizer}
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        ckpt.load(f"{path}, {stacked}", state, strict=stacked)
+        module.check()
+        ckpt.save(f"{again}, {stacked}", state)
 
 
 @pytest.mark.slow
@@ -116,11 +100,11 @@ def test_experts_move_between_worlds(tmp_path: Path) -> None:
     run_ranks(4, save, str(tmp_path / "4"))
     for world, before, then in ((2, "4", "2"), (1, "2", "1"), (4, "1", "4b")):
         run_ranks(world, load, str(tmp_path / before), str(tmp_path / then))
-    for kind in KINDS:
-        of_4, of_1, again = (set(ckpt.metadata(tmp_path / f"{name}, {kind}").tensors) for name in ("4", "1", "4b"))
-        assert of_4 == of_1 == again
-    with ckpt.open(tmp_path / "1, stacked") as opened:
+    for stacked in (True, False):
+        names = [set(ckpt.metadata(tmp_path / f"{name}, {stacked}").tensors) for name in ("4", "1", "4b")]
+        assert names[0] == names[1] == names[2]
+    with ckpt.open(tmp_path / "1, True") as opened:
         assert torch.equal(opened["experts"][...], trained(list(range(EXPERTS)))[0])
-    with ckpt.open(tmp_path / "1, apart") as opened:
+    with ckpt.open(tmp_path / "1, False") as opened:
         for number in range(EXPERTS):
-            assert torch.equal(opened[f"experts.{number}.weight"][...], trained([number])[0][0])
+            assert torch.equal(opened[f"experts.{number}"][...], trained([number])[0][0])
