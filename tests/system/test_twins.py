@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pool import LEAVING_S, run_ranks
-from tests.sweeps.twins.fabric_run import scripts
+from tests.sweeps.twins.fabric import scripts
 from tests.sweeps.twins.run import (
     CASES,
     TOPOLOGIES,

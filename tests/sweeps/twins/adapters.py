@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Manual, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, WIDTH, Manual, Natural, Net
 
 
 class LowRank(nn.Module):
@@ -29,7 +27,7 @@ class LowRank(nn.Module):
         return self.up @ self.down * self.scale
 
 
-class Frozen(Natural):
+class Frozen(Natural, abstract=True):
     """A frozen network; what trains is added by others."""
 
     def build(self) -> None:
@@ -42,8 +40,7 @@ class Frozen(Natural):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-2)
 
 
-@case(max_epochs=2)
-class LoraByHooks(Frozen):
+class LoraByHooks(Frozen, max_epochs=2):
     """Forward hooks of the frozen layers add what the adapters compute; these live in a dict beside them."""
 
     def build(self) -> None:
@@ -57,7 +54,6 @@ class LoraByHooks(Frozen):
         return lambda module, args, output: output + adapter(args[0])
 
 
-@case()
 class LoraByHooksOfParts(Frozen):
     """The adapters belong to the layers that they change, and see them by the hook's arguments."""
 
@@ -74,26 +70,14 @@ class Lora(nn.Linear):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.lora, self.merged = LowRank(self), False
+        self.lora = LowRank(self)
         self.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        return found if self.merged else found + self.lora(x)
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        self.weight.add_(self.lora.delta())
-        self.merged = True
-
-    @torch.no_grad()
-    def separate(self) -> None:
-        self.weight.sub_(self.lora.delta())
-        self.merged = False
+        return super().forward(x) + self.lora(x)
 
 
-@case(max_epochs=2)
-class MergesAndBeginsAnew(Frozen):
+class MergesAndBeginsAnew(Frozen, max_epochs=2):
     """ReLoRA: after some steps the adapters go into the weights, begin with zeros, and Adam's moments are pruned."""
 
     def build(self) -> None:
@@ -101,58 +85,46 @@ class MergesAndBeginsAnew(Frozen):
         for layer in self.net.layers:
             layer.a = Lora(WIDTH, 12)
 
+    @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
         if self.global_step % 3:
             return
         optimizer = self.optimizers().optimizer
         for layer in (m for m in self.net.modules() if isinstance(m, Lora)):
-            layer.merge()
-            layer.merged = False
+            layer.weight.add_(layer.lora.delta())
             nn.init.zeros_(layer.lora.up)
             for key in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[layer.lora.up][key].mul_(0.1)
 
 
-class Switched(nn.Module):
-    """A layer with several adapters, of which one is active."""
+class SwapsAdaptersByBatch(Frozen, max_epochs=2):
+    class Layer(nn.Module):
+        """A layer with two adapters, of which one is active."""
 
-    def __init__(self, names: tuple[str, ...] = ("one", "two")) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.adapters = nn.ModuleDict({name: LowRank(self.linear, scale=1.0 + n) for n, name in enumerate(names)})
-        self.active: str | None = names[0]
+        active = "one"
 
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.linear(x)
-        if self.active is not None:
-            found = found + self.adapters[self.active](x)
-        return x + torch.tanh(found)
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.adapters = nn.ModuleDict({n: LowRank(self.linear, scale=k) for k, n in enumerate(("one", "two"), 1)})
 
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.linear(x) + self.adapters[self.active](x))
 
-class WithSwitches(Frozen):
     def build(self) -> None:
         super().build()
-        self.net.layers = nn.ModuleList(Switched() for _ in range(2))
+        self.net.layers = nn.ModuleList(self.Layer() for _ in range(2))
         self.net.head.requires_grad_(True)
 
-    @contextmanager
-    def using(self, name: str | None) -> Iterator[None]:
-        before = [layer.active for layer in self.net.layers]
-        for layer in self.net.layers:
-            layer.active = name
-        yield
-        for layer, active in zip(self.net.layers, before, strict=True):
-            layer.active = active
-
-
-@case(max_epochs=2)
-class SwapsAdaptersByBatch(WithSwitches):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        with self.using("one" if index % 2 else "two"):
-            return self.loss(batch)
+        for layer in self.net.layers:
+            layer.active = "one" if index % 2 else "two"
+        loss = self.loss(batch)
+        for layer in self.net.layers:
+            layer.active = "one"
+        return loss
 
 
-@case()
 class SwapsAttributesInStep(Manual):
     """Two heads, put as modules into one place of the network, one after the other, each with its own optimizer."""
 
@@ -173,7 +145,6 @@ class SwapsAttributesInStep(Manual):
         self.net.head = self.heads[0]
 
 
-@case()
 class DecomposesWeights(Frozen):
     """DoRA: magnitude and direction of the changed weight, with the norm taken without history."""
 

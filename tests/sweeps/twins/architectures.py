@@ -1,7 +1,8 @@
-"""More kinds of models: experts, flows, operators, graphs, hypernetworks, losses with weights, packed sequences."""
+"""More kinds of models: experts, operators, packed sequences, columns that a plan shards, and what modules keep."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net
 
 
-@case()
 class RoutesInOneTensor(Natural):
     """Weights of all experts in one 3-D parameter, and ``bmm``."""
 
@@ -30,7 +30,6 @@ class RoutesInOneTensor(Natural):
         return F.cross_entropy(self.net.head(picked + single), batch[1])
 
 
-@case()
 class Packed(Natural):
     """Sequences of several lengths, packed; the last state of each."""
 
@@ -48,7 +47,6 @@ class Packed(Natural):
         return F.cross_entropy(self.head(torch.cat([h[0], h[1]], 1)), batch[1])
 
 
-@case()
 class Bags(Natural):
     """``EmbeddingBag`` with weights of samples and offsets, one-hot products."""
 
@@ -82,8 +80,7 @@ class FourierLayer(nn.Module):
         return torch.fft.irfft(out, n=6) + self.skip(x)
 
 
-@case(gradient_clip_val=0.5)
-class Spectral(Natural):
+class Spectral(Natural, gradient_clip_val=0.5):
     def build(self) -> None:
         self.operator, self.net = FourierLayer(), Net()
 
@@ -98,7 +95,6 @@ class Spectral(Natural):
         return torch.optim.Adam(self.parameters(), 1e-2, eps=1e-3)
 
 
-@case()
 class SpectralOnce(Spectral):
     """Complex weights that only some steps use."""
 
@@ -111,7 +107,6 @@ class SpectralOnce(Spectral):
         self.seen.append(float(sum(p.grad is None for p in self.parameters())))
 
 
-@case()
 class KeepsComplexPartsNegative(Natural):
     """Poles of a filter, by their parts, conjugates and angles; an odd number of them."""
 
@@ -127,3 +122,155 @@ class KeepsComplexPartsNegative(Natural):
         with torch.no_grad():
             self.poles.real.clamp_(max=-0.1)
             self.seen.append(float(self.poles.real.sum()))
+
+
+# ── what modules keep beside their parameters: running means, averages, decisions ──────────────────────────────────
+
+
+class RunningMean(nn.Module):
+    """Normalizes by a mean of the batches so far, each rank by its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+                self.count += 1
+        return x - self.mean
+
+
+class NormalizesByRunningMean(Natural):
+    def build(self) -> None:
+        super().build()
+        self.norm = RunningMean()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(self.norm(batch[0])), batch[1])
+
+
+class NormalizesByAllRanks(Natural):
+    """The same, with what all ranks have."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        mean = self.trainer.strategy.reduce(batch[0].mean(0), reduce_op="mean")
+        self.mean = 0.9 * self.mean + 0.1 * mean
+        self.seen.append(float(self.mean.sum()))
+        return F.cross_entropy(self.net(batch[0] - self.mean), batch[1])
+
+
+class DecidesAlone(Natural):
+    """A weight that is multiplied by a number of the rank's own batch."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        self.net.head.weight.mul_(1 - 0.01 * batch[0].abs().mean().item())
+
+
+class ScalesByItsOwnLoss(Natural):
+    """A learning rate that follows the loss of the rank's own batch."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.05 * loss.item()
+        return loss
+
+
+class KeepsCopiesInBuffers(Natural):
+    """Buffers that are computed of weights: their products, norms, and a projection."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("gram", torch.zeros(CLASSES, CLASSES), persistent=False)
+        self.register_buffer("norms", torch.zeros(WIDTH))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        w = self.net.head.weight
+        self.gram = w @ w.t()
+        self.norms.copy_(w.norm(dim=0)).mul_(0.5)
+        self.seen += [float(self.gram.trace()), float(self.norms.sum())]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]) @ (torch.eye(CLASSES).to(self.gram) + 0.1 * self.gram), batch[1])
+
+
+# ── between a layer whose columns a tensor-parallel plan shards, and the next one, whose rows it shards ─────────────
+
+
+class Between(nn.Module):
+    """A block that does something to its hidden activation."""
+
+    kept: Tensor
+
+    def __init__(self, hidden: Callable[[Between, Tensor], Tensor], wide: int) -> None:
+        super().__init__()
+        self.a, self.b, self.hidden = nn.Linear(WIDTH, wide), nn.Linear(12, WIDTH), hidden
+        if hidden in OF_PARAMETERS:
+            self.norm, self.gain = nn.LayerNorm(12), nn.Parameter(torch.linspace(0.5, 1.5, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.hidden(self, self.a(x)))
+
+
+def gated(block: Between, h: Tensor) -> Tensor:
+    """GLU: halves of the columns, multiplied."""
+    value, gate = h.chunk(2, -1)
+    return value * gate.sigmoid()
+
+
+def sparse(block: Between, h: Tensor) -> Tensor:
+    """The largest activations alone."""
+    kept, places = h.topk(4, dim=-1)
+    return torch.zeros_like(h).scatter(-1, places, kept)
+
+
+def penalized(block: Between, h: Tensor) -> Tensor:
+    """Keeps its hidden activation for a penalty of the step."""
+    block.kept = torch.relu(h)
+    return block.kept
+
+
+def normed(block: Between, h: Tensor) -> Tensor:
+    return F.gelu(block.norm(h))
+
+
+def weighted(block: Between, h: Tensor) -> Tensor:
+    """A parameter for each column."""
+    return torch.relu(h) * block.gain
+
+
+OF_PARAMETERS = (normed, weighted)
+HIDDEN: dict[str, Callable[[Between, Tensor], Tensor]] = {
+    "HiddenGated": gated,
+    "HiddenGatedByTorch": lambda block, h: F.glu(h),
+    "HiddenGatedBySlices": lambda block, h: h[..., :12] * F.silu(h[..., 12:]),
+    "HiddenSoftmax": lambda block, h: h.softmax(-1),
+    "HiddenNormed": normed,
+    "HiddenNormedByHand": lambda block, h: h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5),
+    "HiddenStandard": lambda block, h: F.layer_norm(h, h.shape[-1:]),
+    "HiddenScaledByWidth": lambda block, h: torch.relu(h) / h.shape[-1] ** 0.5,
+    "HiddenMaxOfColumns": lambda block, h: h - h.max(-1, keepdim=True).values,
+    "HiddenSparse": sparse,
+    "HiddenRolled": lambda block, h: h.flip(-1),
+    "HiddenGrouped": lambda block, h: F.group_norm(h, 2),
+    "HiddenWeighted": weighted,
+}
+for _name, _hidden in HIDDEN.items():
+    _wide = 24 if "Gated" in _name else 12
+    type(_name, (Natural,), {"Layer": staticmethod(lambda of=_hidden, wide=_wide: Between(of, wide))})
+
+
+class HiddenPenalized(Natural):
+    Layer = staticmethod(lambda: Between(penalized, 12))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss + sum(0.1 * layer.kept.square().mean() + 0.1 * layer.kept.mean() for layer in self.net.layers)

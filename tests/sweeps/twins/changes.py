@@ -1,100 +1,188 @@
-"""Parameters that something other than an optimizer changes: in steps and hooks, in place, by assignment or loading."""
+"""Parameters that code reads and computes with, and that something other than an optimizer changes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.sweeps.twins.base import CLASSES, WIDTH, Natural, Net, case
+from tests.sweeps.twins.base import WIDTH, Natural, Net, Validated
+
+# ── reads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Teacher(Natural):
-    """A student, and a teacher that follows it."""
+class LogsGradients(Natural):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.seen += [float(v) for v in norms.values()]
+
+    def on_after_backward(self) -> None:
+        self.seen += [p.grad.norm().item() for p in self.parameters()]
+        self.seen.append(nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+
+
+class LogsWeights(Natural):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            self.seen += [p.mean().item(), p.std().item(), p.abs().max().item(), p.min().item(), p.norm(1).item()]
+            self.seen += [float(p.detach().sum()), p.detach().square().sum().sqrt().item(), float(p.var())]
+            self.seen += [float((p > 0).sum()), float(p.count_nonzero()), float(p.isnan().any()), float(p.median())]
+        w = self.net.head.weight
+        self.seen += [w[0, 0].item(), float(w.max(dim=1).values.sum()), float(w.argmax()), float(w.sum(0)[1])]
+        self.seen += [float(torch.linalg.matrix_norm(w, 2)), float(torch.linalg.norm(w)), w.amax().item()]
+        self.seen += [float(w.norm(float("inf"))), float(w.logsumexp((0, 1)))]
+        self.seen.append(float(torch.dist(w, torch.zeros_like(w))))
+
+
+class ReadsAsNumpy(Natural):
+    def on_train_batch_end(self, *args: Any) -> None:
+        w = self.net.head.weight.detach()
+        self.seen += w.cpu().numpy().ravel()[:4].tolist() + w.tolist()[3][:2]
+        self.seen += np.asarray(w)[4].tolist() + torch.histc(w, bins=3).tolist()
+        self.seen += [float(x) for x in self.net.head.bias.detach()]
+        self.seen += [float(f"{self.net.scale[0]:.4f}"), len(w), w.topk(2).values.sum().item()]
+        self.seen += torch.quantile(w, torch.tensor([0.1, 0.5], dtype=w.dtype)).tolist()
+        self.seen += [float(torch.allclose(w, w + 1e-3)), float(torch.equal(w, w.clone())), float(w.unique().numel())]
+
+
+class DecidesByValues(Natural):
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        w = self.net.head.weight
+        if w.norm() > 0.9:
+            w.mul_(0.9)
+        if (w.abs() > 0.3).any():
+            w.clamp_(-0.3, 0.3)
+        if bool(self.net.scale.mean() > 1) or not torch.isfinite(w).all():
+            self.net.scale.sub_(0.01)
+        while self.net.embed.weight.square().sum() > 3.0:
+            self.net.embed.weight *= 0.95
+        self.net.head.bias.add_(float(w.mean()) * w.shape[0])
+
+
+class PenalizesWeights(Natural):
+    """By squares, orthogonality, spectral norms and variance."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        w, v = self.net.head.weight, self.net.layers[1].b.weight
+        penalty = sum(p.pow(2).sum() for p in self.parameters())
+        sparse = w.abs().sum() + self.net.layers[0].a.weight.norm() + self.net.scale.mean()
+        overlap = (w @ w.t() - torch.eye(len(w), dtype=w.dtype, device=w.device)).square().sum()
+        spectral = torch.linalg.matrix_norm(v, 2) + F.normalize(v, dim=1).sum(0).square().mean()
+        both = torch.cat([w.flatten(), v.flatten()]).var() + torch.einsum("ij,ij->", w, w) + w[1:3].mean()
+        return self.loss(batch) + 1e-2 * (penalty + sparse) + 0.05 * (overlap + spectral + both)
+
+
+class UsesWeightsByHand(Natural):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = F.linear(batch[0], self.net.embed.weight, self.net.embed.bias) * self.net.scale
+        for layer in self.net.layers:
+            x = x + torch.addmm(layer.b.bias, F.gelu(x @ layer.a.weight.t() + layer.a.bias), layer.b.weight.t())
+        x = F.layer_norm(x, x.shape[1:], self.net.norm.weight, self.net.norm.bias)
+        return F.cross_entropy(torch.einsum("bi,ci->bc", x, self.net.head.weight) + self.net.head.bias, batch[1])
+
+
+class UsesWeightsInInferenceMode(Natural):
+    """After each step, and changes one."""
+
+    @torch.inference_mode()
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
+        weight = self.net.head.weight
+        weight.mul_(0.99)
+        x = torch.ones(2, WIDTH, dtype=weight.dtype, device=weight.device)
+        self.seen += [float(v.sum()) for v in (F.linear(x, weight), x @ weight.t(), weight[0], (weight - 1)[0])]
+
+
+class ReducesLoss(Natural):
+    """For a log, in place: the loss trains as it did."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.seen.append(float(self.trainer.strategy.reduce(loss)))
+        return loss
+
+
+# ── a teacher that follows its student ──────────────────────────────────────────────────────────────────────────────
+
+
+class Teacher(Natural, abstract=True):
+    configure_optimizers = Natural.adamw
 
     def build(self) -> None:
         self.net, self.teacher = Net(), Net()
         self.teacher.load_state_dict(self.net.state_dict())
         self.teacher.requires_grad_(False)
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.teacher.parameters(), self.net.parameters(), strict=True)
-
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         with torch.no_grad():
             wanted = self.teacher(batch[2]).softmax(1)
         loss = self.loss(batch) + F.cross_entropy(self.net(batch[2]), wanted)
-        self.follow()
+        self.follow(self.teacher, self.net)
         return loss
 
-    def follow(self) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.net.parameters(), 1e-2, eps=1e-3)
+    def follow(self, slow: nn.Module, fast: nn.Module) -> None: ...
 
 
-@case()
-class FollowsByData(Teacher):
-    def follow(self) -> None:
-        for slow, fast in self.pairs():
-            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+def by_data(self: Any, slow: nn.Module, fast: nn.Module) -> None:
+    for p, q in zip(slow.parameters(), fast.parameters(), strict=True):
+        p.data.mul_(0.9).add_(q.data, alpha=0.1)
 
 
-@case()
-class FollowsByAssignment(Teacher):
-    def follow(self) -> None:
-        for slow, fast in self.pairs():
-            slow.data = 0.9 * slow.data + 0.1 * fast.data
+def by_assignment(self: Any, slow: nn.Module, fast: nn.Module) -> None:
+    for p, q in zip(slow.parameters(), fast.parameters(), strict=True):
+        p.data = 0.9 * p.data + 0.1 * q.data
 
 
-@case()
-class FollowsForeach(Teacher):
-    def follow(self) -> None:
-        with torch.no_grad():
-            torch._foreach_lerp_([slow for slow, _ in self.pairs()], [fast for _, fast in self.pairs()], 0.1)
+@torch.no_grad()
+def by_foreach(self: Any, slow: nn.Module, fast: nn.Module) -> None:
+    torch._foreach_lerp_([*slow.parameters()], [*fast.parameters()], 0.1)
 
 
-@case()
-class FollowsByState(Teacher):
-    @torch.no_grad()
-    def follow(self) -> None:
-        fast = self.net.state_dict()
-        for name, slow in self.teacher.state_dict().items():
-            slow.copy_(slow * 0.9 + fast[name] * 0.1)
+@torch.no_grad()
+def by_state(self: Any, slow: nn.Module, fast: nn.Module) -> None:
+    new = fast.state_dict()
+    for name, value in slow.state_dict().items():
+        value.copy_(value * 0.9 + new[name] * 0.1)
 
 
-@case()
-class FollowsByVector(Teacher):
-    @torch.no_grad()
-    def follow(self) -> None:
-        slow, fast = parameters_to_vector(self.teacher.parameters()), parameters_to_vector(self.net.parameters())
-        vector_to_parameters(0.9 * slow + 0.1 * fast, self.teacher.parameters())
+@torch.no_grad()
+def by_vector(self: Any, slow: nn.Module, fast: nn.Module) -> None:
+    vectors = [parameters_to_vector(net.parameters()) for net in (slow, fast)]
+    vector_to_parameters(0.9 * vectors[0] + 0.1 * vectors[1], slow.parameters())
+
+
+WAYS: dict[str, Callable[[Any, nn.Module, nn.Module], None]] = {
+    "FollowsByData": by_data,
+    "FollowsByAssignment": by_assignment,
+    "FollowsForeach": by_foreach,
+    "FollowsByState": by_state,
+    "FollowsByVector": by_vector,
+}
+for _name, _way in WAYS.items():
+    type(_name, (Teacher,), {"follow": _way})
 
 
 class Byol(pl.Callback):
     """As in Lightning Bolts."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        tau = 0.9
-        for (_, online), (_, target) in zip(
-            module.net.named_parameters(), module.teacher.named_parameters(), strict=True
-        ):
-            target.data = tau * target.data + (1 - tau) * online.data
+        by_assignment(self, module.teacher, module.net)
 
 
-@case(callbacks=lambda: [Byol()])
-class FollowsByCallback(Teacher): ...
+class FollowsByCallback(Teacher, callbacks=lambda: [Byol()]): ...
 
 
-@case()
 class FollowsByTorch(Natural):
     """torch's AveragedModel, made when fit starts."""
 
@@ -102,11 +190,11 @@ class FollowsByTorch(Natural):
         if not hasattr(self, "average"):
             object.__setattr__(self, "average", AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
 
+    @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
         self.average.update_parameters(self.net)
-        with torch.no_grad():
-            ones = torch.ones(2, 6, dtype=self.net.scale.dtype, device=self.device)
-            self.seen.append(float(self.average(ones).sum()))
+        ones = torch.ones(2, 6, dtype=self.net.scale.dtype, device=self.device)
+        self.seen.append(float(self.average(ones).sum()))
 
 
 class LitEma(nn.Module):
@@ -114,14 +202,11 @@ class LitEma(nn.Module):
 
     def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
         super().__init__()
-        self.names = {}
         self.register_buffer("decay", torch.tensor(decay))
         self.register_buffer("updates", torch.tensor(0))
+        self.names = {name: name.replace(".", "") for name, _ in model.named_parameters()}
         for name, p in model.named_parameters():
-            if p.requires_grad:
-                self.names[name] = name.replace(".", "")
-                self.register_buffer(self.names[name], p.clone().detach().data)
-        self.collected: list[Tensor] = []
+            self.register_buffer(self.names[name], p.clone().detach().data)
 
     def forward(self, model: nn.Module) -> None:
         self.updates += 1
@@ -129,27 +214,20 @@ class LitEma(nn.Module):
         with torch.no_grad():
             shadow = dict(self.named_buffers())
             for name, p in model.named_parameters():
-                if p.requires_grad:
-                    buffer = shadow[self.names[name]].type_as(p)
-                    shadow[self.names[name]].sub_(rate * (buffer - p))
-
-    def copy_to(self, model: nn.Module) -> None:
-        shadow = dict(self.named_buffers())
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                p.data.copy_(shadow[self.names[name]].data)
+                buffer = shadow[self.names[name]].type_as(p)
+                shadow[self.names[name]].sub_(rate * (buffer - p))
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        kept = [p.clone() for p in model.parameters()]
-        self.copy_to(model)
+        kept, shadow = [p.clone() for p in model.parameters()], dict(self.named_buffers())
+        for name, p in model.named_parameters():
+            p.data.copy_(shadow[self.names[name]].data)
         yield
         for old, p in zip(kept, model.parameters(), strict=True):
             p.data.copy_(old.data)
 
 
-@case(limit_val_batches=2)
-class KeepsShadowInBuffers(Natural):
+class KeepsShadowInBuffers(Validated, limit_val_batches=2):
     def build(self) -> None:
         super().build()
         self.ema = LitEma(self.net)
@@ -157,18 +235,10 @@ class KeepsShadowInBuffers(Natural):
     def on_train_batch_end(self, *args: Any) -> None:
         self.ema(self.net)
 
-    val_dataloader = Natural.loader
-
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         with self.ema.scope(self.net):
             loss = self.loss(batch)
         self.log("val", loss, sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        self.seen.append(float(self.trainer.callback_metrics["val"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
 class SwapsAround(pl.Callback):
@@ -187,18 +257,13 @@ class SwapsAround(pl.Callback):
             p.data = backup
 
 
-@case(callbacks=lambda: [SwapsAround()], limit_val_batches=1)
-class IsSwappedForValidation(Natural):
-    val_dataloader = Natural.loader
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        self.seen.append(float(self.trainer.callback_metrics["val"]))
+class IsSwappedForValidation(Validated, callbacks=lambda: [SwapsAround()], limit_val_batches=1):
+    momentum = 0.9
 
 
-@case()
+# ── other changes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class ConstrainsNorms(Natural):
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
@@ -208,7 +273,6 @@ class ConstrainsNorms(Natural):
                 p.mul_(1 / n)
 
 
-@case()
 class ConstrainsRows(Natural):
     """Max-norm of rows, as Keras has it."""
 
@@ -219,7 +283,6 @@ class ConstrainsRows(Natural):
         torch.renorm(self.net.embed.weight, 2, 0, 0.5, out=self.net.embed.weight)
 
 
-@case()
 class ClampsInStep(Natural):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         self.net.scale.data.clamp_(max=0.99)
@@ -229,39 +292,29 @@ class ClampsInStep(Natural):
         return self.loss(batch)
 
 
-class NormalizedLinear(nn.Linear):
-    """Changes its weight in its own forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.weight.copy_(F.normalize(self.weight, dim=1))
-        return super().forward(x)
-
-
-@case()
 class NormalizesInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = NormalizedLinear(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.weight.copy_(F.normalize(self.weight, dim=1))
+            return super().forward(x)
 
 
 class Positive(nn.Linear):
-    """Changes it through ``data``."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data.clamp_(min=0.0)
         return super().forward(x)
 
 
-@case(refused={"fsdp2 x tp2": "changes a parameter of shape (8, 12) that tensor parallelism shards"})
-class IsPositive(Natural):
+class IsPositive(
+    Natural, refused={"fsdp2 x tp2": "changes a parameter of shape (8, 12) that tensor parallelism shards"}
+):
     def build(self) -> None:
         super().build()
         self.net.layers[1].b = Positive(12, WIDTH)
 
 
-@case()
 class ResetsItsHead(Natural):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if index == 2:
@@ -275,7 +328,6 @@ class ResetsItsHead(Natural):
             self.net.layers[0].norm.weight.data.normal_(1.0, 0.1)
 
 
-@case()
 class LoadsInStep(Natural):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index == 2:
@@ -284,17 +336,15 @@ class LoadsInStep(Natural):
         return self.loss(batch)
 
 
-@case()
 class DecaysByHand(Natural):
+    @torch.no_grad()
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            for p in self.parameters():
-                p.mul_(1 - 1e-2)
-                p -= 1e-3 * p.sign()
-                p.grad += 1e-2 * p
+        for p in self.parameters():
+            p.mul_(1 - 1e-2)
+            p -= 1e-3 * p.sign()
+            p.grad += 1e-2 * p
 
 
-@case()
 class CopiesItself(Natural):
     """A copy of a part that is made while it trains, and used."""
 
@@ -311,7 +361,6 @@ class CopiesItself(Natural):
         return loss
 
 
-@case()
 class Freezes(Natural):
     """Thaws and freezes parts while it trains."""
 
@@ -320,14 +369,11 @@ class Freezes(Natural):
         self.net.embed.weight.requires_grad = index > 1
 
 
-@case()
 class Tied(Natural):
     def build(self) -> None:
         super().build()
-        self.net.decoder = nn.Linear(WIDTH, 6, bias=False)
-        self.net.embed = nn.Linear(6, WIDTH)
+        self.net.decoder, self.net.again = (nn.Linear(WIDTH, 6, bias=False) for _ in range(2))
         self.net.decoder.weight = nn.Parameter(torch.randn(6, WIDTH) / 3)
-        self.net.again = nn.Linear(WIDTH, 6, bias=False)
         self.net.again.weight = self.net.decoder.weight
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
@@ -338,7 +384,6 @@ class Tied(Natural):
         return loss + F.linear(features, self.net.decoder.weight).square().mean()
 
 
-@case()
 class HoldsAList(Natural):
     """Keeps parameters in a list of its own."""
 
@@ -355,7 +400,6 @@ class HoldsAList(Natural):
             w.data.clamp_(-0.5, 0.5)
 
 
-@case()
 class WritesThroughViews(Natural):
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
@@ -376,7 +420,6 @@ class WritesThroughViews(Natural):
         w.copy_(w.flip(0))
 
 
-@case()
 class AssignsTwiceInStep(Natural):
     """New memory may lie where memory of the values before the last ones was."""
 
@@ -392,15 +435,13 @@ class AssignsTwiceInStep(Natural):
         return self.loss(batch) + self.weight.square().mean()
 
 
-@case()
 class AssignsOneElement(Natural):
     """One rank has no row of the bias."""
 
     lr = 0.01  # with more, the weights grow without bound
 
     def build(self) -> None:
-        super().build()
-        self.net.head = nn.Linear(WIDTH, 1)
+        self.net = Net(classes=1)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         total = batch[0].new_zeros(())

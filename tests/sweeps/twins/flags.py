@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import BATCH, BY_FUNCTION, CLASSES, Natural, case, dataset
+from tests.sweeps.twins.base import BATCH, BY_FUNCTION, CLASSES, Natural, dataset
 
 
-class Logged(Natural):
+class Logged(Natural, abstract=True):
     """At the end it has seen all that was logged, the step and the learning rates."""
 
     def on_train_end(self) -> None:
@@ -23,14 +23,13 @@ class Logged(Natural):
         self.seen += [g["lr"] for o in self.trainer.optimizers for g in o.param_groups]
 
 
-class Validated(Logged):
+class Validated(Logged, abstract=True):
     val_dataloader = Natural.loader
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
 
 
-@case()
 class LogsInEveryWay(Logged):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         out = self.net(batch[0])
@@ -49,8 +48,7 @@ class LogsInEveryWay(Logged):
         self.log("rate", optimizer.param_groups[0]["lr"], on_epoch=True)
 
 
-@case(max_epochs=2, limit_val_batches=3, tolerance=1e-6)  # metrics sum up in float32
-class Measures(Validated):
+class Measures(Validated, max_epochs=2, limit_val_batches=3, tolerance=1e-6):  # metrics sum up in float32
     """Metrics of torchmetrics, logged as objects, updated and computed by hand."""
 
     def build(self) -> None:
@@ -86,40 +84,42 @@ class Measures(Validated):
         self.confusion.reset()
 
 
-@case(max_epochs=6, limit_val_batches=2, callbacks=lambda: [EarlyStopping("val", patience=0, min_delta=0.05)])
-class StopsEarly(Validated): ...
+class StopsEarly(
+    Validated, max_epochs=6, limit_val_batches=2, callbacks=lambda: [EarlyStopping("val", patience=0, min_delta=0.05)]
+): ...
 
 
-@case(max_epochs=2)
-class SkipsAnEpoch(Logged):
+class SkipsAnEpoch(Logged, max_epochs=2):
     def on_train_batch_start(self, batch: Any, index: int) -> int | None:
         return -1 if self.current_epoch == 0 and index == 2 else None
 
 
-@case(limit_train_batches=1.0, detect_anomaly=True, deterministic=True)
-class LooksForAnomalies(Logged): ...
+class LooksForAnomalies(Logged, limit_train_batches=1.0, detect_anomaly=True, deterministic=True): ...
 
 
-class InOrder(Logged):
-    """A loader without a sampler, in order."""
+class Loads(Logged, abstract=True):
+    """Has a loader of its own."""
+
+    more: Any = None
 
     def train_dataloader(self) -> Any:
         ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        return DataLoader(dataset(), batch_size=BATCH // ranks, shuffle=False)
+        return DataLoader(dataset(), batch_size=BATCH // ranks, **(self.more or {}))
 
 
-@case(overfit_batches=2, max_epochs=3, use_distributed_sampler=True)
-class Overfits(InOrder): ...
+class Overfits(Loads, overfit_batches=2, max_epochs=3, use_distributed_sampler=True): ...
 
 
-@case(max_epochs=3, check_val_every_n_epoch=None, val_check_interval=3, limit_val_batches=1)
-class ValidatesBySteps(Validated):
+class ValidatesBySteps(
+    Validated, max_epochs=3, check_val_every_n_epoch=None, val_check_interval=3, limit_val_batches=1
+):
     def on_validation_epoch_end(self) -> None:
         self.seen.append(float(self.global_step))
 
 
-@case(num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, whole=BY_FUNCTION)
-class ValidatesWithGradients(Validated):
+class ValidatesWithGradients(
+    Validated, num_sanity_val_steps=1, inference_mode=False, limit_val_batches=2, whole=BY_FUNCTION
+):
     """Test-time adaptation: a gradient in validation."""
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
@@ -134,29 +134,21 @@ class ValidatesWithGradients(Validated):
         self.seen += [float(v) for k, v in sorted(self.trainer.callback_metrics.items()) if k in ("slope", "adapted")]
 
 
-@case(use_distributed_sampler=True, max_epochs=2)
-class LetsLightningSample(InOrder): ...
+class LetsLightningSample(Loads, use_distributed_sampler=True, max_epochs=2): ...
 
 
-@case(use_distributed_sampler=True, max_epochs=2)
-class SamplesByLength(Logged):
+class SamplesByLength(Loads, use_distributed_sampler=True, max_epochs=2):
     """A sampler of its own, in an order of its own."""
 
-    def train_dataloader(self) -> Any:
-        ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        order = sorted(range(len(dataset())), key=lambda n: int(dataset()[n][3].sum()))
-        return DataLoader(dataset(), batch_size=BATCH // ranks, sampler=order)
+    def build(self) -> None:
+        super().build()
+        self.more = {"sampler": sorted(range(len(dataset())), key=lambda n: int(dataset()[n][3].sum()))}
 
 
-@case(use_distributed_sampler=True, max_epochs=2)
-class LetsLightningShuffle(Logged):
+class LetsLightningShuffle(Loads, use_distributed_sampler=True, max_epochs=2):
     """Of a shuffled epoch, what is the same on any number of ranks: sums over all batches."""
 
-    lr = 0.0
-
-    def train_dataloader(self) -> Any:
-        ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        return DataLoader(dataset(), batch_size=BATCH // ranks, shuffle=True)
+    lr, more = 0.0, {"shuffle": True}
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch)
@@ -165,8 +157,7 @@ class LetsLightningShuffle(Logged):
         return loss
 
 
-@case(max_epochs=2, limit_val_batches=1)
-class HooksEverywhere(Validated):
+class HooksEverywhere(Validated, max_epochs=2, limit_val_batches=1):
     """Changes in hooks that are seldom used."""
 
     def on_train_start(self) -> None:
@@ -199,32 +190,27 @@ class HooksEverywhere(Validated):
         return [batch[0] + 1, *batch[1:]]
 
 
-@case(callbacks=lambda: [LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=4, early_stop_threshold=None)])
-class FindsItsRate(Logged):
+FINDER = {"min_lr": 1e-4, "max_lr": 1.0, "num_training_steps": 4, "early_stop_threshold": None}
+
+
+class FindsItsRate(Logged, callbacks=lambda: [LearningRateFinder(**FINDER)]):
+    momentum = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.lr = 0.05
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-
-class Single(Logged):
+class MixesPrecisions(Logged, precision="bf16-mixed", tolerance=0.02):
     """On batches of float32."""
 
     def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
         return [t.float() if t.is_floating_point() else t for t in batch]
 
 
-@case(precision="bf16-mixed", tolerance=0.02)
-class MixesPrecisions(Single): ...
+class TrainsInBfloat16(Logged, precision="bf16-true", tolerance=0.05): ...
 
 
-@case(precision="bf16-true", tolerance=0.05)
-class TrainsInBfloat16(Logged): ...
-
-
-@case()
 class LooksAtGradientsOfActivations(Logged):
     def on_fit_start(self) -> None:
         self.norms: dict[str, float] = {}
@@ -240,7 +226,6 @@ class LooksAtGradientsOfActivations(Logged):
             self.seen.append(float(self.trainer.strategy.reduce(torch.tensor(value, dtype=torch.float64))))
 
 
-@case()
 class GathersUnevenly(Logged):
     """A last batch that is smaller, and features of all ranks."""
 

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, COMPUTED_WEIGHTS, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
 
 
-@case()
+class Regroups(Natural, abstract=True):
+    """Tells its optimizer."""
+
+    def exchange(self, old: list[Tensor], new: list[Tensor]) -> None:
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["params"] = [p for p in group["params"] if not any(p is q for q in old)] + new
+
+
 class AddsAHead(Natural):
     """A module that comes while it trains, with a param group of its own."""
 
@@ -30,36 +37,38 @@ class AddsAHead(Natural):
         return F.cross_entropy(out + self.extra(features) if hasattr(self, "extra") else out, batch[1])
 
 
-@case()
-class ReplacesItsHead(Natural):
+class ReplacesItsHead(Regroups):
     """A head for other classes, made where an epoch begins; the optimizer is told."""
 
     def on_train_epoch_start(self) -> None:
         torch.manual_seed(5)
         old = list(self.net.head.parameters())
         self.net.head = nn.Linear(WIDTH, CLASSES).to(self.net.scale)
-        group = self.trainer.optimizers[0].param_groups[0]
-        group["params"] = [p for p in group["params"] if not any(p is q for q in old)]
-        group["params"] += list(self.net.head.parameters())
+        self.exchange(old, list(self.net.head.parameters()))
 
 
-@case()
-class ReassignsAWeight(Natural):
+class ReassignsAWeight(Regroups):
     """``module.weight = nn.Parameter(…)`` at the start of the fit, before anything has been optimized."""
 
     def on_fit_start(self) -> None:
-        old, optimizer = self.net.head.weight, self.trainer.optimizers[0]
+        old = self.net.head.weight
         self.net.head.weight = nn.Parameter(old.new_ones(CLASSES, WIDTH) * 0.1)
-        group = optimizer.param_groups[0]
-        group["params"] = [self.net.head.weight if p is old else p for p in group["params"]]
+        self.exchange([old], [self.net.head.weight])
 
 
-@case()
+class NormsWeightsLate(Regroups):
+    """Weight norm from the start of the fit, with the parameters that it makes in the optimizer."""
+
+    def on_fit_start(self) -> None:
+        old = self.net.head.weight
+        parametrizations.weight_norm(self.net.head)
+        self.exchange([old], list(self.net.head.parametrizations.weight.parameters()))
+
+
 class BuildsItsOptimizerLate(Manual):
     """One made in ``on_train_start``, for a part that is made there."""
 
-    def configure_optimizers(self) -> Any:
-        return None
+    def configure_optimizers(self) -> None: ...
 
     def on_train_start(self) -> None:
         torch.manual_seed(4)
@@ -73,8 +82,7 @@ class BuildsItsOptimizerLate(Manual):
         self.own.step()
 
 
-@case(max_epochs=2)
-class PrunesLayers(Natural):
+class PrunesLayers(Natural, max_epochs=2):
     """torch's pruning when an epoch begins: masks, and weights that are computed before each forward."""
 
     def on_train_epoch_start(self) -> None:
@@ -89,15 +97,18 @@ class PrunesLayers(Natural):
             prune.remove(self.net.embed, "weight")
 
 
-@case(refused=COMPUTED_WEIGHTS)
-class PrunesFromTheStart(Natural):
+class PrunesFromTheStart(Natural, refused=COMPUTED_WEIGHTS):
     def build(self) -> None:
         super().build()
         prune.custom_from_mask(self.net.layers[0].a, "weight", (torch.arange(12 * WIDTH) % 2).view(12, WIDTH))
         prune.random_unstructured(self.net.head, "bias", amount=2)
 
 
-@case()
+class Halved(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w / 2
+
+
 class ParametrizesLate(Natural):
     """A parametrization without an inverse, registered on a module that trains already, and removed."""
 
@@ -108,25 +119,7 @@ class ParametrizesLate(Natural):
             parametrize.remove_parametrizations(self.net.head, "weight")
 
 
-class Halved(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return w / 2
-
-
-@case()
-class NormsWeightsLate(Natural):
-    """Weight norm from the start of the fit, with the parameters that it makes in the optimizer."""
-
-    def on_fit_start(self) -> None:
-        old = self.net.head.weight
-        parametrizations.weight_norm(self.net.head)
-        group = self.trainer.optimizers[0].param_groups[0]
-        group["params"] = [p for p in group["params"] if p is not old]
-        group["params"] += list(self.net.head.parametrizations.weight.parameters())
-
-
-@case(max_epochs=2)
-class KeepsAnOptimizer(Natural):
+class KeepsAnOptimizer(Natural, max_epochs=2):
     """Goes back to earlier weights together with the state of the optimizer."""
 
     def on_train_epoch_end(self) -> None:
@@ -139,7 +132,6 @@ class KeepsAnOptimizer(Natural):
             self.seen.append(float(sum(s["momentum_buffer"].norm() for s in optimizer.state.values())))
 
 
-@case()
 class CopiesAndTrains(Manual):
     """Reptile: a copy of the net is trained by itself, and the net moves towards it."""
 
@@ -156,17 +148,14 @@ class CopiesAndTrains(Manual):
                 p.lerp_(q, 0.5)
 
 
-@case(refused=dict.fromkeys(TENSOR_PARALLEL, "Can't pickle local object"))
-class PicklesItself(Natural):
+class PicklesItself(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "Can't pickle local object")):
     """A module that is pickled whole in a hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if index == 1:
-            text = pickle.dumps(self.net.layers[0])
-            self.seen.append(float(len(text) > 0))
+            self.seen.append(float(len(pickle.dumps(self.net.layers[0])) > 0))
 
 
-@case()
 class CopiesLayers(Natural):
     """Depth that grows: a layer that is a copy of another, with its parameters in the optimizer."""
 
@@ -176,7 +165,6 @@ class CopiesLayers(Natural):
             self.trainer.optimizers[0].add_param_group({"params": list(self.net.layers[2].parameters())})
 
 
-@case()
 class LoadsByAssignment(Natural):
     """``load_state_dict(assign=True)``, with the optimizer built anew on what is there then."""
 
@@ -186,7 +174,6 @@ class LoadsByAssignment(Natural):
         self.trainer.optimizers[0].param_groups[0]["params"] = list(self.net.parameters())
 
 
-@case()
 class Swaps(Natural):
     """Exchanges the weights of two layers, and the modules themselves.
 
@@ -204,42 +191,20 @@ class Swaps(Natural):
         self.seen.append(float(one.a.weight.sum()))
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LazyLinear(WIDTH), nn.LazyLinear(CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-@case()
 class IsLazy(Natural):
     """Layers that get their shapes in a dry run."""
 
     def build(self) -> None:
-        self.net = Lazy()
+        self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(CLASSES))
         self.net(torch.zeros(1, 6))
 
 
-class Grown(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@case()
 class GrowsInConfigure(Natural):
     """Parts that ``setup`` and ``configure_model`` add."""
 
     def build(self) -> None:
         super().build()
-        self.more = Grown()
+        self.more = nn.Sequential(Block())
 
     def setup(self, stage: str) -> None:
         if not hasattr(self, "late"):
@@ -247,9 +212,9 @@ class GrowsInConfigure(Natural):
             self.late = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
 
     def configure_model(self) -> None:
-        if len(self.more.blocks) == 1:
+        if len(self.more) == 1:
             torch.manual_seed(4)
-            self.more.blocks.append(Block().double())
+            self.more.append(Block().double())
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(self.net.head(self.more(self.net.features(batch[0])) * self.late), batch[1])

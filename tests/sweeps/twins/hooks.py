@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.sweeps.twins.base import CLASSES, Block, Natural, case
+from tests.sweeps.twins.base import CLASSES, Block, Manual, Natural
 
 
-@case()
 class ScalesByHook(Natural):
     def on_fit_start(self) -> None:
         for p in (self.net.layers[0].a.weight, self.net.head.weight, self.net.scale):
             p.register_hook(lambda g: g * 0.1)
 
 
-@case()
 class MasksByHook(Natural):
     """Registered in ``__init__``, as gradient masks of pruned or adapted weights are."""
 
@@ -28,7 +26,6 @@ class MasksByHook(Natural):
             p.register_hook(lambda g, mask=mask: g * mask.to(g))
 
 
-@case()
 class ClampsByHook(Natural):
     """Not linear: it must see the gradient of all batches."""
 
@@ -42,7 +39,6 @@ class ClampsByHook(Natural):
                 handle.remove()
 
 
-@case()
 class ReadsInHook(Natural):
     def on_fit_start(self) -> None:
         self.norms: dict[str, float] = {}
@@ -53,8 +49,10 @@ class ReadsInHook(Natural):
         self.seen += [self.norms["weight"], self.norms["bias"]]
 
 
-@case(accumulate_grad_batches=2, refused={"replicas": "norm of the gradient of a replicated parameter, which has"})
-class HooksWhileItAccumulates(Natural):
+HOOKED = {"replicas": "norm of the gradient of a replicated parameter, which has"}
+
+
+class HooksWhileItAccumulates(Natural, accumulate_grad_batches=2, refused=HOOKED):
     def build(self) -> None:
         super().build()
         for p in self.net.layers[0].parameters():
@@ -64,7 +62,6 @@ class HooksWhileItAccumulates(Natural):
         self.seen += [p.grad.norm().item() for p in self.net.head.parameters()]
 
 
-@case()
 class EditsAfterAccumulation(Natural):
     def on_fit_start(self) -> None:
         def halve(p: Tensor) -> None:
@@ -74,33 +71,24 @@ class EditsAfterAccumulation(Natural):
             p.register_post_accumulate_grad_hook(halve)
 
 
-@case()
-class StepsInBackward(Natural):
+class StepsInBackward(Manual):
     """One optimizer for each parameter, which steps when its gradient is there."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    def configure_optimizers(self) -> None: ...
 
     def on_fit_start(self) -> None:
-        def step(optimizer: torch.optim.Optimizer) -> Any:
-            def hook(p: Tensor) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
+        def step(p: Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
 
-            return hook
-
-        for p in self.net.parameters():
-            p.register_post_accumulate_grad_hook(step(torch.optim.SGD([p], lr=0.1)))
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in self.net.parameters()}
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(step)
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         self.manual_backward(self.loss(batch))
 
-    def configure_optimizers(self) -> Any:
-        return None
 
-
-@case()
 class HooksTied(Natural):
     """What the first and the last layer share has a hook that isn't linear."""
 
@@ -118,13 +106,10 @@ class HooksTied(Natural):
         return nn.functional.cross_entropy(self.head(x), batch[3][:, 0])
 
 
-ON_NODE = dict.fromkeys(
-    ("fsdp2", "replicas", "tp2", "hsdp", "fsdp2 x tp2"), "is registered on a node of autograd's graph"
-)
+EVERYWHERE = ("fsdp2", "replicas", "tp2", "hsdp", "fsdp2 x tp2")
 
 
-@case(refused=ON_NODE)
-class StepsInBackwardByTorch(Natural):
+class StepsInBackwardByTorch(Natural, refused=dict.fromkeys(EVERYWHERE, "is registered on a node of autograd's graph")):
     """Parameters that torch updates when their gradient is there."""
 
     def on_fit_start(self) -> None:
@@ -133,29 +118,21 @@ class StepsInBackwardByTorch(Natural):
         _apply_optimizer_in_backward(torch.optim.SGD, [self.net.scale], {"lr": self.lr})
 
     def configure_optimizers(self) -> Any:
-        rest = [p for p in self.parameters() if p is not self.net.scale]
-        return torch.optim.SGD(rest, lr=self.lr)
+        return torch.optim.SGD([p for p in self.parameters() if p is not self.net.scale], lr=self.lr)
 
 
-class HookedBlock(Block):
-    """Hooks its own weights in its first forward, as modules do that know their parameters only then."""
-
-    handle: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.handle is None:
-            self.handle = self.b.weight.register_hook(lambda g: g.sign() * 1e-2)
-        return super().forward(x)
-
-
-@case()
 class HooksInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(HookedBlock() for _ in range(2))
+    class Layer(Block):
+        """Hooks its own weights in its first forward, as modules do that know their parameters only then."""
+
+        handle: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.handle is None:
+                self.handle = self.b.weight.register_hook(lambda g: g.sign() * 1e-2)
+            return super().forward(x)
 
 
-@case()
 class HooksInStep(Natural):
     """For one backward."""
 
@@ -167,7 +144,6 @@ class HooksInStep(Natural):
         self.handle.remove()
 
 
-@case()
 class WatchesModules(Natural):
     """Forward hooks that change what passes, and backward hooks that look at it."""
 
@@ -186,7 +162,6 @@ class WatchesModules(Natural):
         self.seen.append(float(self.calls))
 
 
-@case()
 class WatchesEveryModule(Natural):
     def on_fit_start(self) -> None:
         self.handle = nn.modules.module.register_module_forward_hook(self.count)
@@ -199,7 +174,6 @@ class WatchesEveryModule(Natural):
         self.seen.append(float(self.calls))
 
 
-@case()
 class PenalizesInBackward(Natural):
     """LightningModule.backward, done in its own way."""
 
@@ -208,7 +182,6 @@ class PenalizesInBackward(Natural):
         sum(1e-2 * p.square().sum() for p in self.net.head.parameters()).backward()
 
 
-@case()
 class ZeroesNanInHook(Natural):
     def on_after_backward(self) -> None:
         for p in self.parameters():
@@ -217,22 +190,18 @@ class ZeroesNanInHook(Natural):
                 p.grad.data.clamp_(-0.05, 0.05)
 
 
-@case(gradient_clip_val=0.1)
-class ClipsAutomatically(Natural): ...
+class ClipsAutomatically(Natural, gradient_clip_val=0.1): ...
 
 
-@case()
+class AccumulatesAutomatically(Natural, accumulate_grad_batches=2, gradient_clip_val=0.2): ...
+
+
 class ConfiguresClipping(Natural):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         nn.utils.clip_grad_norm_(self.net.layers.parameters(), 0.05)
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="value")
 
 
-@case(accumulate_grad_batches=2, gradient_clip_val=0.2)
-class AccumulatesAutomatically(Natural): ...
-
-
-@case()
 class OverridesTheStep(Natural):
     """Learning rates that warm up by hand, and an optimizer step of its own."""
 
@@ -245,7 +214,6 @@ class OverridesTheStep(Natural):
         optimizer.zero_grad(set_to_none=True)
 
 
-@case()
 class PenalizesAHookedLayer(Natural):
     """A layer that is never called: its hooked weight is only in a penalty."""
 
@@ -254,7 +222,7 @@ class PenalizesAHookedLayer(Natural):
         self.extra = nn.Linear(6, CLASSES)
 
     def on_fit_start(self) -> None:
-        self.extra.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+        self.extra.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         weight = self.extra.weight

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import Block, Natural, case
+from tests.sweeps.twins.base import Block, Natural
 
 
 class Meter:
@@ -38,7 +38,6 @@ class Annealer:
         return self.weight
 
 
-@case()
 class KeepsMeters(Natural):
     """Objects of one's own, which a step changes before its layers and after them."""
 
@@ -65,7 +64,6 @@ class Phase(enum.Enum):
     HOT = 2
 
 
-@case()
 class KeepsOtherValues(Natural):
     """Arrays, a queue, an enum, a path."""
 
@@ -87,7 +85,6 @@ class KeepsOtherValues(Natural):
         self.seen.append(float(self.folder.name))
 
 
-@case()
 class DrawsByItself(Natural):
     """From generators of its own, after the layers."""
 
@@ -105,7 +102,6 @@ class DrawsByItself(Natural):
         self.seen += [self.drawn.sum, float(torch.rand((), generator=self.draws["torch"]))]
 
 
-@case()
 class TakesFromAnIterator(Natural):
     """Targets of another source."""
 
@@ -113,55 +109,42 @@ class TakesFromAnIterator(Natural):
         super().build()
         self.weights = itertools.count(1)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         scale = 1 / next(self.weights)
         return F.cross_entropy(self.net(batch[0] * scale), batch[1])
 
 
-@case()
 class TakesFromAnIteratorAtItsEnd(TakesFromAnIterator):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        loss = self.loss(batch)
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = Natural.loss(self, batch)
         return loss / next(self.weights)
 
 
-class CountingBlock(Block):
-    """Grows quiet with each call."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) / self.calls
-
-
-@case()
 class CountsInLayers(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(CountingBlock() for _ in range(2))
+    class Layer(Block):
+        """Grows quiet with each call."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) / self.calls
 
 
-class CachingBlock(Block):
-    """Computes a table once, and keeps its latest result to look at."""
-
-    table: Any = None
-    latest: Any = None
-    width = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None or self.width != x.shape[-1]:
-            self.width = x.shape[-1]
-            self.table = torch.linspace(0.5, 1.5, self.width, dtype=x.dtype, device=x.device)
-        self.latest = super().forward(x * self.table)
-        return self.latest
-
-
-@case()
 class CachesInLayers(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(CachingBlock() for _ in range(2))
+    class Layer(Block):
+        """Computes a table once, and keeps its latest result to look at."""
+
+        table: Any = None
+        latest: Any = None
+        width = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None or self.width != x.shape[-1]:
+                self.width = x.shape[-1]
+                self.table = torch.linspace(0.5, 1.5, self.width, dtype=x.dtype, device=x.device)
+            self.latest = super().forward(x * self.table)
+            return self.latest
 
 
 @dataclass
@@ -173,17 +156,11 @@ class Hidden:
     depth: int = 0
 
 
-class ReportingBlock(Block):
-    def forward(self, state: Hidden) -> Hidden:
-        x = super().forward(state.x)
-        return Hidden(x, state.aux + x.square().mean(1), state.depth + 1)
-
-
-@case()
 class PassesDataclasses(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(ReportingBlock() for _ in range(2))
+    class Layer(Block):
+        def forward(self, state: Hidden) -> Hidden:
+            x = super().forward(state.x)
+            return Hidden(x, state.aux + x.square().mean(1), state.depth + 1)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x = self.net.embed(batch[0])
@@ -194,29 +171,26 @@ class PassesDataclasses(Natural):
         return F.cross_entropy(x, batch[1]) + 0.1 * state.aux.mean() / state.depth
 
 
-@case()
 class TwoViews(Natural):
     """Two views of each sample pass through the layers, next to each other."""
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         a, b = self.net(torch.stack([batch[0], batch[2]], 1).flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
         return F.cross_entropy(a, batch[1]) + (a - b).square().mean()
 
 
-@case()
 class TwoViewsInARow(Natural):
     """… one half of the batch after the other."""
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         a, b = self.net(torch.cat([batch[0], batch[2]])).chunk(2)
         return F.cross_entropy(a, batch[1]) + (a - b).square().mean()
 
 
-@case()
 class ScalesActivations(Natural):
-    """By hooks that a step, and a layer, register on them."""
+    """By hooks that a step registers on them, before the layers and after."""
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         x = self.net.embed(batch[0])
         if x.requires_grad:
             x.register_hook(lambda g: g * 0.5)
@@ -228,38 +202,27 @@ class ScalesActivations(Natural):
         return F.cross_entropy(self.net.head(x), batch[1])
 
 
-@case()
 class WatchesActivations(Natural):
     def build(self) -> None:
         super().build()
         self.norms: list[float] = []
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x = self.net.features(batch[0])
-        if x.requires_grad:
-            x.register_hook(lambda g: self.norms.append(float(g.norm())))
-        return F.cross_entropy(self.net.head(x), batch[1])
-
-
-@case()
-class RetainsGradients(Natural):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         self.features = self.net.features(batch[0])
         if self.features.requires_grad:
+            self.features.register_hook(lambda g: self.norms.append(float(g.norm())))
             self.features.retain_grad()
         return F.cross_entropy(self.net.head(self.features), batch[1])
 
 
-@case()
 class PenalizesInputGradients(Natural):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         x = batch[0].detach().requires_grad_()
         out = self.net(x)
         (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         return F.cross_entropy(out, batch[1]) + 0.1 * slope.square().mean()
 
 
-@case()
 class LogsNumbers(Natural):
     """Of Python, which become tensors in the precision of the Trainer."""
 

@@ -12,21 +12,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import (
-    BATCH,
-    CLASSES,
-    COMPILED,
-    COMPUTED_WEIGHTS,
-    WIDTH,
-    Block,
-    Natural,
-    Net,
-    case,
-    dataset,
-)
+from tests.sweeps.twins.base import BATCH, CLASSES, COMPILED, COMPUTED_WEIGHTS, WIDTH, Block, Natural, Net, dataset
 
 
-@case()
 class Recurrent(Natural):
     """Speech-like: LSTM, GRU, cells in a loop."""
 
@@ -45,7 +33,6 @@ class Recurrent(Natural):
         return F.cross_entropy(self.head(h), batch[1])
 
 
-@case()
 class Convolutional(Natural):
     def build(self) -> None:
         self.body = nn.Sequential(nn.Conv1d(1, 5, 3, padding=1), nn.GroupNorm(5, 5), nn.ReLU(), nn.Conv1d(5, 3, 2))
@@ -55,7 +42,6 @@ class Convolutional(Natural):
         return F.cross_entropy(self.head(self.body(batch[0][:, None]).flatten(1)), batch[1])
 
 
-@case()
 class Attentive(Natural):
     """torch's transformer layers, in training and, on their fast path, in evaluation."""
 
@@ -72,65 +58,54 @@ class Attentive(Natural):
         x = self.pool(self.query.expand(len(x), -1, -1), x, x)[0][:, 0]
         return F.cross_entropy(self.head(x), batch[1])
 
+    @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], index: int) -> None:
         self.eval()
-        with torch.no_grad():
-            tokens = torch.arange(7, device=batch[3].device)[None]
-            self.seen.append(float(self.encoder(self.embed(tokens)).sum()))
+        self.seen.append(float(self.encoder(self.embed(torch.arange(7, device=batch[3].device)[None])).sum()))
         self.train()
 
 
-@case()
-class Recomputed(Natural):
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x = self.net.embed(batch[0])
-        x = checkpoint(self.net.layers[0], x, use_reentrant=False)
-        x = checkpoint(self.net.layers[1], x, use_reentrant=True)
+# ── recomputation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ByLayers(Natural, abstract=True):
+    """Passes through the layers in its own way."""
+
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = self.pass_through(self.net.layers, self.net.embed(batch[0]))
         return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
 
 
-@case()
-class RecomputesSeveralLayers(Natural):
+class Recomputed(ByLayers):
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        x = checkpoint(layers[0], x, use_reentrant=False)
+        return checkpoint(layers[1], x, use_reentrant=True)
+
+
+class RecomputesSeveralLayers(ByLayers):
     """One checkpoint around two layers."""
 
     def build(self) -> None:
         super().build()
         self.net.layers = nn.Sequential(*(Block() for _ in range(4)))
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = checkpoint_sequential(self.net.layers, 2, self.net.embed(batch[0]), use_reentrant=False)
-        return F.cross_entropy(self.net.head(self.net.norm(x)), batch[1])
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        return checkpoint_sequential(layers, 2, x, use_reentrant=False)
 
 
-@case()
-class RecomputesSelectively(Natural):
+class RecomputesSelectively(ByLayers):
     """Products of matrices are kept, and taken in their order."""
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
         kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-        x = self.net.embed(batch[0])
-        for layer in self.net.layers:
+        for layer in layers:
             x = checkpoint(layer, x, use_reentrant=False, context_fn=kept)
-        return F.cross_entropy(self.net.head(self.net.norm(x)), batch[1])
-
-
-class Asking(nn.Linear):
-    """Converts what it gets to its own dtype, as modules of transformers and of diffusion models do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float().to(next(self.parameters()).dtype))
-
-
-class AskingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / sum(1 for _ in self.parameters())
-
-
-@case()
-class AsksForParameters(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.embed, self.net.layers = Asking(6, WIDTH), nn.ModuleList(AskingBlock() for _ in range(2))
+        return x
 
 
 class Decay(nn.Module):
@@ -144,25 +119,38 @@ class Decay(nn.Module):
         return torch.tanh(x * -torch.exp(self.log) + x**2 * torch.sigmoid(self.shift)[0])
 
 
-class Decaying(nn.Module):
-    """Checkpoints inside its forward, as layers of transformers do."""
+class RecomputesFunctionsOfParameters(Natural):
+    class Layer(nn.Module):
+        """Checkpoints inside its forward, as layers of transformers do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.decay = nn.Linear(WIDTH, WIDTH), Decay()
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.decay = nn.Linear(WIDTH, WIDTH), Decay()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(self.decay.forward, self.first(x), use_reentrant=False)
+
+
+# ── several views, several networks ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Asking(nn.Linear):
+    """Converts what it gets to its own dtype, as modules of transformers and of diffusion models do."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.decay.forward, self.first(x), use_reentrant=False)
+        return super().forward(x.float().to(next(self.parameters()).dtype))
 
 
-@case()
-class RecomputesFunctionsOfParameters(Natural):
+class AsksForParameters(Natural):
+    class Layer(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / sum(1 for _ in self.parameters())
+
     def build(self) -> None:
         super().build()
-        self.net.layers = nn.ModuleList(Decaying() for _ in range(2))
+        self.net.embed = Asking(6, WIDTH)
 
 
-@case()
 class MixesWithTheFlipped(Natural):
     """Mixup as timm has it: each sample with one from the other end of the batch."""
 
@@ -170,14 +158,11 @@ class MixesWithTheFlipped(Natural):
         out = self.net(0.7 * batch[0] + 0.3 * batch[0].flip(0))
         return 0.7 * F.cross_entropy(out, batch[1]) + 0.3 * F.cross_entropy(out, batch[1].flip(0))
 
-    def loader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Each rank has all samples: a sample's partner may be on another rank."""
         return DataLoader(dataset(), batch_size=BATCH)
 
-    train_dataloader = loader
 
-
-@case()
 class Contrastive(Natural):
     """CLIP-like: two towers, negatives of all batches, a temperature that is clamped."""
 
@@ -197,19 +182,17 @@ class Contrastive(Natural):
         self.logit_scale.data = torch.clamp(self.logit_scale.data, 0, 1.02)
 
 
-@case()
 class SimSiam(Natural):
     def build(self) -> None:
         self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         self.predictor = nn.Linear(WIDTH, WIDTH)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         z1, z2 = self.encoder(batch[0]), self.encoder(batch[2])
         p1, p2 = self.predictor(z1), self.predictor(z2)
         return -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
 
 
-@case()
 class MomentumContrast(Natural):
     """MoCo: a slow encoder, a queue of its outputs."""
 
@@ -226,7 +209,7 @@ class MomentumContrast(Natural):
             slow.data = slow.data * 0.9 + fast.data * 0.1
         return F.normalize(self.key(batch[2]), dim=1)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         k, q = self.remembered(batch), F.normalize(self.query(batch[0]), dim=1)
         logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone()], 1) / 0.2
         with torch.no_grad():  # in the order that one process has
@@ -237,16 +220,14 @@ class MomentumContrast(Natural):
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
 
-@case()
 class Codebook(Natural):
     """VQ-VAE: codes that follow means of what was assigned to them, in a parameter without gradients."""
 
     def build(self) -> None:
-        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
-        self.codes = nn.Embedding(5, 4)
+        self.encoder, self.decoder, self.codes = nn.Linear(6, 4), nn.Linear(4, 6), nn.Embedding(5, 4)
         self.codes.weight.requires_grad_(False)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def loss(self, batch: list[Tensor]) -> Tensor:
         z = self.encoder(batch[0])
         nearest = torch.cdist(z, self.codes.weight).argmin(1)
         with torch.no_grad():
@@ -258,9 +239,18 @@ class Codebook(Natural):
         return F.mse_loss(self.decoder(quantized), batch[0]) + F.mse_loss(z, self.codes(nearest).detach())
 
 
-@case(refused=COMPUTED_WEIGHTS)
-class Reparametrized(Natural):
-    """Weight and spectral norm, old and new, orthogonal matrices."""
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w - w.mean(0)
+
+
+class Reparametrized(Natural, refused=COMPUTED_WEIGHTS):
+    """Weight and spectral norm, orthogonal matrices."""
+
+    lr, momentum = 0.05, 0.0
 
     def build(self) -> None:
         super().build()
@@ -269,24 +259,14 @@ class Reparametrized(Natural):
         parametrizations.orthogonal(self.net.layers[1].b)
         parametrize.register_parametrization(self.net.head, "weight", Symmetric())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
 
-
-class Symmetric(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return w - w.mean(0)
-
-
-@case(refused=COMPUTED_WEIGHTS)
-class ReparametrizedByHooks(Natural):
+class ReparametrizedByHooks(Natural, refused=COMPUTED_WEIGHTS):
     def build(self) -> None:
         super().build()
         torch.nn.utils.spectral_norm(self.net.layers[0].b)
         torch.nn.utils.spectral_norm(self.net.head)
 
 
-@case()
 class ListsOfParameters(Natural):
     def build(self) -> None:
         super().build()
@@ -299,7 +279,6 @@ class ListsOfParameters(Natural):
         return F.cross_entropy(self.bilinear(x, x) + self.tables["empty"].sum(), batch[1])
 
 
-@case()
 class UnusedAtTimes(Natural):
     """Parts that some steps do not use: their parameters must not decay."""
 
@@ -319,64 +298,47 @@ class UnusedAtTimes(Natural):
         return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3, weight_decay=0.5)
 
 
-@case(refused={"hsdp": "the forward of net writes a tensor of shape (7, 8) into a sharded one"})
-class RescalesRows(Natural):
+class Embeds(Natural, abstract=True):
+    options: dict[str, Any]
+
+    def build(self) -> None:
+        self.net, self.head = nn.Embedding(7, WIDTH, **self.options), nn.Linear(WIDTH, CLASSES)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch[3]).mean(1)), batch[1])
+
+
+class RescalesRows(Embeds, refused={"hsdp": "the forward of net writes a tensor of shape (7, 8) into a sharded one"}):
     """An embedding whose forward changes its weight, in the rows that the rank's batch has."""
 
-    def build(self) -> None:
-        self.net = nn.Embedding(7, WIDTH, max_norm=0.5)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.head(self.net(batch[3]).mean(1)), batch[1])
+    options = {"max_norm": 0.5}  # noqa: RUF012
 
 
-@case(refused=dict.fromkeys(("fsdp2", "replicas", "hsdp"), "is sparse. Make the module without sparse=True"))
-class SparseGradients(Natural):
-    def build(self) -> None:
-        self.net = nn.Embedding(7, WIDTH, sparse=True)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.head(self.net(batch[3]).mean(1)), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), self.lr)
+class SparseGradients(
+    Embeds, refused=dict.fromkeys(("fsdp2", "replicas", "hsdp"), "is sparse. Make the module without sparse=True")
+):
+    options, momentum = {"sparse": True}, 0.0
 
 
-@case(refused=COMPILED)
-class CompiledLayers(Natural):
+class CompiledLayers(Natural, refused=COMPILED):
     def build(self) -> None:
         super().build()
         for layer in self.net.layers:
             layer.compile(backend="aot_eager")
 
 
-@case(refused=COMPILED)
-class CompiledNet(Natural):
+class CompiledNet(Natural, refused=COMPILED):
     def build(self) -> None:
         super().build()
         self.net = torch.compile(self.net, backend="aot_eager")
 
 
-@case()
 class CompiledHead(Natural):
     """Compiled in a part of a unit, and under another name."""
 
     def build(self) -> None:
         super().build()
         self.net.head = torch.compile(self.net.head, backend="aot_eager")
-
-
-class Pair(nn.Module):
-    """Its outputs come from one node of autograd, as those of an LSTM do on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.body(x).tanh().chunk(2, -1)
 
 
 class Straight(torch.autograd.Function):
@@ -391,13 +353,18 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-@case()
 class UsesOneOfTwo(Natural):
     """A layer's second output, and a parameter, whose gradients autograd leaves undefined."""
 
+    class Pair(nn.Linear):
+        """Its outputs come from one node of autograd, as those of an LSTM do on a GPU."""
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            return super().forward(x).tanh().chunk(2, -1)
+
     def build(self) -> None:
         super().build()
-        self.pair, self.head = Pair(), nn.Linear(WIDTH, CLASSES)
+        self.pair, self.head = self.Pair(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, CLASSES)
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.9))
 
     def loss(self, batch: list[Tensor]) -> Tensor:

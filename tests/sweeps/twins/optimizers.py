@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,61 +11,59 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.sweeps.twins.base import STEPS, Natural, case
+from tests.sweeps.twins.base import STEPS, Manual, Natural
 
-KINDS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1),
-    "SGD nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "SGD foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True, maximize=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
-    "Adam": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3),
-    "Adam amsgrad": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3, amsgrad=True),
-    "Adam foreach": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3, foreach=True),
-    "Adam capturable": lambda p: torch.optim.Adam(p, torch.tensor(1e-2), eps=1e-3),
-    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-3, fused=True),
-    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2, eps=1e-3),
-    "Adamax foreach": lambda p: torch.optim.Adamax(p, 1e-2, eps=1e-3, foreach=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, 1e-2, eps=1e-3),
-    "RAdam": lambda p: torch.optim.RAdam(p, 1e-2, eps=1e-3),
-    "RAdam foreach": lambda p: torch.optim.RAdam(p, 1e-2, eps=1e-3, foreach=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-2, eps=1e-3, centered=True, momentum=0.9),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1e-3),
-    "Adagrad fused": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1e-3, fused=True),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, 0.5),
-    "ASGD": lambda p: torch.optim.ASGD(p, 1e-2),
-    "ASGD foreach": lambda p: torch.optim.ASGD(p, 1e-2, foreach=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, 1e-2),
-    "Rprop foreach": lambda p: torch.optim.Rprop(p, 1e-2, foreach=True),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
-    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, 1e-2, foreach=True),
+
+def simple(name: str, build: Callable[[Any], Any], **options: Any) -> None:
+    """Make a case with this optimizer."""
+    members = {"configure_optimizers": lambda self: build(self), "__module__": build.__module__}
+    type(name, (Natural,), members, **options)
+
+
+EPS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"lr": 0.1}),
+    "SGD nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
+    "SGD foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "foreach": True, "maximize": True}),
+    "SGD fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "Adam amsgrad": ("Adam", EPS | {"amsgrad": True}),
+    "Adam foreach": ("Adam", EPS | {"foreach": True}),
+    "Adam capturable": ("Adam", EPS | {"lr": torch.tensor(1e-2)}),
+    "AdamW": ("AdamW", EPS),
+    "AdamW fused": ("AdamW", EPS | {"fused": True}),
+    "Adamax": ("Adamax", EPS),
+    "Adamax foreach": ("Adamax", EPS | {"foreach": True}),
+    "NAdam": ("NAdam", EPS),
+    "RAdam": ("RAdam", EPS),
+    "RAdam foreach": ("RAdam", EPS | {"foreach": True}),
+    "RMSprop": ("RMSprop", EPS | {"centered": True, "momentum": 0.9}),
+    "Adagrad": ("Adagrad", EPS),
+    "Adagrad fused": ("Adagrad", EPS | {"fused": True}),
+    "Adadelta": ("Adadelta", {"lr": 0.5}),
+    "ASGD": ("ASGD", {"lr": 1e-2}),
+    "ASGD foreach": ("ASGD", {"lr": 1e-2, "foreach": True}),
+    "Rprop": ("Rprop", {"lr": 1e-2}),
+    "Rprop foreach": ("Rprop", {"lr": 1e-2, "foreach": True}),
+    "Adafactor": ("Adafactor", {"lr": 1e-2}),
+    "Adafactor foreach": ("Adafactor", {"lr": 1e-2, "foreach": True}),
 }
 
 
-class Simple(Natural):
-    kind: Callable[[Any], Optimizer]
-
-    def configure_optimizers(self) -> Optimizer:
-        return type(self).kind(self.parameters())
+def _build(module: Natural, kind: str, options: dict[str, Any]) -> Optimizer:
+    return getattr(torch.optim, kind)(module.parameters(), **copy.deepcopy(options))
 
 
-for _name, _kind in KINDS.items():
-    _made = type(f"With{_name.title().replace(' ', '')}", (Simple,), {"kind": staticmethod(_kind)})
-    case(_name)(_made)
+for _name, (_kind, _options) in KINDS.items():
+    simple(_name, lambda module, kind=_kind, options=_options: _build(module, kind, options))
 
 
-@case()
-class Muon(Natural):
+class Muon(Manual):
     """Matrices by Muon, the rest by AdamW."""
 
     def configure_optimizers(self) -> list[Optimizer]:
         matrices = [p for p in self.net.layers.parameters() if p.ndim == 2]
         others = [p for p in self.parameters() if not any(p is m for m in matrices)]
         return [torch.optim.Muon(matrices, 1e-2), torch.optim.AdamW(others, 1e-2, eps=1e-3)]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -73,36 +72,35 @@ class Muon(Natural):
             optimizer.zero_grad()
 
 
-@case()
 class Lbfgs(Natural):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=2)
 
 
-def simple(build: Callable[[Natural], Any]) -> type:
-    """A module with this optimizer."""
+class Own(Optimizer):
+    """What an optimizer of users begins with."""
 
-    class Optimized(Natural):
-        def configure_optimizers(self) -> Any:
-            return build(self)
-
-    return Optimized
-
-
-class OfEach(Optimizer):
-    """Updates one parameter after the other."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, **defaults: Any) -> None:
-        super().__init__(params, {"lr": lr, **defaults})
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, **defaults})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure is not None else None
+        self.update_all(loss)
+        return loss
+
+    def update_all(self, loss: Any) -> None:
+        raise NotImplementedError
+
+
+class OfEach(Own):
+    """Updates one parameter after the other."""
+
+    def update_all(self, loss: Any) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self.update(p, p.grad, self.state[p], group)
-        return loss
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -141,8 +139,8 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors @ torch.diag(values.pow(-0.25)) @ vectors.t()
 
 
-case("LAMB")(simple(lambda m: Lamb(m.parameters(), betas=(0.9, 0.99))))
-case("Shampoo")(simple(lambda m: Shampoo(m.parameters())))
+simple("LAMB", lambda m: Lamb(m.parameters(), betas=(0.9, 0.99)))
+simple("Shampoo", lambda m: Shampoo(m.parameters()))
 
 
 class CountingSGD(torch.optim.SGD):
@@ -168,7 +166,6 @@ class CountingSGD(torch.optim.SGD):
         super().load_state_dict(state)
 
 
-@case()
 class CountsByItself(Natural):
     def configure_optimizers(self) -> Optimizer:
         return CountingSGD(self.parameters(), 0.1)
@@ -178,7 +175,6 @@ class CountsByItself(Natural):
         self.seen += [float(optimizer.steps), *optimizer.warm.tolist()]
 
 
-@case()
 class GroupsByLayer(Natural):
     """Learning rates that fall from layer to layer, a scheduler, groups without decay."""
 
@@ -193,16 +189,14 @@ class GroupsByLayer(Natural):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-@case()
 class AddsAGroup(Natural):
     """Parameters that come to the optimizer later."""
+
+    configure_optimizers = Natural.adamw
 
     def build(self) -> None:
         super().build()
         self.net.embed.requires_grad_(False)
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-2, eps=1e-3)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         optimizer = self.trainer.optimizers[0]
@@ -211,7 +205,6 @@ class AddsAGroup(Natural):
             optimizer.add_param_group({"params": list(self.net.embed.parameters()), "lr": 5e-2})
 
 
-@case()
 class TransformersAdafactor(Natural):
     def configure_optimizers(self) -> Optimizer:
         from transformers.optimization import Adafactor

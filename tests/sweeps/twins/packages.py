@@ -14,89 +14,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import CASES, Case, Natural
+from tests.sweeps.twins.base import Natural
 
-SIZES = {
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-NO_RANDOM_NUMBERS = dict.fromkeys(
-    (
-        "activation_dropout",
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "attn_pdrop",
-        "classifier_dropout",
-        "classifier_dropout_prob",
-        "drop_path_rate",
-        "dropout",
-        "dropout_rate",
-        "embd_pdrop",
-        "feat_proj_dropout",
-        "final_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "layerdrop",
-        "resid_pdrop",
-        "summary_last_dropout",
-    ),
-    0.0,
-)
+SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+RANDOM = """
+activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout classifier_dropout_prob
+drop_path_rate dropout dropout_rate embd_pdrop feat_proj_dropout final_dropout hidden_dropout hidden_dropout_prob
+layerdrop resid_pdrop summary_last_dropout
+"""
 HEADS = {"head_dim": 8}
 GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
-SEQUENCES = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-}
+SEQUENCES = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
+SEQUENCES |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 PIXELS = {"image_size": 32, "patch_size": 8}
 
+Batch = list[Tensor]
+Inputs = dict[str, Tensor]
 
-def tokens_of(batch: list[Tensor]) -> dict[str, Tensor]:
+
+def tokens_of(batch: Batch) -> Inputs:
     return {"input_ids": batch[3] + 1, "labels": batch[3] + 1}
 
 
-def long_tokens_of(batch: list[Tensor]) -> dict[str, Tensor]:
+def long_tokens_of(batch: Batch) -> Inputs:
     return {name: tokens.repeat(1, 4) for name, tokens in tokens_of(batch).items()}
 
 
-def classes_of_tokens(batch: list[Tensor]) -> dict[str, Tensor]:
+def classes_of_tokens(batch: Batch) -> Inputs:
     return {"input_ids": batch[3] + 1, "labels": batch[1] % 2}
 
 
-def images(batch: list[Tensor]) -> Tensor:
+def images(batch: Batch) -> Tensor:
     return F.interpolate(batch[0].reshape(-1, 1, 6, 1).expand(-1, 3, -1, 6), size=(32, 32))
 
 
-def classes_of_images(batch: list[Tensor]) -> dict[str, Tensor]:
+def classes_of_images(batch: Batch) -> Inputs:
     return {"pixel_values": images(batch), "labels": batch[1] % 2}
 
 
-def captions(batch: list[Tensor]) -> dict[str, Tensor]:
+def captions(batch: Batch) -> Inputs:
     return {"input_ids": batch[3] + 1, "pixel_values": images(batch)}
 
 
-def classes_of_sounds(batch: list[Tensor]) -> dict[str, Tensor]:
+def classes_of_sounds(batch: Batch) -> Inputs:
     return {"input_values": batch[0].repeat(1, 100), "labels": batch[1] % 2}
 
 
-def speech(batch: list[Tensor]) -> dict[str, Tensor]:
-    features = batch[0].repeat(1, 8)[:, None, :40].expand(-1, 8, -1)
-    return {"input_features": features, "labels": batch[3] + 1}
+def speech(batch: Batch) -> Inputs:
+    return {"input_features": batch[0].repeat(1, 8)[:, None, :40].expand(-1, 8, -1), "labels": batch[3] + 1}
 
 
 @dataclass(frozen=True)
@@ -110,22 +77,20 @@ class Recipe:
         inputs: arguments of the model's forward.
         adapters: name and arguments of a configuration of PEFT.
         recomputes: whether its layers are checkpointed, as ``activation_checkpointing_enable`` does.
-        tolerance: relative.
     """
 
     model: str
     config: str
     sizes: dict[str, Any] = field(default_factory=dict)
-    inputs: Callable[[list[Tensor]], dict[str, Tensor]] = tokens_of
+    inputs: Callable[[Batch], Inputs] = tokens_of
     adapters: tuple[str, dict[str, Any]] | None = None
     recomputes: bool = False
-    tolerance: float = 2e-5
 
     def build(self) -> Any:
         import peft  # here: the suite imports this file, and has no need of the packages
         import transformers
 
-        arguments = {**SIZES, **NO_RANDOM_NUMBERS, **self.sizes}
+        arguments = {**SIZES, **dict.fromkeys(RANDOM.split(), 0.0), **self.sizes}
         config_class = transformers.CONFIG_MAPPING[self.config]
         config = config_class(**{name: value for name, value in arguments.items() if value is not None})
         model = getattr(transformers, self.model)(config)
@@ -137,7 +102,7 @@ class Recipe:
         return model.train()
 
 
-class FromPackage(Natural):
+class FromPackage(Natural, abstract=True):
     """Trains a model of transformers, or its adapters, by the model's own loss."""
 
     recipe: Recipe
@@ -146,7 +111,7 @@ class FromPackage(Natural):
     def build(self) -> None:
         self.net = self.recipe.build()
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         outputs = self.net(**self.recipe.inputs(batch))
         loss: Tensor | None = outputs.loss
         if loss is None:  # of images and captions: their loss compares samples of the batch, which ranks divide
@@ -154,10 +119,9 @@ class FromPackage(Natural):
         return loss
 
     def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if self.recipe.adapters is None:
-            return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-        return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+        if self.recipe.adapters is not None:
+            return self.adamw()
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.recipe.adapters is not None and self.recipe.adapters[0] == "AdaLoraConfig":
@@ -179,8 +143,7 @@ MODELS = {
     "Mamba": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}),
     "MambaRecomputed": Recipe("MambaForCausalLM", "mamba", {"state_size": 4}, recomputes=True),
     "Mamba2": Recipe(
-        "Mamba2ForCausalLM",
-        "mamba2",
+        *("Mamba2ForCausalLM", "mamba2"),
         {**HEADS, "state_size": 4, "num_heads": 4, "n_groups": 1, "chunk_size": 4},
     ),
     "Rwkv": Recipe("RwkvForCausalLM", "rwkv", {"attention_hidden_size": 16}),
@@ -191,38 +154,26 @@ MODELS = {
     "Roberta": Recipe("RobertaForSequenceClassification", "roberta", inputs=classes_of_tokens),
     "Albert": Recipe("AlbertForMaskedLM", "albert", {"embedding_size": 8}),
     "Deberta": Recipe(
-        "DebertaV2ForMaskedLM",
-        "deberta-v2",
+        *("DebertaV2ForMaskedLM", "deberta-v2"),
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4},
     ),
     "Electra": Recipe("ElectraForSequenceClassification", "electra", {"embedding_size": 8}, classes_of_tokens),
     "XLNet": Recipe(
-        "XLNetForSequenceClassification",
-        "xlnet",
+        *("XLNetForSequenceClassification", "xlnet"),
         {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "max_position_embeddings": None},
         classes_of_tokens,
     ),
     "Reformer": Recipe(
-        "ReformerForMaskedLM",
-        "reformer",
-        {
-            "attention_head_size": 8,
-            "attn_layers": ["local", "local"],
-            "axial_pos_embds_dim": [8, 8],
-            "axial_pos_shape": [4, 4],
-            "feed_forward_size": 32,
-            "is_decoder": False,
-            "local_attn_chunk_length": 4,
-            "max_position_embeddings": 16,
-        },
+        *("ReformerForMaskedLM", "reformer"),
+        {"attention_head_size": 8, "attn_layers": ["local", "local"], "local_attn_chunk_length": 4, "is_decoder": False}
+        | {"axial_pos_embds_dim": [8, 8], "axial_pos_shape": [4, 4], "feed_forward_size": 32}
+        | {"max_position_embeddings": 16},
         long_tokens_of,
-        tolerance=1e-2,  # it computes activations back from outputs, which rounds once more
     ),
     "Longformer": Recipe("LongformerForMaskedLM", "longformer", {"attention_window": 4}),
     "BigBird": Recipe("BigBirdForMaskedLM", "big_bird", {"attention_type": "original_full"}),
     "Funnel": Recipe(
-        "FunnelForMaskedLM",
-        "funnel",
+        *("FunnelForMaskedLM", "funnel"),
         {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "block_sizes": [1, 1], "num_hidden_layers": None},
     ),
     "FNet": Recipe("FNetForMaskedLM", "fnet"),
@@ -230,99 +181,69 @@ MODELS = {
     "Vit": Recipe("ViTForImageClassification", "vit", PIXELS, classes_of_images),
     "Dino": Recipe("Dinov2ForImageClassification", "dinov2", PIXELS, classes_of_images),
     "ConvNext": Recipe(
-        "ConvNextForImageClassification",
-        "convnext",
+        *("ConvNextForImageClassification", "convnext"),
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
         classes_of_images,
     ),
     "Segformer": Recipe(
-        "SegformerForImageClassification",
-        "segformer",
-        {
-            "depths": [1, 1],
-            "hidden_sizes": [8, 8],
-            "mlp_ratios": [2, 2],
-            "num_attention_heads": [1, 2],
-            "num_encoder_blocks": 2,
-            "patch_sizes": [7, 3],
-            "sr_ratios": [2, 1],
-            "strides": [4, 2],
-        },
+        *("SegformerForImageClassification", "segformer"),
+        {"depths": [1, 1], "hidden_sizes": [8, 8], "mlp_ratios": [2, 2], "num_attention_heads": [1, 2]}
+        | {"num_encoder_blocks": 2, "patch_sizes": [7, 3], "sr_ratios": [2, 1], "strides": [4, 2]},
         classes_of_images,
     ),
     "Clip": Recipe(
-        "CLIPModel",
-        "clip",
-        {
-            "projection_dim": 8,
-            "text_config": {**SIZES, "decoder_start_token_id": None},
-            "vision_config": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, **PIXELS},
-        },
+        *("CLIPModel", "clip"),
+        {"projection_dim": 8, "text_config": {**SIZES, "decoder_start_token_id": None}}
+        | {"vision_config": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, **PIXELS}},
         captions,
     ),
     "Wav2Vec2": Recipe(
-        "Wav2Vec2ForSequenceClassification",
-        "wav2vec2",
-        {
-            "apply_spec_augment": False,
-            "conv_dim": (8, 8),
-            "conv_kernel": (10, 3),
-            "conv_stride": (5, 2),
-            "num_conv_pos_embedding_groups": 2,
-            "num_conv_pos_embeddings": 4,
-            "num_feat_extract_layers": 2,
-        },
+        *("Wav2Vec2ForSequenceClassification", "wav2vec2"),
+        {"apply_spec_augment": False, "conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
+        | {"num_conv_pos_embedding_groups": 2, "num_conv_pos_embeddings": 4, "num_feat_extract_layers": 2},
         classes_of_sounds,
     ),
     "Whisper": Recipe(
-        "WhisperForConditionalGeneration",
-        "whisper",
+        *("WhisperForConditionalGeneration", "whisper"),
         {**SEQUENCES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 16},
         speech,
     ),
 }
 
-LINEAR, SQUARE = ["q_proj", "v_proj", "up_proj"], ["q_proj", "v_proj"]
+LINEAR, SQUARE = {"target_modules": ["q_proj", "v_proj", "up_proj"]}, {"target_modules": ["q_proj", "v_proj"]}
+PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Lora": ("LoraConfig", {"target_modules": LINEAR}),
-    "LoraDora": ("LoraConfig", {"target_modules": LINEAR, "use_dora": True}),
-    "LoraPissa": ("LoraConfig", {"target_modules": LINEAR, "init_lora_weights": "pissa"}),
-    "LoraOlora": ("LoraConfig", {"target_modules": LINEAR, "init_lora_weights": "olora"}),
-    "LoraBiases": ("LoraConfig", {"target_modules": LINEAR, "bias": "all", "lora_bias": True}),
-    "LoraAndHead": ("LoraConfig", {"target_modules": LINEAR, "modules_to_save": ["lm_head", "norm"]}),
+    "Lora": ("LoraConfig", LINEAR),
+    "LoraDora": ("LoraConfig", {**LINEAR, "use_dora": True}),
+    "LoraPissa": ("LoraConfig", {**LINEAR, "init_lora_weights": "pissa"}),
+    "LoraOlora": ("LoraConfig", {**LINEAR, "init_lora_weights": "olora"}),
+    "LoraBiases": ("LoraConfig", {**LINEAR, "bias": "all", "lora_bias": True}),
+    "LoraAndHead": ("LoraConfig", {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
     "LoraOfEmbedding": ("LoraConfig", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "LoraAndTokens": ("LoraConfig", {"target_modules": LINEAR, "trainable_token_indices": [1, 2, 3]}),
+    "LoraAndTokens": ("LoraConfig", {**LINEAR, "trainable_token_indices": [1, 2, 3]}),
     "LoraOfParameters": ("LoraConfig", {"target_modules": [], "target_parameters": ["self_attn.q_proj.weight"]}),
-    "LoraOnRepeatedLayers": ("LoraConfig", {"target_modules": LINEAR, "layer_replication": [(0, 2), (1, 2)]}),
-    "AdaLora": (
-        "AdaLoraConfig",
-        {"target_modules": LINEAR, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 1},
-    ),
+    "LoraOnRepeatedLayers": ("LoraConfig", {**LINEAR, "layer_replication": [(0, 2), (1, 2)]}),
+    "AdaLora": ("AdaLoraConfig", {**LINEAR, "target_r": 2, "total_step": 8, "tinit": 1, "tfinal": 1}),
     "Ia3": ("IA3Config", {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
-    "LoHa": ("LoHaConfig", {"r": 4, "target_modules": LINEAR}),
-    "LoKr": ("LoKrConfig", {"r": 4, "target_modules": LINEAR}),
-    "Oft": ("OFTConfig", {"oft_block_size": 8, "target_modules": SQUARE}),
-    "Boft": ("BOFTConfig", {"boft_block_size": 4, "target_modules": SQUARE}),
-    "Vera": ("VeraConfig", {"r": 4, "target_modules": SQUARE}),
-    "Hra": ("HRAConfig", {"r": 4, "target_modules": SQUARE}),
-    "VbLora": ("VBLoRAConfig", {"r": 2, "num_vectors": 8, "vector_length": 4, "target_modules": SQUARE}),
-    "Miss": ("MissConfig", {"r": 4, "target_modules": SQUARE}),
-    "RandLora": ("RandLoraConfig", {"r": 4, "target_modules": SQUARE}),
-    "Shira": ("ShiraConfig", {"r": 2, "target_modules": SQUARE}),
-    "C3a": ("C3AConfig", {"block_size": 8, "target_modules": SQUARE}),
+    "LoHa": ("LoHaConfig", {**LINEAR, "r": 4}),
+    "LoKr": ("LoKrConfig", {**LINEAR, "r": 4}),
+    "Oft": ("OFTConfig", {**SQUARE, "oft_block_size": 8}),
+    "Boft": ("BOFTConfig", {**SQUARE, "boft_block_size": 4}),
+    "Vera": ("VeraConfig", {**SQUARE, "r": 4}),
+    "Hra": ("HRAConfig", {**SQUARE, "r": 4}),
+    "VbLora": ("VBLoRAConfig", {**SQUARE, "r": 2, "num_vectors": 8, "vector_length": 4}),
+    "Miss": ("MissConfig", {**SQUARE, "r": 4}),
+    "RandLora": ("RandLoraConfig", {**SQUARE, "r": 4}),
+    "Shira": ("ShiraConfig", {**SQUARE, "r": 2}),
+    "C3a": ("C3AConfig", {**SQUARE, "block_size": 8}),
     "NormTuning": ("LNTuningConfig", {"target_modules": ["norm"]}),
-    "PromptTuning": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
-    "PrefixTuning": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}),
-    "PromptEncoder": (
-        "PromptEncoderConfig",
-        {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 16},
-    ),
-    "AdaptionPrompt": (
-        "AdaptionPromptConfig",
-        {"task_type": "CAUSAL_LM", "adapter_len": 3, "adapter_layers": 1},
-    ),
+    "PromptTuning": ("PromptTuningConfig", PROMPT),
+    "PrefixTuning": ("PrefixTuningConfig", PROMPT),
+    "PromptEncoder": ("PromptEncoderConfig", {**PROMPT, "encoder_hidden_size": 16}),
+    "AdaptionPrompt": ("AdaptionPromptConfig", {"task_type": "CAUSAL_LM", "adapter_len": 3, "adapter_layers": 1}),
 }
 
 RECIPES = {**MODELS, **{name: Recipe("LlamaForCausalLM", "llama", HEADS, adapters=of) for name, of in ADAPTERS.items()}}
 for name, recipe in RECIPES.items():
-    CASES[name] = Case(name, type(name, (FromPackage,), {"recipe": recipe}), tolerance=recipe.tolerance)
+    rounds = 1e-2 if name == "Reformer" else 2e-5  # it computes activations back from outputs, which rounds once more
+    type(name, (FromPackage,), {"recipe": recipe}, tolerance=rounds)

@@ -1,4 +1,4 @@
-"""Recipes of papers: distillation, perceptual losses, recomputation by hand, tied weights, early exits, experts."""
+"""Recipes of papers: distillation, recomputation by hand, tied weights, early exits, experts, and failing steps."""
 
 from __future__ import annotations
 
@@ -12,60 +12,28 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.sweeps.twins.base import BY_FUNCTION, CLASSES, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import BY_FUNCTION, CLASSES, WIDTH, Block, Manual, Natural, Net
+from tests.sweeps.twins.models import ByLayers
 
 
-class Collects:
-    """Keeps the outputs of modules, by forward hooks."""
-
-    def __init__(self, modules: list[nn.Module], *, detach: bool = False) -> None:
-        self.found: list[Tensor] = []
-        self.detach = detach
-        self.handles = [module.register_forward_hook(self) for module in modules]
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.found.append(output.detach() if self.detach else output)
-
-    def take(self) -> list[Tensor]:
-        found, self.found = self.found, []
-        return found
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-# ── distillation ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@case()
 class DistillsFeatures(Natural):
     """The student's layers follow those of a frozen teacher; hooks of both collect their outputs."""
 
     def build(self) -> None:
-        self.teacher = Net().requires_grad_(False).eval()
-        self.net = Net()
-        self.of_teacher = Collects([*self.teacher.layers, self.teacher.norm], detach=True)
-        self.of_student = Collects([*self.net.layers, self.net.norm])
+        self.teacher, self.net = Net().requires_grad_(False).eval(), Net()
+        self.outputs: tuple[list[Tensor], list[Tensor]] = [], []
+        for net, outputs in zip((self.teacher, self.net), self.outputs, strict=True):
+            for module in (*net.layers, net.norm):
+                module.register_forward_hook(lambda m, args, out, outputs=outputs: outputs.append(out))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         with torch.no_grad():
             self.teacher(batch[0])
         hard = F.cross_entropy(self.net(batch[0]), batch[1])
-        pairs = zip(self.of_student.take(), self.of_teacher.take(), strict=True)
-        return hard + 0.5 * sum(F.mse_loss(student, teacher) for student, teacher in pairs)
-
-
-# ── perceptual losses ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Autoencoder(Natural):
-    def build(self) -> None:
-        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3))
-        self.decoder = nn.Sequential(nn.Linear(3, WIDTH), nn.GELU(), nn.Linear(WIDTH, 6))
-
-    def rebuilt(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
+        soft = sum(F.mse_loss(student, teacher) for teacher, student in zip(*self.outputs, strict=True))
+        for outputs in self.outputs:
+            outputs.clear()
+        return hard + 0.5 * soft
 
 
 # ── teachers inside of modules ──────────────────────────────────────────────────────────────────────────────────────
@@ -74,21 +42,20 @@ class Autoencoder(Natural):
 class WithTeacher(nn.Module):
     """A layer with an average of itself, which follows in each forward."""
 
-    def __init__(self, decay: float = 0.9) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.student, self.decay = Block(), decay
+        self.student = Block()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             for mean, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                mean.mul_(self.decay).add_(p, alpha=1 - self.decay)
+                mean.mul_(0.9).add_(p, alpha=0.1)
             target = self.teacher(x)
         found = self.student(x)
         return found, F.mse_loss(found, target)
 
 
-@case()
 class FollowsItselfInLayers(Natural):
     def build(self) -> None:
         self.embed, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -102,11 +69,21 @@ class FollowsItselfInLayers(Natural):
         return F.cross_entropy(self.head(x), batch[1]) + torch.stack(consistency).sum()
 
 
-@case()
-class AveragesWeightsInBuffers(Natural):
+class Linears(Natural, abstract=True):
+    """Has another linear layer in its layers."""
+
+    Linear: type[nn.Linear]
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.net.layers:
+            layer.a = self.Linear(WIDTH, 12)
+
+
+class AveragesWeightsInBuffers(Linears):
     """The average that a layer keeps of its weight is a buffer, and takes part in its output."""
 
-    class Anchored(nn.Linear):
+    class Linear(nn.Linear):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.register_buffer("anchor", self.weight.detach().clone())
@@ -116,10 +93,24 @@ class AveragesWeightsInBuffers(Natural):
                 self.anchor.mul_(0.8).add_(self.weight.detach(), alpha=0.2)
             return F.linear(x, 0.5 * (self.weight + self.anchor), self.bias)
 
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = self.Anchored(WIDTH, 12)
+
+class PowerIterates(Linears):
+    """A penalty of the largest singular value, with the vector of the iteration as a buffer of the layer."""
+
+    class Linear(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.register_buffer("u", F.normalize(torch.linspace(1, 2, self.out_features), dim=0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                v = F.normalize(self.weight.t() @ self.u, dim=0)
+                self.u.copy_(F.normalize(self.weight @ v, dim=0))
+            self.sigma = torch.dot(self.u.clone(), self.weight @ v)
+            return super().forward(x)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(layer.a.sigma**2 for layer in self.net.layers)
 
 
 # ── recomputation by hand ───────────────────────────────────────────────────────────────────────────────────────────
@@ -137,69 +128,46 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            found = ctx.run(x)
-        return (None, *torch.autograd.grad(found, (x, *ctx.parameters), gradient))
-
-
-@case()
-class RecomputesByFunction(Natural):
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.embed(batch[0])
-        for layer in self.net.layers:
-            x = Recompute.apply(layer, x, *layer.parameters())  # type: ignore[no-untyped-call]
-        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
-
-
-class RecomputeInto(torch.autograd.Function):
-    """The same, as the first versions of torch's checkpoint had it: its backward runs another backward."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             found = ctx.run(x)
-        torch.autograd.backward(found, gradient)
+        if ctx.parameters:
+            return (None, *torch.autograd.grad(found, (x, *ctx.parameters), gradient))
+        torch.autograd.backward(found, gradient)  # as the first versions of torch's checkpoint had it
         return None, x.grad
 
 
-@case()
-class RecomputesIntoGradients(Natural):
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.embed(batch[0])
-        for layer in self.net.layers:
-            x = RecomputeInto.apply(layer, x)  # type: ignore[no-untyped-call]
-        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+class RecomputesByFunction(ByLayers):
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = Recompute.apply(layer, x, *layer.parameters())
+        return x
+
+
+class RecomputesIntoGradients(ByLayers):
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = Recompute.apply(layer, x)
+        return x
 
 
 class Adjoint(torch.autograd.Function):
     """Goes back along a differential equation, as torchdiffeq does, and sums the gradients that it finds."""
 
     @staticmethod
-    def forward(ctx: Any, field: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.field = field
+    def forward(ctx: Any, field: nn.Module, of_module: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.field, ctx.of_module = field, of_module
         with torch.no_grad():
             for _ in range(3):
                 x = x + 0.1 * field(x)
         ctx.save_for_backward(x, *parameters)
         return x
 
-    @classmethod
-    def parameters(cls, ctx: Any) -> list[Tensor]:
-        return list(ctx.saved_tensors[1:])
-
-    @classmethod
-    def sums(cls, ctx: Any, gradient: Tensor) -> Any:
-        x, parameters = ctx.saved_tensors[0], cls.parameters(ctx)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        if ctx.of_module:  # the parameters of the module itself
+            parameters = list(ctx.field.parameters())
         sums = [torch.zeros_like(p) for p in parameters]
         for _ in range(3):
             with torch.enable_grad():
@@ -208,177 +176,126 @@ class Adjoint(torch.autograd.Function):
                 of_x, *found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
             sums = [a if b is None else a + 0.1 * b for a, b in zip(sums, found, strict=True)]
             gradient, x = gradient + 0.1 * of_x, x - 0.1 * y
-        return None, gradient, *sums
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Adjoint.sums(ctx, gradient)
+        return None, None, gradient, *sums
 
 
-class AdjointOfModule(Adjoint):
-    """The same, for the parameters of the module itself."""
-
-    @classmethod
-    def parameters(cls, ctx: Any) -> list[Tensor]:
-        return list(ctx.field.parameters())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return AdjointOfModule.sums(ctx, gradient)
+class GoesBackAlongLayers(ByLayers):
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = Adjoint.apply(layer, False, x, *layer.parameters())
+        return x
 
 
-@case()
-class GoesBackAlongLayers(Natural):
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.embed(batch[0])
-        for layer in self.net.layers:
-            x = Adjoint.apply(layer, x, *layer.parameters())  # type: ignore[no-untyped-call]
-        return F.cross_entropy(self.net.head(x), batch[1])
-
-
-class AdjointLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.field = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Adjoint.apply(self.field, x, *self.field.parameters())  # type: ignore[no-any-return, no-untyped-call]
-
-
-@case()
 class GoesBackInLayers(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(AdjointLayer() for _ in range(2))
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.field = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Adjoint.apply(self.field, False, x, *self.field.parameters())
 
 
-@case(whole=BY_FUNCTION)
-class GoesBackByItself(Natural):
+class GoesBackByItself(Natural, whole=BY_FUNCTION):
     def build(self) -> None:
         self.embed, self.net, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        x = AdjointOfModule.apply(self.net, self.embed(batch[0]), *self.net.parameters())  # type: ignore[no-untyped-call]
+        x = Adjoint.apply(self.net, True, self.embed(batch[0]), *self.net.parameters())
         return F.cross_entropy(self.head(x), batch[1])
 
 
-class Halved(nn.Module):
-    """A layer that checkpoints its own second half, in either way of torch."""
+class ChecksPointsInLayers(Natural):
+    class Layer(nn.Module):
+        """Checkpoints its own second half."""
 
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-        self.use_reentrant = use_reentrant
+        use_reentrant = False
 
-    def second(self, x: Tensor) -> Tensor:
-        return self.b(F.gelu(self.a(x)))
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return x + checkpoint(self.second, x, use_reentrant=self.use_reentrant)
+        def second(self, x: Tensor) -> Tensor:
+            return self.b(F.gelu(self.a(x)))
 
-
-def checkpointed(use_reentrant: bool) -> Any:
-    class Checkpointed(Natural):
-        def build(self) -> None:
-            super().build()
-            self.net.layers = nn.ModuleList(Halved(use_reentrant) for _ in range(2))
-
-    return Checkpointed
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return x + checkpoint(self.second, x, use_reentrant=self.use_reentrant)
 
 
-case("ChecksPointsInLayers")(checkpointed(False))
-case("ChecksPointsReentrantly")(checkpointed(True))
+class ChecksPointsReentrantly(Natural):
+    class Layer(ChecksPointsInLayers.Layer):
+        use_reentrant = True
 
 
-# ── tied weights ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tied weights, and functions of users inside of layers ───────────────────────────────────────────────────────────
 
 
-@case()
-class TiesByFunctionalCall(Autoencoder):
+class TiesByFunctionalCall(Natural):
     """A decoder that runs with the weights of the encoder, transposed."""
+
+    def build(self) -> None:
+        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, WIDTH), nn.GELU(), nn.Linear(WIDTH, 6))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         weights = {"0.weight": self.encoder[2].weight.t(), "2.weight": self.encoder[0].weight.t()}
         return F.mse_loss(functional_call(self.decoder, weights, (self.encoder(batch[0]),)), batch[0])
 
 
-# ── functions of users inside of layers ─────────────────────────────────────────────────────────────────────────────
-
-
 class LinearByHand(torch.autograd.Function):
+    """Keeps the weight by ``save_for_backward``, or as an attribute of the context, as many write it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, as_attribute: bool) -> Tensor:
+        if as_attribute:
+            ctx.kept = x, weight
+        else:
+            ctx.save_for_backward(x, weight)
         return x @ weight.t() + bias
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+        x, weight = getattr(ctx, "kept", None) or ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0), None
 
 
-class LinearOfContext(torch.autograd.Function):
-    """The same with the weight as an attribute of the context, as many write it."""
+class MultipliesByHand(Natural):
+    class Layer(nn.Linear):
+        as_attribute = False
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return F.linear(x, weight, bias)
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.mm(ctx.weight), gradient.t().mm(ctx.x), gradient.sum(0)
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(LinearByHand.apply(x, self.weight, self.bias, self.as_attribute))
 
 
-class ByHand(nn.Linear):
-    def __init__(self, function: Any) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.function.apply(x, self.weight, self.bias))
-
-
-def of_layers(make: Callable[[], nn.Module]) -> Any:
-    class OfLayers(Natural):
-        def build(self) -> None:
-            super().build()
-            self.net.layers = nn.ModuleList(make() for _ in range(2))
-
-    return OfLayers
-
-
-case("MultipliesByHand")(of_layers(lambda: ByHand(LinearByHand)))
-case("MultipliesByContext")(of_layers(lambda: ByHand(LinearOfContext)))
-
-
-# ── early exits ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@case(max_epochs=2)
-class DropsLayers(Natural):
-    """Stochastic depth by a generator of its own."""
-
-    def on_fit_start(self) -> None:
-        self.draws = torch.Generator().manual_seed(5)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.embed(batch[0])
-        for layer in self.net.layers:
-            if torch.rand((), generator=self.draws) < 0.6:
-                x = layer(x)
-        return F.cross_entropy(self.net.head(self.net.norm(x) * self.net.scale), batch[1])
+class MultipliesByContext(Natural):
+    class Layer(MultipliesByHand.Layer):
+        as_attribute = True
 
 
 # ── what layers tell besides their output ───────────────────────────────────────────────────────────────────────────
 
 
-@case()
+class DropsLayers(ByLayers, max_epochs=2):
+    """Stochastic depth by a generator of its own."""
+
+    def on_fit_start(self) -> None:
+        self.draws = torch.Generator().manual_seed(5)
+
+    def pass_through(self, layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            if torch.rand((), generator=self.draws) < 0.6:
+                x = layer(x)
+        return x
+
+
 class BalancesExperts(Natural):
     """Each layer leaves a loss for the balance of its experts on itself."""
 
-    class Experts(nn.Module):
+    class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -388,15 +305,10 @@ class BalancesExperts(Natural):
             self.aux = (weights * weights).sum(-1).mean()
             return x + sum(weights[:, n, None] * expert(x) for n, expert in enumerate(self.experts))
 
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(self.Experts() for _ in range(2))
-
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) + 0.1 * sum(layer.aux for layer in self.net.layers)
 
 
-@case()
 class PenalizesWhereHooksAre(Natural):
     """Hooks of the modules in a layer collect a penalty of their weights while it runs."""
 
@@ -408,8 +320,7 @@ class PenalizesWhereHooksAre(Natural):
                 module.register_forward_hook(lambda m, args, out: self.penalties.append(m.weight.abs().mean()))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        loss = loss + 0.1 * torch.stack(self.penalties).sum()
+        loss = super().loss(batch) + 0.1 * torch.stack(self.penalties).sum()
         self.penalties.clear()
         return loss
 
@@ -421,87 +332,43 @@ class Output:
         self.value, self.weight = value, weight
 
 
-class Tells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Output:
-        return Output(x + torch.tanh(self.linear(x)), self.linear.weight)
-
-
-@case()
 class PenalizesWhatIsReturned(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.layers = nn.ModuleList(Tells() for _ in range(2))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, penalty = self.net.embed(batch[0]), batch[0].new_zeros(())
-        for layer in self.net.layers:
-            found = layer(x)
-            x, penalty = found.value, penalty + found.weight.square().mean()
-        return F.cross_entropy(self.net.head(x), batch[1]) + penalty
-
-
-@case()
-class ChangesWhatIsReturned(PenalizesWhatIsReturned):
     """After the optimizer's step, the weights that the layers returned are made of norm one."""
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.net.embed(batch[0])
-        self.returned = []
-        for layer in self.net.layers:
-            found = layer(x)
-            x = found.value
-            self.returned.append(found)
-        return F.cross_entropy(self.net.head(x), batch[1])
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
 
+        def forward(self, x: Tensor) -> Output:
+            return Output(x + torch.tanh(self.linear(x)), self.linear.weight)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, self.returned = self.net.embed(batch[0]), []
+        for layer in self.net.layers:
+            self.returned.append(layer(x))
+            x = self.returned[-1].value
+        penalty = sum(found.weight.square().mean() for found in self.returned)
+        return F.cross_entropy(self.net.head(x), batch[1]) + penalty
+
+    @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            for found in self.returned:
-                found.weight.div_(found.weight.norm(dim=1, keepdim=True))
-                self.seen.append(float(found.weight.sum()))
+        for found in self.returned:
+            found.weight.div_(found.weight.norm(dim=1, keepdim=True))
+            self.seen.append(float(found.weight.sum()))
 
 
-@case()
-class PowerIterates(Natural):
-    """A penalty of the largest singular value, with the vector of the iteration as a buffer of the layer."""
-
-    class Lipschitz(nn.Linear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.register_buffer("u", F.normalize(torch.linspace(1, 2, self.out_features), dim=0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                v = F.normalize(self.weight.t() @ self.u, dim=0)
-                self.u.copy_(F.normalize(self.weight @ v, dim=0))
-            self.sigma = torch.dot(self.u.clone(), self.weight @ v)
-            return super().forward(x)
-
-    def build(self) -> None:
-        super().build()
-        for layer in self.net.layers:
-            layer.a = self.Lipschitz(WIDTH, 12)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss(batch) + 0.1 * sum(layer.a.sigma**2 for layer in self.net.layers)
-
-
-# ── steps that fail, and go on ──────────────────────────────────────────────────────────────────────────────────────
+# ── steps that fail, and go on; parts that are frozen in between ────────────────────────────────────────────────────
 
 
 class Fails(Exception):
     pass
 
 
-@case()
 class SkipsWhatFails(Manual):
     """A forward and a backward that fail half-way, each skipped."""
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer: Any = self.optimizers()
         if index == 1:
             handle = self.net.layers[1].register_forward_pre_hook(self.fail)
             self.attempt(lambda: self.loss(batch))
@@ -512,9 +379,8 @@ class SkipsWhatFails(Manual):
             for layer in self.net.layers:
                 x = layer(x)
             self.attempt(lambda: self.manual_backward(F.cross_entropy(self.net.head(x), batch[1])))
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        self.optimizers().zero_grad()
+        super().training_step(batch, index)
 
     def fail(self, *args: Any) -> None:
         raise Fails
@@ -526,7 +392,6 @@ class SkipsWhatFails(Manual):
             self.seen.append(1.0)
 
 
-@case()
 class FreezesItsHeadForALoss(Natural):
     """A head that trains on classes, and is frozen while a second loss goes through it."""
 
@@ -539,7 +404,6 @@ class FreezesItsHeadForALoss(Natural):
         return loss
 
 
-@case()
 class FreezesBetweenForwards(Natural):
     """A layer is frozen for the second of two forwards, and trained again when their losses go back."""
 

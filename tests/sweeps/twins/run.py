@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,8 @@ from tests.support.tiny import EXECUTES
 from tests.sweeps.twins import (
     adapters,
     architectures,
-    buffers,
     callbacks,
     changes,
-    columns,
     flags,
     growth,
     hooks,
@@ -34,59 +32,45 @@ from tests.sweeps.twins import (
     models,
     optimizers,
     packages,
-    reads,
     recipes,
-    surgery,
     updates,
     weights,
 )
-from tests.sweeps.twins.base import CASES, PLAN, Case
+from tests.sweeps.twins.base import CASES as CASES
+from tests.sweeps.twins.base import PLAN, Case
 
-__all__ = [
-    "CASES",
-    "TOPOLOGIES",
-    "Found",
-    "described",
-    "difference",
-    "difference_of_stages",
-    "fits",
-    "is_manual",
-    "is_pipelined",
-    "is_swept",
-    "prepared",
-    "run",
-    "twins",
-    "twins_resumed",
-]
-MODULES = (manual, changes, reads, hooks, callbacks, models, optimizers, kept)  # they register the cases
+MODULES = (manual, changes, hooks, callbacks, models, optimizers, kept)  # they register the cases
 # Those that the suite leaves out:
-SWEPT = (weights, surgery, updates, growth, buffers, architectures, flags, columns, recipes, adapters, packages)
+SWEPT = {m.__name__ for m in (weights, updates, growth, architectures, flags, recipes, adapters, packages)}
 
-TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+ALONE, FSDP2 = {"data_parallel_shard_size": 1}, {"data_parallel_shard_size": 2}
+REPLICAS, PP = {**ALONE, "data_parallel_replicate_size": 2}, {"pipeline_parallel_size": 2}
+TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}
+TOPOLOGIES: dict[str, tuple[int, Mapping[str, Any]]] = {
     "one": (1, {}),
     "fsdp2": (2, {}),
-    "replicas": (2, {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}),
-    "tp2": (2, {"data_parallel_shard_size": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
-    "pp2": (2, {"data_parallel_shard_size": 1, "pipeline_parallel_size": 2}),
-    "hsdp": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
-    "fsdp2 x tp2": (4, {"data_parallel_shard_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
-    "pp2 x fsdp2": (4, {"pipeline_parallel_size": 2, "data_parallel_shard_size": 2}),
-    "pp2 x replicas": (
-        4,
-        {"pipeline_parallel_size": 2, "data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
-    ),
+    "replicas": (2, REPLICAS),
+    "tp2": (2, ALONE | TP),
+    "pp2": (2, ALONE | PP),
+    "hsdp": (4, FSDP2 | {"data_parallel_replicate_size": 2}),
+    "fsdp2 x tp2": (4, FSDP2 | TP),
+    "pp2 x fsdp2": (4, FSDP2 | PP),
+    "pp2 x replicas": (4, REPLICAS | PP),
     "fsdp2, nothing ignored": (2, {"fsdp": FSDP(ignored=[])}),
-    "pp2 x tp2": (
-        4,
-        {
-            "pipeline_parallel_size": 2,
-            "data_parallel_shard_size": 1,
-            "tensor_parallel_size": 2,
-            "tensor_parallel_plan": PLAN,
-        },
-    ),
+    "pp2 x tp2": (4, ALONE | PP | TP),
 }
 """How many ranks, and the arguments of the strategy."""
+
+OUTSIDE_PIPELINES = frozenset(
+    {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
+    | {"DistillsFeatures", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
+    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
+    | {"AssignsTwiceInStep", "ClampsInStep"}  # change weights before or after the layers
+    | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
+    | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own
+    | {"PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors
+)
+"""Cases that the contract of pipelines does not cover, and that differ or fail there."""
 
 
 @dataclass
@@ -107,18 +91,6 @@ class SavesAfterOneEpoch(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-OUTSIDE_PIPELINES = frozenset(
-    {"Langevin", "SamOptimizer", "StepsByPolyak"}  # optimizers that join or draw
-    | {"DistillsFeatures", "LooksAtGradientsOfActivations", "PenalizesWhereHooksAre"}  # hooks
-    | {"CountsInLayers", "MarksWeightsInForward", "ReadsGradientInForward", "WatchesEveryModule", "WatchesModules"}
-    | {"AssignsTwiceInStep", "ClampsInStep"}  # change weights before or after the layers
-    | {"NormalizesByAllRanks", "NormalizesByRunningMean", "TakesFromAnIterator"}  # leave something behind
-    | {"DrawsByItself", "KeepsMeters"}  # change objects of classes of one's own
-    | {"PenalizesInputGradients", "ValidatesWithGradients"}  # Python's and torch's own errors
-)
-"""Cases that the contract of pipelines does not cover, and that differ or fail there."""
-
-
 def is_pipelined(topology: str) -> bool:
     """Whether each rank has only its own stage's state at the end."""
     return "pipeline_parallel_size" in TOPOLOGIES[topology][1]
@@ -126,7 +98,7 @@ def is_pipelined(topology: str) -> bool:
 
 def is_swept(case: Case) -> bool:
     """Whether the suite leaves the case out, but for those that it names."""
-    return any(case.module.__module__ == module.__name__ for module in SWEPT)
+    return case.module.__module__ in SWEPT
 
 
 def is_manual(case: Case) -> bool:
@@ -215,14 +187,8 @@ def prepared(
         seed: of the weights, and of what is drawn besides.
     """
     pl.seed_everything(seed, verbose=False)
-    options = {
-        "max_epochs": 1,
-        "limit_val_batches": 0,
-        "precision": "64-true",
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        **case.options,
-    }
+    options = {"max_epochs": 1, "limit_val_batches": 0, "precision": "64-true", "num_sanity_val_steps": 0}
+    options |= {"use_distributed_sampler": False, **case.options}
     module = case.module()
     if options["precision"] == "64-true":  # so that Lightning loads checkpoints without rounding
         module.double()
@@ -232,22 +198,16 @@ def prepared(
         if case.whole and "tensor_parallel_plan" not in arguments:
             arguments = {"fsdp": FSDP(ignored=["*"]), **arguments}
         options |= {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
+    on_gpus = dist.is_initialized() and "nccl" in dist.get_backend_config()  # as in `run_on_gpus`
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     trainer = pl.Trainer(
-        accelerator="cuda" if _on_gpus() else "cpu",
+        accelerator="cuda" if on_gpus else "cpu",
         devices=devices,
         callbacks=[*options.pop("callbacks", list)(), *extra],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
+        **quiet,
         **options,
     )
     return trainer, module
-
-
-def _on_gpus() -> bool:
-    """Return whether the ranks are those of `run_on_gpus`."""
-    return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def _run(case: Case, topology: str | None, path: Path | None, resume: bool) -> Found:
@@ -259,7 +219,7 @@ def _run(case: Case, topology: str | None, path: Path | None, resume: bool) -> F
             trainer.fit(module, ckpt_path=path if resume else None, **(EXECUTES if resume else {}))
     except Exception as error:
         return Found({}, [], described(error))
-    return Found(_whole(module), module.seen)
+    return Found(whole(module), module.seen)
 
 
 def described(error: Exception) -> str:
@@ -267,10 +227,7 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
-def _whole(module: pl.LightningModule) -> dict[str, Tensor]:
-    found = {}
-    for name, value in module.state_dict().items():
-        if isinstance(value, Tensor):
-            value = value.detach()
-            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).to("cpu", copy=True)
-    return found
+def whole(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a module's tensors, without shards."""
+    state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).to("cpu", copy=True) for n, v in state.items()}

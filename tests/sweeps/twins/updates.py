@@ -1,76 +1,160 @@
-"""Optimizers as users write or bring them: second moments of matrices, distances, noise, codes, wrappers."""
+"""Optimizers as users write or bring them, and gradients that steps and hooks join, project, clip and differentiate."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from tests.sweeps.twins.base import Natural, case
-from tests.sweeps.twins.optimizers import OfEach, simple
+from tests.sweeps.twins.base import SECOND_DERIVATIVES, Manual, Natural, Validated
+from tests.sweeps.twins.optimizers import OfEach, Own, simple
+
+# ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Prodigy(Optimizer):
+class CentralizesInOptimizerHook(Natural):
+    def configure_optimizers(self) -> Any:
+        def before(opt: Any, args: Any, kwargs: Any) -> None:
+            for p in opt.param_groups[0]["params"]:
+                if p.grad is not None and p.grad.dim() > 1:
+                    p.grad.data.add_(-p.grad.data.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+
+        @torch.no_grad()
+        def after(opt: Any, args: Any, kwargs: Any) -> None:
+            torch._foreach_mul_(opt.param_groups[0]["params"], 0.999)
+
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+
+class BackwardIntoSome(Manual, whole="backward asks for the gradient of net"):
+    """``backward(inputs=…)``: auxiliary losses that train a part."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        out = self.net(batch[0])
+        F.cross_entropy(out, batch[1]).backward(inputs=list(self.net.layers.parameters()), retain_graph=True)
+        out.square().mean().backward(inputs=[self.net.head.weight, self.net.scale])
+        self.seen.append(float(self.net.embed.weight.grad is None))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class WeighsTasks(Manual):
+    """MGDA: the smallest convex combination of two gradients, of shared layers."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        out = self.net(batch[0])
+        losses = [F.cross_entropy(out, batch[1]), out.square().mean()]
+        grads = []
+        for loss in losses:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            grads.append([p.grad.detach().clone() for p in self.net.layers.parameters()])
+        dots = [[sum((a * b).sum() for a, b in zip(g, h, strict=True)) for h in grads] for g in grads]
+        gamma = ((dots[1][1] - dots[0][1]) / (dots[0][0] + dots[1][1] - 2 * dots[0][1])).clamp(0, 1).item()
+        self.seen.append(gamma)
+        self.optimizers().zero_grad()
+        self.manual_backward(gamma * losses[0] + (1 - gamma) * losses[1])
+        self.optimizers().step()
+
+
+class AccumulatesByToggle(Manual):
+    """``toggle_model(sync_grad=…)``, as Lightning's documentation accumulates by hand."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        last = index % 2 == 1
+        with optimizer.toggle_model(sync_grad=last):
+            self.manual_backward(self.loss(batch) / 2)
+            if last:
+                nn.utils.clip_grad_norm_(self.parameters(), 0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class AdaHessian(Manual, refused=SECOND_DERIVATIVES, whole="has parameters whose gradients are differentiated"):
+    """``create_graph=True``, and Hutchinson's estimate by ``grad_outputs``."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(self.loss(batch), create_graph=True)
+        params = [p for p in self.parameters() if p.grad is not None]
+        grads = [p.grad for p in params]
+        torch.manual_seed(index)
+        signs = [torch.randint_like(p, 0, 2) * 2.0 - 1.0 for p in params]
+        products = torch.autograd.grad(grads, params, grad_outputs=signs, retain_graph=False)
+        with torch.no_grad():
+            for p, h, z in zip(params, products, signs, strict=True):
+                curvature = (h * z).abs() + 1e-1
+                p.sub_(0.05 * p.grad / curvature)
+                p.grad = None
+
+
+class ChecksFinite(Natural):
+    """Skips by a test of all gradients at once, as mixed precision does it by hand."""
+
+    scale = 2.0**3
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * self.scale).backward()
+
+    def on_after_backward(self) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        found = torch.zeros(1, dtype=torch.float32, device=self.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full_like(found, 1 / self.scale))
+        self.seen.append(found.item())
+
+
+# ── optimizers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Prodigy(Own):
     """A learning rate from global dot products; slices of parameters in its state."""
 
     def __init__(self, params: Any, slice_p: int = 2) -> None:
-        super().__init__(params, {"lr": 1.0, "d": 1e-3, "d0": 1e-3, "numerator": 0.0, "k": 0, "slice_p": slice_p})
+        super().__init__(params, lr=1.0, d=1e-3, d0=1e-3, numerator=0.0, k=0, slice_p=slice_p)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
+    def update_all(self, loss: Any) -> None:
         group = self.param_groups[0]
-        d, denominator, numerator = group["d"], 0.0, group["numerator"] * 0.95
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, every = self.state[p], group["slice_p"]
-                if "step" not in state:
-                    state["step"] = 0
-                    state["s"] = torch.zeros_like(p.flatten()[::every]).detach()
-                    state["p0"] = p.flatten()[::every].detach().clone() if p.any() else torch.tensor(0, dtype=p.dtype)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p).detach(), torch.zeros_like(p).detach()
-                grad = p.grad
-                sliced = grad.flatten()[::every]
-                numerator += d / group["d0"] * d * torch.dot(sliced, state["p0"] - p.flatten()[::every]).item()
-                state["exp_avg"].mul_(0.9).add_(grad, alpha=d * 0.1)
-                state["exp_avg_sq"].mul_(0.95).addcmul_(grad, grad, value=d * d * 0.05)
-                state["s"].mul_(0.95).add_(sliced, alpha=d / group["d0"] * d)
-                denominator += state["s"].abs().sum().item()
+        d, every, denominator, numerator = group["d"], group["slice_p"], 0.0, group["numerator"] * 0.95
+        active = [p for p in group["params"] if p.grad is not None]
+        for p in active:
+            state = self.state[p]
+            if "step" not in state:
+                state["step"] = 0
+                state["s"] = torch.zeros_like(p.flatten()[::every]).detach()
+                state["p0"] = p.flatten()[::every].detach().clone() if p.any() else torch.tensor(0, dtype=p.dtype)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p).detach(), torch.zeros_like(p).detach()
+            grad = p.grad
+            sliced = grad.flatten()[::every]
+            numerator += d / group["d0"] * d * torch.dot(sliced, state["p0"] - p.flatten()[::every]).item()
+            state["exp_avg"].mul_(0.9).add_(grad, alpha=d * 0.1)
+            state["exp_avg_sq"].mul_(0.95).addcmul_(grad, grad, value=d * d * 0.05)
+            state["s"].mul_(0.95).add_(sliced, alpha=d / group["d0"] * d)
+            denominator += state["s"].abs().sum().item()
         d_hat = numerator / max(denominator, 1e-12)
-        for group in self.param_groups:
-            group["numerator"], group["d"], group["k"] = numerator, max(d, min(d_hat, d * 1.5)), group["k"] + 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] += 1
-                denom = state["exp_avg_sq"].sqrt().add_(group["d"] * 1e-2)
-                p.data.addcdiv_(state["exp_avg"], denom, value=-group["d"])
-        return loss
+        group["numerator"], group["d"], group["k"] = numerator, max(d, min(d_hat, d * 1.5)), group["k"] + 1
+        for p in active:
+            self.state[p]["step"] += 1
+            denom = self.state[p]["exp_avg_sq"].sqrt().add_(group["d"] * 1e-2)
+            p.data.addcdiv_(self.state[p]["exp_avg"], denom, value=-group["d"])
 
 
-case("Prodigy")(simple(lambda m: Prodigy(m.parameters())))
+simple("Prodigy", lambda m: Prodigy(m.parameters()))
 
 
-class ScheduleFree(Optimizer):
+class ScheduleFree(Own):
     """Weights that are swapped for evaluation by ``train`` and ``eval``."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "train_mode": True})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, beta=0.9, k=0, train_mode=True)
 
     @torch.no_grad()
-    def eval(self) -> None:
-        self._switch(False)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        self._switch(True)
-
-    def _switch(self, train: bool) -> None:
+    def switch(self, train: bool) -> None:
         for group in self.param_groups:
             if group["train_mode"] != train:
                 for p in group["params"]:
@@ -79,9 +163,7 @@ class ScheduleFree(Optimizer):
                         p.lerp_(end=self.state[p]["z"], weight=weight)
                 group["train_mode"] = train
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
+    def update_all(self, loss: Any) -> None:
         for group in self.param_groups:
             active = [p for p in group["params"] if p.grad is not None]
             for p in active:
@@ -93,46 +175,35 @@ class ScheduleFree(Optimizer):
             torch._foreach_add_(y, grad, alpha=group["lr"] * (group["beta"] * (1 - ckp1) - 1))
             torch._foreach_sub_(z, grad, alpha=group["lr"])
             group["k"] += 1
-        return loss
 
 
-@case(limit_val_batches=1)
-class TrainsScheduleFree(Natural):
-    val_dataloader = Natural.loader
-
+class TrainsScheduleFree(Validated, limit_val_batches=1):
     def configure_optimizers(self) -> Any:
         return ScheduleFree(self.parameters())
 
     def on_validation_start(self) -> None:
-        self.optimizers().optimizer.eval()
+        self.optimizers().optimizer.switch(False)
 
     def on_validation_end(self) -> None:
-        self.optimizers().optimizer.train()
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
+        self.optimizers().optimizer.switch(True)
 
 
 class QuantizedAdam(OfEach):
     """Blockwise codes in int8 and scales, in place of moments."""
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moment = self.read(state, p) if state else torch.zeros_like(p)
-        moment = 0.9 * moment + 0.1 * grad
-        state["codes"], state["scales"] = self.write(moment)
-        p.add_(self.read(state, p), alpha=-group["lr"])
-
-    def write(self, moment: Tensor) -> tuple[Tensor, Tensor]:
+        moment = 0.9 * (self.read(state, p) if state else torch.zeros_like(p)) + 0.1 * grad
         flat = moment.flatten()
         blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 16)).view(-1, 16)
-        scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
-        return (blocks / scales * 127).round().to(torch.int8), scales
+        state["scales"] = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
+        state["codes"] = (blocks / state["scales"] * 127).round().to(torch.int8)
+        p.add_(self.read(state, p), alpha=-group["lr"])
 
     def read(self, state: dict[str, Any], p: Tensor) -> Tensor:
         return (state["codes"].to(p.dtype) / 127 * state["scales"]).flatten()[: p.numel()].view_as(p)
 
 
-case("QuantizedAdam", tolerance=1e-8)(simple(lambda m: QuantizedAdam(m.parameters())))
+simple("QuantizedAdam", lambda m: QuantizedAdam(m.parameters()), tolerance=1e-8)
 
 
 class SamOptimizer(Optimizer):
@@ -145,73 +216,56 @@ class SamOptimizer(Optimizer):
         self.defaults.update(self.base_optimizer.defaults)
 
     @torch.no_grad()
-    def first_step(self) -> None:
-        norm = self._grad_norm()
-        for group in self.param_groups:
-            scale = group["rho"] / (norm + 1e-12)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                self.state[p]["old_p"] = p.data.clone()
-                p.add_((torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * scale.to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         closure = torch.enable_grad()(closure)
         loss = closure()
-        self.first_step()
+        active = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = [((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2) for p, group in active]
+        norm = torch.norm(torch.stack(norms), p=2)
+        for p, group in active:
+            self.state[p]["old_p"] = p.data.clone()
+            scale = group["rho"] / (norm + 1e-12)
+            p.add_((torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * scale.to(p))
+        self.zero_grad()
         closure()
-        self.second_step()
+        for p, _ in active:
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
         return loss
 
-    def _grad_norm(self) -> Tensor:
-        return torch.norm(
-            torch.stack(
-                [
-                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2)
-                    for group in self.param_groups
-                    for p in group["params"]
-                    if p.grad is not None
-                ]
-            ),
-            p=2,
-        )
+
+simple("SamOptimizer", lambda m: SamOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9))
 
 
-case("SamOptimizer")(simple(lambda m: SamOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)))
-
-
-class Langevin(Optimizer):
+class Langevin(Own):
     """SGLD: noise in every step."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+    steps = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        self.steps = getattr(self, "steps", 0) + 1
+    def update_all(self, loss: Any) -> None:
+        self.steps += 1
         torch.manual_seed(self.steps)  # a run on several ranks is seeded anew when it begins, as under DDP
-        for group in self.param_groups:
-            for p in group["params"]:
-                noise = torch.normal(torch.zeros_like(p), 1e-2 * torch.ones_like(p))
-                p.add_(-group["lr"] * p.grad + noise + p.new(p.size()).normal_(0, 1e-2))
-        return loss
+        for p in self.param_groups[0]["params"]:
+            noise = torch.normal(torch.zeros_like(p), 1e-2 * torch.ones_like(p))
+            p.add_(-0.05 * p.grad + noise + p.new(p.size()).normal_(0, 1e-2))
 
 
-case("Langevin")(simple(lambda m: Langevin(m.parameters())))
+simple("Langevin", lambda m: Langevin(m.parameters()))
 
 
-@case()
+class Polyak(Own):
+    """A step size of the loss over the squared norm of the gradient."""
+
+    def update_all(self, loss: Any) -> None:
+        params = self.param_groups[0]["params"]
+        rate = min(float(loss / sum(p.grad.square().sum() for p in params)), 0.5)
+        for p in params:
+            p.sub_(p.grad, alpha=rate)
+
+
+simple("StepsByPolyak", lambda m: Polyak(m.parameters()))
+
+
 class SearchesLines(Natural):
     """L-BFGS with the search of strong Wolfe conditions."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.sweeps.twins.base import CLASSES, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net, case
+from tests.sweeps.twins.base import CLASSES, TENSOR_PARALLEL, WIDTH, Block, Manual, Natural, Net
 
 
 class _Rounded(torch.autograd.Function):
@@ -26,69 +26,56 @@ class _Rounded(torch.autograd.Function):
         return gradient * (weight.abs() <= 1)
 
 
-class BinaryLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, _Rounded.apply(self.weight), self.bias)
-
-
-@case()
 class Binarizes(Natural):
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, _Rounded.apply(self.weight), self.bias)
+
     def build(self) -> None:
         super().build()
-        self.net.embed, self.net.head = BinaryLinear(6, WIDTH), BinaryLinear(WIDTH, CLASSES)
+        self.net.embed = self.Head(6, WIDTH)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         return super().loss(batch) + 0.1 * _Rounded.apply(self.net.layers[0].a.weight).square().mean()
 
 
-class KeepsOriginal(nn.Linear):
-    """As in BinaryNet: the real weight is an attribute of the parameter, which holds its signs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self.weight, "org"):
-            self.weight.org = self.weight.data.clone()
-        self.weight.data = self.weight.org.sign() * 0.3
-        return F.linear(x, self.weight, self.bias)
-
-
-@case()
 class TrainsBinaryNet(Manual):
+    class Head(nn.Linear):
+        """As in BinaryNet: the real weight is an attribute of the parameter, which holds its signs."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self.weight, "org"):
+                self.weight.org = self.weight.data.clone()
+            self.weight.data = self.weight.org.sign() * 0.3
+            return F.linear(x, self.weight, self.bias)
+
     def build(self) -> None:
         super().build()
-        self.net.head = KeepsOriginal(WIDTH, CLASSES)
-        self.net.embed = KeepsOriginal(6, WIDTH)
+        self.net.embed = self.Head(6, WIDTH)
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+        self.optimizers().zero_grad()
         self.manual_backward(self.loss(batch))
-        for p in self.net.parameters():
-            if hasattr(p, "org"):
-                p.data.copy_(p.org)
-        optimizer.step()
-        for p in self.net.parameters():
-            if hasattr(p, "org"):
-                p.org.copy_(p.data.clamp_(-1, 1))
-                self.seen.append(float(p.org.sum()))
+        binary = [p for p in self.net.parameters() if hasattr(p, "org")]
+        for p in binary:
+            p.data.copy_(p.org)
+        self.optimizers().step()
+        for p in binary:
+            p.org.copy_(p.data.clamp_(-1, 1))
+            self.seen.append(float(p.org.sum()))
 
 
-class Marked(nn.Linear):
-    """Its parameters carry facts: a mask, a learning-rate scale."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.weight.mask = (torch.arange(self.weight.numel()) % 3 > 0).view_as(self.weight)
-        self.weight.gain = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * self.weight.mask.to(x.device) * self.weight.gain, self.bias)
-
-
-@case()
 class ReadsMarksOfWeights(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = Marked(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        """Its parameters carry facts: a mask, a learning-rate scale."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.weight.mask = (torch.arange(self.weight.numel()) % 3 > 0).view_as(self.weight)
+            self.weight.gain = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight * self.weight.mask.to(x.device) * self.weight.gain, self.bias)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -96,39 +83,25 @@ class ReadsMarksOfWeights(Natural):
                 p.grad.mul_(p.gain).mul_(p.mask.to(p.device))
 
 
-class CountsCalls(nn.Linear):
-    """Its forward writes facts onto its parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.calls = getattr(self.weight, "calls", 0) + 1
-        return super().forward(x) * (1 + 0.1 * self.weight.calls)
-
-
-@case()
 class MarksWeightsInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = CountsCalls(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.calls = getattr(self.weight, "calls", 0) + 1
+            return super().forward(x) * (1 + 0.1 * self.weight.calls)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.seen.append(float(getattr(self.net.head.weight, "calls", -1)))
 
 
-class LooksAtGradient(nn.Linear):
-    """Scales by what the last gradient was, as dynamic sparsity does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight
-        if w.grad is not None:
-            w = w * (w.grad.abs() > w.grad.abs().median())
-        return F.linear(x, w, self.bias)
-
-
-@case()
 class ReadsGradientInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = LooksAtGradient(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        """Scales by what the last gradient was, as dynamic sparsity does."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = self.weight
+            if w.grad is not None:
+                w = w * (w.grad.abs() > w.grad.abs().median())
+            return F.linear(x, w, self.bias)
 
     def optimizer_zero_grad(self, epoch: int, index: int, optimizer: Any) -> None:
         """After the step, so that the gradient of the last one is there in the forward."""
@@ -150,7 +123,6 @@ class Table(nn.Module):
         return self.weight
 
 
-@case()
 class GetsWeightsByCall(Natural):
     def build(self) -> None:
         super().build()
@@ -160,17 +132,12 @@ class GetsWeightsByCall(Natural):
         return F.cross_entropy(self.net.features(batch[0]) @ self.table().t(), batch[1])
 
 
-@case()
-class ChangesWhatACallReturned(Natural):
+class ChangesWhatACallReturned(GetsWeightsByCall):
     """An EMA of prototypes, which a module hands out."""
 
     def build(self) -> None:
         super().build()
-        self.table = Table()
         self.table.requires_grad_(False)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.net.features(batch[0]) @ self.table().t(), batch[1])
 
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
@@ -178,7 +145,6 @@ class ChangesWhatACallReturned(Natural):
         self.table().data.clamp_(-1, 1)
 
 
-@case()
 class LooksForLinear(Natural):
     """``type(m) == nn.Linear``, as torch's documentation of ``apply`` has it."""
 
@@ -200,7 +166,6 @@ class LooksForLinear(Natural):
         self.seen.append(float(sum(type(m) in (nn.Linear, Block, Net) for m in self.modules())))
 
 
-@case()
 class ClonesByClass(Natural):
     """Makes another one of the same class, and loads it."""
 
@@ -218,7 +183,6 @@ class ClonesByClass(Natural):
         return self.loss(batch) + F.mse_loss(self.net(batch[0]), wanted)
 
 
-@case()
 class GroupsParametersEarly(Natural):
     """Decides in ``__init__`` what decays, by sets and ids."""
 
@@ -229,11 +193,11 @@ class GroupsParametersEarly(Natural):
         self.names = {p: n for n, p in self.net.named_parameters()}
 
     def configure_optimizers(self) -> Any:
-        every = list(self.net.parameters())
+        fast = [p for p in self.net.parameters() if id(p) not in self.slow]
         groups = [
-            {"params": [p for p in every if p in self.decayed and id(p) not in self.slow], "weight_decay": 0.3},
-            {"params": [p for p in every if p not in self.decayed and id(p) not in self.slow]},
-            {"params": [p for p in every if id(p) in self.slow], "lr": 1e-2},
+            {"params": [p for p in fast if p in self.decayed], "weight_decay": 0.3},
+            {"params": [p for p in fast if p not in self.decayed]},
+            {"params": [p for p in self.net.parameters() if id(p) in self.slow], "lr": 1e-2},
         ]
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -248,7 +212,6 @@ class Scaled(nn.Parameter):
         return self * 2.0
 
 
-@case()
 class HasItsOwnParameters(Natural):
     def build(self) -> None:
         super().build()
@@ -260,24 +223,18 @@ class HasItsOwnParameters(Natural):
         return F.cross_entropy(self.net(batch[0]) * self.gain.scaled(), batch[1])
 
 
-@case(refused=dict.fromkeys(TENSOR_PARALLEL, "computes with a plain tensor beside a DTensor"))
-class CallsWithOthers(Natural):
+class CallsWithOthers(Natural, refused=dict.fromkeys(TENSOR_PARALLEL, "computes with a plain tensor beside a DTensor")):
     """``functional_call`` with weights that are computed: averaged, perturbed, interpolated."""
 
     def build(self) -> None:
-        super().build()
-        self.alpha = nn.Parameter(torch.tensor(0.3))
-        self.other = Net()
+        self.net, self.other, self.alpha = Net(), Net(), nn.Parameter(torch.tensor(0.3))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        mixed = {
-            name: self.alpha * p + (1 - self.alpha) * q
-            for (name, p), q in zip(self.net.named_parameters(), self.other.parameters(), strict=True)
-        }
+        pairs = zip(self.net.named_parameters(), self.other.parameters(), strict=True)
+        mixed = {name: self.alpha * p + (1 - self.alpha) * q for (name, p), q in pairs}
         return F.cross_entropy(functional_call(self.net, mixed, (batch[0],)), batch[1])
 
 
-@case()
 class CallsWithConstants(Natural):
     """``functional_call`` with plain tensors for a part of the weights."""
 
@@ -286,7 +243,6 @@ class CallsWithConstants(Natural):
         return super().loss(batch) + F.cross_entropy(functional_call(self.net, fixed, batch[0]), batch[1])
 
 
-@case()
 class SharesTransposed(Natural):
     """An encoder and a decoder that are each other's transposes, and slices of an embedding."""
 
@@ -296,14 +252,12 @@ class SharesTransposed(Natural):
         self.bias = nn.Parameter(torch.zeros(7))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.mix(self.embed(batch[3]))
-        x = F.linear(F.gelu(x), self.mix.weight.t())
+        x = F.linear(F.gelu(self.mix(self.embed(batch[3]))), self.mix.weight.t())
         logits = torch.einsum("btc,vc->btv", x, self.embed.weight[:7]) + self.bias
         half = torch.baddbmm(x[..., :4], x, self.embed.weight[:WIDTH - 1].new_ones(1, WIDTH, 4).expand(len(x), -1, -1))
         return F.cross_entropy(logits.flatten(0, 1), batch[3].flatten()) + 1e-2 * half.square().mean()
 
 
-@case()
 class ChangesInPlaceByFlag(Natural):
     """Functions with ``inplace=True`` on weights."""
 
@@ -316,54 +270,30 @@ class ChangesInPlaceByFlag(Natural):
         F.threshold(self.net.scale.data, 0.99, 0.98, inplace=True)
 
 
-class Cached(nn.Linear):
-    """Keeps views of its weight from its first forward on."""
-
-    seen_weight: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.seen_weight is None:
-            object.__setattr__(self, "seen_weight", self.weight.detach())
-        return super().forward(x) + 0.1 * (x @ self.seen_weight.t())
-
-
-@case()
 class KeepsAView(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = Cached(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        """Keeps views of its weight from its first forward on."""
+
+        seen_weight: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.seen_weight is None:
+                object.__setattr__(self, "seen_weight", self.weight.detach())
+            return super().forward(x) + 0.1 * (x @ self.seen_weight.t())
 
 
-class FrozenAtLast(nn.Linear):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.weight.requires_grad_(self.calls < 3)
-        return super().forward(x)
-
-
-@case()
 class FreezesItselfInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = FrozenAtLast(WIDTH, CLASSES)
+    class Head(nn.Linear):
+        calls, thaws = 0, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.weight.requires_grad_((self.calls < 3) is not self.thaws)
+            return super().forward(x)
 
 
-class Frozen(nn.Linear):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.weight.requires_grad_(self.calls > 2)
-        return super().forward(x)
-
-
-@case()
 class ThawsItselfInForward(Natural):
-    def build(self) -> None:
-        super().build()
-        self.net.head = Frozen(WIDTH, CLASSES)
+    momentum = 0.0
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+    class Head(FreezesItselfInForward.Head):
+        thaws = True

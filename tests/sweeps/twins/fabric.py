@@ -1,25 +1,26 @@
-"""Training loops of Fabric, as scripts write them, each a function of Fabric and the batches of this rank."""
+"""Training loops of Fabric, as scripts write them, run on one process and sharded; in the ranks."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.sweeps.twins.base import BATCH, CLASSES, SECOND_DERIVATIVES, STEPS, WIDTH, Net, dataset
+from lightning_shardckpt.fabric import ShardCkptIO, ShardedStrategy
+from tests.sweeps.twins.base import BATCH, CLASSES, STEPS, WIDTH, Net, dataset
+from tests.sweeps.twins.run import TOPOLOGIES, Found, described, whole
 
 Script = Callable[["Loop"], None]
 SCRIPTS: dict[str, Script] = {}
-REFUSED: dict[str, dict[str, str]] = {}
-"""By script and topology, what an error must say."""
 
 
 @dataclass
@@ -49,10 +50,10 @@ class Loop:
             rows = range(start + rank, start + BATCH, ranks)
             yield [torch.stack(column) for column in zip(*(dataset()[n] for n in rows), strict=True)]
 
-    def net(self, **options: Any) -> Net:
+    def net(self) -> Net:
         """A network that is built, but not set up."""
         with self.fabric.init_module():
-            return Net(**options)
+            return Net()
 
     def setup(self, name: str, module: nn.Module, *optimizers: Any) -> Any:
         """``fabric.setup``, of what is compared."""
@@ -66,23 +67,47 @@ class Loop:
         model, optimizer = self.setup("net", net, torch.optim.SGD(net.parameters(), 0.1, **options))
         return net, model, optimizer
 
+    def learn(self, loss: Tensor, optimizer: Any) -> None:
+        self.fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
 
-def script(refused: dict[str, str] | None = None) -> Callable[[Script], Script]:
-    """Register a script."""
 
-    def register(function: Script) -> Script:
-        SCRIPTS[function.__name__] = function
-        REFUSED[function.__name__] = refused or {}
-        return function
+def script(function: Script) -> Script:
+    SCRIPTS[function.__name__] = function
+    return function
 
-    return register
+
+def scripts(names: Sequence[str], topology: str | None = None) -> dict[str, Found]:
+    """What scripts leave; without a topology on one process, under Fabric's own strategy."""
+    return {name: _run(name, topology) for name in names}
+
+
+def _run(name: str, topology: str | None) -> Found:
+    seed_everything(7, verbose=False)
+    devices, arguments = TOPOLOGIES[topology or "one"]
+    sharded = {"strategy": ShardedStrategy(**arguments, timeout_s=30), "plugins": [ShardCkptIO()]}
+    fabric = Fabric(accelerator="cpu", devices=devices, precision="64-true", **(sharded if topology else {}))
+    fabric.launch()
+    loop = Loop(fabric)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)  # what scripts make by themselves
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            SCRIPTS[name](loop)
+            return Found(whole(nn.ModuleDict(loop.modules)), loop.seen)
+    except Exception as error:
+        return Found({}, [], described(error))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def loss_of(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@script()
+@script
 def trains_simply(loop: Loop) -> None:
     net = loop.net()
     model, optimizer = loop.setup("net", net, torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-3))
@@ -94,7 +119,7 @@ def trains_simply(loop: Loop) -> None:
         loop.seen.append(float(loop.fabric.all_reduce(loss.detach(), reduce_op="mean")))
 
 
-@script()
+@script
 def accumulates_without_sync(loop: Loop) -> None:
     _, model, optimizer = loop.set_up(momentum=0.9)
     for number, batch in enumerate(loop.batches()):
@@ -102,13 +127,12 @@ def accumulates_without_sync(loop: Loop) -> None:
         with loop.fabric.no_backward_sync(model, enabled=not last):
             loop.fabric.backward(loss_of(model, batch) / 2)
         if last:
-            norm = loop.fabric.clip_gradients(model, optimizer, max_norm=0.3)
-            loop.seen.append(float(norm))
+            loop.seen.append(float(loop.fabric.clip_gradients(model, optimizer, max_norm=0.3)))
             optimizer.step()
             optimizer.zero_grad()
 
 
-@script()
+@script
 def clips_by_torch(loop: Loop) -> None:
     _, model, optimizer = loop.set_up()
     for batch in loop.batches():
@@ -120,7 +144,7 @@ def clips_by_torch(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@script()
+@script
 def sets_up_apart(loop: Loop) -> None:
     """``setup_module`` first; param groups, a scheduler."""
     net = loop.net()
@@ -130,14 +154,12 @@ def sets_up_apart(loop: Loop) -> None:
     optimizer = loop.fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for batch in loop.batches():
-        loop.fabric.backward(loss_of(model, batch))
-        optimizer.step()
+        loop.learn(loss_of(model, batch), optimizer)
         scheduler.step()
-        optimizer.zero_grad()
         loop.seen += scheduler.get_last_lr()
 
 
-@script()
+@script
 def trains_a_gan(loop: Loop) -> None:
     with loop.fabric.init_module():
         maker = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 6))
@@ -147,14 +169,11 @@ def trains_a_gan(loop: Loop) -> None:
     for x, _, z, _ in loop.batches():
         fake = makes(z)
         for_judge.zero_grad()
-        loop.fabric.backward(F.softplus(judges(fake.detach())).mean() + F.softplus(-judges(x)).mean())
-        for_judge.step()
-        for_maker.zero_grad()
-        loop.fabric.backward(F.softplus(-judges(fake)).mean())
-        for_maker.step()
+        loop.learn(F.softplus(judges(fake.detach())).mean() + F.softplus(-judges(x)).mean(), for_judge)
+        loop.learn(F.softplus(-judges(fake)).mean(), for_maker)
 
 
-@script()
+@script
 def follows_slowly(loop: Loop) -> None:
     """An average that is a deep copy, made before the setup and after it."""
     net = loop.net()
@@ -166,9 +185,7 @@ def follows_slowly(loop: Loop) -> None:
     for batch in loop.batches():
         with torch.no_grad():
             wanted = slow(batch[2]).softmax(1)
-        loop.fabric.backward(loss_of(model, batch) + F.cross_entropy(model(batch[2]), wanted))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(loss_of(model, batch) + F.cross_entropy(model(batch[2]), wanted), optimizer)
         with torch.no_grad():
             for averages in (slow, after):
                 for p, q in zip(averages.parameters(), model.parameters(), strict=True):
@@ -176,33 +193,28 @@ def follows_slowly(loop: Loop) -> None:
         loop.seen.append(float(sum(p.norm() for p in after.parameters())))
 
 
-@script(refused=SECOND_DERIVATIVES)
+@script
 def penalizes_gradients(loop: Loop) -> None:
+    """Refused where a plan shards layers: see ``SECOND_DERIVATIVES``."""
     _, model, optimizer = loop.set_up()
     for batch in loop.batches():
         loss = loss_of(model, batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        loop.fabric.backward(loss + 0.1 * sum(g.square().sum() for g in grads))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(loss + 0.1 * sum(g.square().sum() for g in grads), optimizer)
 
 
-@script()
+@script
 def contrasts(loop: Loop) -> None:
     """Features of all ranks, gathered with gradients."""
     _, model, optimizer = loop.set_up()
     for batch in loop.batches():
-        one, two = (
-            F.normalize(loop.fabric.all_gather(model(x), sync_grads=True).reshape(-1, CLASSES), dim=1)
-            for x in (batch[0], batch[2])
-        )
+        every = (loop.fabric.all_gather(model(x), sync_grads=True) for x in (batch[0], batch[2]))
+        one, two = (F.normalize(x.reshape(-1, CLASSES), dim=1) for x in every)
         logits = one @ two.t() / 0.2
-        loop.fabric.backward(F.cross_entropy(logits, torch.arange(len(logits))))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(F.cross_entropy(logits, torch.arange(len(logits))), optimizer)
 
 
-@script()
+@script
 def adds_a_head(loop: Loop) -> None:
     net, model, optimizer = loop.set_up()
     for number, batch in enumerate(loop.batches()):
@@ -219,13 +231,9 @@ def adds_a_head(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@script()
+@script
 def searches_lines(loop: Loop) -> None:
     """L-BFGS by a closure, whose loss is reduced by the script."""
-    search_lines(loop, lambda loss: loop.fabric.all_reduce(loss.detach()))
-
-
-def search_lines(loop: Loop, told: Callable[[Tensor], Any]) -> None:
     net = loop.net()
     lbfgs = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3, line_search_fn="strong_wolfe")
     model, optimizer = loop.setup("net", net, lbfgs)
@@ -235,12 +243,12 @@ def search_lines(loop: Loop, told: Callable[[Tensor], Any]) -> None:
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loop.fabric.backward(loss)
-            return told(loss)
+            return loop.fabric.all_reduce(loss.detach())
 
         optimizer.step(closure)
 
 
-@script()
+@script
 def keeps_a_mean(loop: Loop) -> None:
     """A running mean of the rank's own batches, in a buffer; a save compares it."""
     net = loop.net()
@@ -248,14 +256,12 @@ def keeps_a_mean(loop: Loop) -> None:
     model, optimizer = loop.setup("net", net, torch.optim.SGD(net.parameters(), 0.1))
     for batch in loop.batches():
         net.mean.lerp_(batch[0].mean(0), 0.1)
-        loop.fabric.backward(F.cross_entropy(model(batch[0] - net.mean), batch[1]))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(F.cross_entropy(model(batch[0] - net.mean), batch[1]), optimizer)
     with tempfile.TemporaryDirectory() as folder:
         loop.fabric.save(f"{folder}/state", {"net": model})
 
 
-@script()
+@script
 def reads_weights(loop: Loop) -> None:
     net, model, optimizer = loop.set_up()
     for batch in loop.batches():
@@ -268,36 +274,28 @@ def reads_weights(loop: Loop) -> None:
         loop.seen.append(float(torch.linalg.svdvals(net.head.weight.detach()).sum()))
 
 
-@script()
+@script
 def calls_other_methods(loop: Loop) -> None:
     """Methods of the module besides its forward, marked as such and not."""
     net, model, optimizer = loop.set_up()
     model.mark_forward_method("features")
     for batch in loop.batches():
         features = model.features(batch[0]).double()  # Fabric makes float32 of what a strategy returns
-        loss = F.cross_entropy(net.head(features), batch[1]) + model(batch[2]).square().mean()
-        loop.fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(F.cross_entropy(net.head(features), batch[1]) + model(batch[2]).square().mean(), optimizer)
 
 
-@script()
+@script
 def uses_loaders(loop: Loop) -> None:
     """``setup_dataloaders``, in order."""
     _, model, optimizer = loop.set_up()
-    loader = loop.fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH // loop.place[0]))
-    for batch in loader:
-        loop.fabric.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+    for batch in loop.fabric.setup_dataloaders(DataLoader(dataset(), batch_size=BATCH // loop.place[0])):
+        loop.learn(loss_of(model, batch), optimizer)
 
 
-@script()
+@script
 def casts_by_autocast(loop: Loop) -> None:
     net, model, optimizer = loop.set_up()
     for batch in loop.batches():
         with loop.fabric.autocast():
             loss = F.cross_entropy(F.linear(net.features(batch[0]), net.head.weight, net.head.bias), batch[1])
-        loop.fabric.backward(loss + model(batch[2]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.learn(loss + model(batch[2]).square().mean(), optimizer)
