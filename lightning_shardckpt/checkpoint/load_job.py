@@ -265,13 +265,8 @@ class LoadJob:
         for key, tensor in self._read_trainer().items() if self._live.has_trainer else ():
             (filled if tensor is requested.get(key) else new).append(ReadTarget("trainer", key, tensor))
         in_json = [ReadTarget("trainer", key, tensor) for key, tensor in requested.items()]
-        _refuse_unfillable(self._source.path, [*tensors, *filled, *in_json, *allocated])
-        for target in filled:
-            if is_expanded(target.local):
-                raise StateError(
-                    f"{target.component}/{target.key} cannot be filled: elements of the tensor share memory (shape "
-                    f"{tuple(target.local.shape)}, strides {target.local.stride()}); load into a clone of it"
-                )
+        live_targets = [*(tensors if match.is_hooked else ()), *filled, *in_json, *allocated]
+        _refuse_unfillable(self._source.path, [one for one in live_targets if not _is_plain(one.local)])
         return filled + allocated + new
 
     def _live_tensors(self) -> Iterator[torch.Tensor]:
@@ -317,13 +312,23 @@ def _memory(tensor: torch.Tensor) -> int:
     return local_tensor(tensor).untyped_storage().data_ptr()
 
 
+def _is_plain(local: torch.Tensor) -> bool:
+    """Return whether a tensor has contiguous memory of its own, as nearly all have."""
+    return type(local) is torch.Tensor and not local.is_meta and local.is_contiguous()
+
+
 def _refuse_unfillable(path: str, targets: Iterable[ReadTarget]) -> None:
-    """Raise a StateError for tensors that are made of others, or on the meta device."""
+    """Raise a StateError for tensors that are made of others, on the meta device, or expanded."""
     on_meta = list[str]()
     for target in targets:
-        if type(target.local) not in (torch.Tensor, torch.nn.Parameter) or target.local.is_meta:  # others pass, at once
-            refuse_compound(target.tensor, name := f"{target.component}/{target.key}")
-            on_meta += [name] if target.local.is_meta else []
+        refuse_compound(target.tensor, name := f"{target.component}/{target.key}")
+        if target.local.is_meta:
+            on_meta.append(name)
+        elif is_expanded(target.local):
+            raise StateError(
+                f"{name} cannot be filled: elements of the tensor share memory (shape {tuple(target.local.shape)}, "
+                f"strides {target.local.stride()}); load into a clone of it"
+            )
     if on_meta:
         raise StateError(
             f"cannot load {path!r} into tensors on the meta device, which have no memory: "

@@ -94,7 +94,8 @@ class LoadTargets:
         values = {name for name, value in state_dict.items() if is_value(name, value)}
         tensors = {k: v for k, v in state_dict.items() if k not in values} if values else state_dict
         leaves, _ = model_leaves(tensors, module, whole)
-        adapters = adapter_tensors(module, leaves.tensors).difference(made_from_base(module, leaves.tensors))
+        adapters = adapter_tensors(module, leaves.tensors)
+        adapters = adapters.difference(made_from_base(module, adapters))
         names = parameter_names(module, whole) if optimizers is not None else {}
         hooks = LoadHooks.of({"": module} if modules is None else modules, state_dict, of_all=is_changed)
         extra, in_stages = frozenset(map(clean_fqn, values)), bool(whole.parameters)
@@ -125,7 +126,7 @@ class MatchRow:
     names: list[str]
     tensor: torch.Tensor
     stored: str | None = None
-    problems: list[str] = field(default_factory=list)
+    problems: tuple[str, ...] = ()
     is_missing: bool = False
     is_left_out: bool = False
     is_apart: bool = False
@@ -263,33 +264,35 @@ def _row(
     A tensor that is not stored under any of its names is matched by its name before PEFT wrapped the model.
     """
     row = MatchRow(key, names, tensor)
-    keys = list(dict.fromkeys(known[name] for name in names if name in known))
-    absent = next((left_out[name] for name in names if name in left_out), None) if left_out else None
-    if not keys and absent is None:
+    if len(names) == 1 and key in known:  # a fast path: nearly all tensors
+        keys = [known[key]]
+    else:
+        keys = list(dict.fromkeys(known[name] for name in names if name in known))
+    if not keys and (absent := next((left_out[name] for name in names if name in left_out), None)) is not None:
+        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
+        row.is_left_out = True
+        if absent != live:
+            before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (absent, live))
+            row.problems = (f"{before} when the checkpoint left it out, {now} in model",)
+        return row
+    if not keys:
         names.extend([name for name in map(base_fqn, names) if name in known])
         keys = [known[name] for name in names if name in known][:1]
     if not keys:
-        row.is_missing, row.is_left_out = absent is None, absent is not None
-        live = [DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
-        if absent is None:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-            row.problems.append(f"{_IN_MODEL}; the checkpoint has {near[0]!r}" if near else _IN_MODEL)
-        elif absent != live:
-            before, now = (f"{dtype} {tuple(shape)}" for dtype, shape in (absent, live))
-            row.problems.append(f"{before} when the checkpoint left it out, {now} in model")
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        row.is_missing, row.problems = True, (f"{_IN_MODEL}; the checkpoint has {near[0]!r}" if near else _IN_MODEL,)
         return row
     spec, dtype = source.table["model"][keys[0]].spec, local_tensor(tensor).dtype
-    live_dtype = DTYPES.get(dtype)
     if spec.shape != shape_of(tensor):
-        row.problems.append(f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model")
+        row.problems = (f"shape {spec.shape} in checkpoint, {tuple(tensor.shape)} in model",)
         return row
     if len(keys) > 1 and not are_equal(source, "model", keys, tensor):
-        row.problems.append(f"tied to {names[1:]} in the model, stored apart in the checkpoint")
+        row.problems = (f"tied to {names[1:]} in the model, stored apart in the checkpoint",)
         row.is_apart = True
-    if spec.dtype == live_dtype or converts(spec.dtype, live_dtype):
+    if converts(spec.dtype, DTYPES.get(dtype)):
         row.stored = keys[0]
     else:
-        row.problems.append(f"dtype {spec.dtype} in checkpoint, {live_dtype or dtype} in model")
+        row.problems += (f"dtype {spec.dtype} in checkpoint, {DTYPES.get(dtype, dtype)} in model",)
     return row
 
 
@@ -303,7 +306,7 @@ def _leave_to_hooks(match: Match, hooks: LoadHooks) -> Match:
         return replace(match, is_hooked=hooks.of_all)
     for row in match.rows:
         if not row.is_apart:
-            row.problems, row.is_missing = [], False
+            row.problems, row.is_missing = (), False
     return replace(match, unexpected=[], missing_values=[], is_hooked=True)
 
 

@@ -9,6 +9,7 @@ PEFT 0.21, ``utils/save_and_load.py``.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -93,7 +94,12 @@ def shared_names(named: Iterable[tuple[str, object]]) -> list[tuple[str, ...]]:
     >>> shared_names([("x", a), ("y", b), ("_orig_mod.z", a)])
     [('x', 'z')]
     """
+    items = list(named)
+    counts = Counter([id(value) for _, value in items])
+    if len(counts) == len(items):  # a fast path: most models have no ties
+        return []
     names_by_id: dict[int, list[str]] = {}
-    for name, value in named:
-        names_by_id.setdefault(id(value), []).append(clean_fqn(name))
-    return [tuple(names) for names in names_by_id.values() if len(names) > 1]
+    for name, value in items:
+        if counts[id(value)] > 1:
+            names_by_id.setdefault(id(value), []).append(clean_fqn(name))
+    return [tuple(names) for names in names_by_id.values()]

@@ -284,7 +284,7 @@ class ByteRuns(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Length of the region in bytes."""
-        return self.length * prod([count for count, _, _ in self.dims])
+        return self.length * prod([count for count, _, _ in self.dims]) if self.dims else self.length
 
 
 def byte_runs(overlap: Overlap, local_shape: Shape, itemsize: int) -> ByteRuns:

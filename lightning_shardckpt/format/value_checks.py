@@ -243,10 +243,10 @@ def check_json_size(text: bytes, where: str) -> None:
 
 def _check_depth(value: Any, where: str) -> None:
     """Refuse deeply nested JSON, since readers of the value recurse."""
-    level = [value] if isinstance(value, dict | list) else []
+    level, nested = [value] if isinstance(value, dict | list) else [], {dict, list}
     for _ in range(MAX_DEPTH):
         values = [item.values() if type(item) is dict else item for item in level]
-        level = [inner for items in values for inner in items if type(inner) is dict or type(inner) is list]
+        level = [inner for items in values for inner in items if type(inner) in nested]
     if level:
         raise FormatError(f"{where}: not valid JSON: nested deeper than {MAX_DEPTH} levels")
 

@@ -64,7 +64,7 @@ def parts_of(tensor: torch.Tensor, rank: int) -> tuple[Part, ...]:
     """
     if not isinstance(tensor, DTensor):
         return _whole(tuple(tensor.shape))
-    return _parts(*_sharding(tensor), tensor.shape, dtensor.local_tensor(tensor).shape, rank)
+    return _parts(*_sharding(tensor), dtensor.shape_of(tensor), dtensor.local_tensor(tensor).shape, rank)
 
 
 @lru_cache(maxsize=65536)

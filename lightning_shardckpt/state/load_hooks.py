@@ -97,10 +97,9 @@ def _has_copies(modules: Mapping[str, nn.Module], state_dict: Mapping[str, Any])
     own = chain(*(chain(*named_tensors(module)) for module in modules.values()))
     live = {local_tensor(tensor).data_ptr() for _, tensor in own}
     for name, value in state_dict.items():
-        if is_extra_state(name):
-            continue
         part = local_tensor(value) if isinstance(value, torch.Tensor) else None
-        if part is None or (part.data_ptr() not in live and part.numel()):
+        is_live = part is not None and (part.data_ptr() in live or not part.numel())
+        if not is_live and not is_extra_state(name):
             return True
     return False
 

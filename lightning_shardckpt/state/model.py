@@ -44,6 +44,8 @@ class WholeNames:
 
     def elsewhere(self, here: Collection[str]) -> frozenset[str]:
         """Return the entries that only other ranks have under any of their names, given this rank's names."""
+        if not self.state:
+            return frozenset()
         own = set(here)
         return self.state - own.union(*(tie for tie in self.ties if own.intersection(tie)))
 
@@ -108,7 +110,7 @@ def model_leaves(
         key = clean_fqn(name)
         if key in tensors or key in other:
             raise StateError(f"two entries of the state dict have the canonical name {key!r}")
-        if _is_plain(value) and not is_extra_state(key):
+        if _is_plain(value) and not key.endswith(_EXTRA):
             tensors[key] = value
             continue
         sparse = isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested)
@@ -179,11 +181,13 @@ def _aliases(tensors: dict[str, torch.Tensor], groups: list[list[str]]) -> dict[
     return aliases
 
 
-def names_of(live: Leaves, ties: Iterable[tuple[str, ...]]) -> dict[str, list[str]]:
+def names_of(live: Leaves, ties: Collection[tuple[str, ...]]) -> dict[str, list[str]]:
     """Return all names of each live tensor, including names in other pipeline stages, by key."""
     names: dict[str, list[str]] = {key: [key] for key in live.tensors}
     for alias, of in live.aliases.items():
         names[of].append(alias)
+    if not ties:
+        return names
     here = {name for group in names.values() for name in group}
     for tie in ties:  # other stages may have the tensor under other names
         for key in names.keys() & set(tie):

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_shardckpt.compat.dtensor import live_state_dict
 from lightning_shardckpt.compat.lightning_attributes import fabric_original, loader_of_fabric
 from lightning_shardckpt.errors import StateError
 from lightning_shardckpt.format.value_checks import shown
@@ -181,7 +182,7 @@ class NestedObjects:
         Raises:
             StateError: if two modules have an entry of one name.
         """
-        return join_states({prefix: self.modules[path].state_dict() for path, prefix in self.prefixes.items()})
+        return join_states({prefix: live_state_dict(self.modules[path]) for path, prefix in self.prefixes.items()})
 
     def parameter_names(
         self, owner: nn.Module | None = None, whole: WholeNames | None = None, prefix: str = ""

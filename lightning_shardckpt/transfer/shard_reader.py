@@ -249,9 +249,12 @@ class ShardReader:
         data = self._window[: max(segment.high for segment in segments) - low]
         self._read(request.entry.file, low, data)
         for request, first, last in segments:
-            part, offset = data[first - low : last - low], first - request.entry.begin
+            part, offset, runs = data[first - low : last - low], first - request.entry.begin, request.runs
             self._check(request, part, offset)
-            _copy(request.runs, DTYPE_BYTES[request.entry.dtype], part, offset, request.target)
+            if runs.length == last - first and runs.source == offset and not runs.dims:  # a fast path: a small box
+                request.target[runs.at : runs.at + runs.length] = part
+            else:
+                _copy(runs, DTYPE_BYTES[request.entry.dtype], part, offset, request.target)
 
     def _read(self, file: str, offset: int, target: memoryview) -> None:
         try:
