@@ -44,7 +44,7 @@ def sliced_box(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...
 
     >>> box, rest = sliced_box((slice(1, 8, 3), ..., -1), (10, 4, 5), "w")
     >>> box.start, box.stop, rest
-    ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, None), 0))
+    ((1, 0, 4), (8, 4, 5), (slice(None, None, 3), slice(None, None, 1), 0))
     """
     items = index if isinstance(index, tuple) else (index,)
     ellipses = [at for at, item in enumerate(items) if item is ...]
@@ -54,31 +54,23 @@ def sliced_box(index: Any, shape: Shape, name: str) -> tuple[Box, tuple[Any, ...
     full = (slice(None),) * (len(shape) - len(items) + len(ellipses))
     start, stop, rest = [], [], list[Any]()
     for dim, item in enumerate((*items[:at], *full, *items[at + 1 :])):
-        low, high, inner = _range(item, shape[dim], f"{name!r} of shape {shape}, dim {dim}")
+        where, positions = f"{name!r} of shape {shape}, dim {dim}", range(shape[dim])
+        if isinstance(item, slice):
+            part = positions[item]
+            if part.step < 0:
+                raise IndexError(f"{where}: steps must be positive, got {item}")
+            low, high = part.start, max(part.start, part.stop)
+            rest.append(slice(None, None, part.step))
+        elif type(item) is int:
+            if not -len(positions) <= item < len(positions):
+                raise IndexError(f"{where}: {item} is out of range")
+            low, high = positions[item], positions[item] + 1
+            rest.append(0)
+        else:
+            raise IndexError(f"{where}: only integers, slices and ... are supported, got {item!r}")
         start.append(low)
         stop.append(high)
-        rest.append(inner)
     return Box(tuple(start), tuple(stop)), tuple(rest)
-
-
-def _range(item: Any, length: int, where: str) -> tuple[int, int, Any]:
-    """Return (start, stop, index in that range) for the index of one dim."""
-    if isinstance(item, slice):
-        low, high, step = item.indices(length)
-        if step < 0:
-            raise IndexError(f"{where}: steps must be positive, got {item}")
-        return low, max(low, high), slice(None, None, step if step > 1 else None)
-    # torch takes these as masks, not as 0 or 1
-    is_mask = isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")
-    try:
-        number = None if is_mask else item.__index__()
-    except (AttributeError, TypeError):
-        number = None
-    if number is None:
-        raise IndexError(f"{where}: only integers, slices and ... are supported, got {item!r}")
-    if not -length <= number < length:
-        raise IndexError(f"{where}: {number} is out of range")
-    return number % length, number % length + 1, 0
 
 
 _MAX_SUGGESTIONS = 3

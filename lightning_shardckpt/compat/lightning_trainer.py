@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
-    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.core.saving import _load_state
@@ -153,14 +152,6 @@ def set_default_root_dir(trainer: pl.Trainer, path: str) -> None:
     Relies on ``_default_root_dir``, which ``Trainer.default_root_dir`` reads.
     """
     trainer._default_root_dir = path  # type: ignore[attr-defined]  # set later
-
-
-def save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Return the directory or URL where a ModelCheckpoint will save; it may not exist yet.
-
-    Relies on ``ModelCheckpoint.__resolve_ckpt_dir``; ``dirpath`` is None until the callback is set up.
-    """
-    return os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]  # mangled
 
 
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────

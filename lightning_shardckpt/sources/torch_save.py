@@ -171,11 +171,6 @@ def map_file(path: str, weights_only: bool) -> Any:
     except FileNotFoundError:
         raise CorruptionError(f"{path!r}: the file is missing") from None
     except (RuntimeError, LookupError, TypeError, ValueError, EOFError, ArithmeticError, AttributeError) as error:
-        if "mmap can only be used" in str(error):
-            raise FormatError(
-                f"{path!r} is not a file that torch can map into memory: it is from torch before 1.6, or not a file of "
-                "torch.save. If it is old, save it again: torch.save(torch.load(path, weights_only=True), path)"
-            ) from None
         raise CorruptionError(f"{path!r}: torch.load cannot read it: {shown(str(error))}") from error
 
 

@@ -302,8 +302,6 @@ class OptimizerLoad:
 
     def _row(self, param: torch.Tensor, group: int, name: str, same: Callable[[str], Sequence[str]]) -> _Row:
         stored = [one for one in same(name) if one in self._group_of]
-        pruned = (f"{one}_orig" for one in same(name)) if not stored else ()
-        stored = stored or [one for one in pruned if one in self._group_of]
         return _Row(param, group, name, stored[0] if stored else None, stored[1:])
 
     def compare(

@@ -26,7 +26,6 @@ from lightning_shardckpt.compat.lightning_trainer import (
     assigned_path,
     is_lightning_keyword,
     resolve_keyword,
-    save_directory,
 )
 from lightning_shardckpt.distributed.ranks import Ranks
 from lightning_shardckpt.errors import CheckpointNotFoundError, ShardCkptError
@@ -185,9 +184,21 @@ def _list_saved(
     paths = {path for path in (file_path(c.ckpt_path) for c in savers) if _exists(path, storage)}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            entries = _list_directory(save_directory(callback, trainer), storage)
+            entries = _list_directory(_save_directory(callback, trainer), storage)
             paths.update(path for path in entries if not implied or os.path.basename(path).startswith("last"))
     return sorted(paths)
+
+
+def _save_directory(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
+    """Return the directory or URL where a ModelCheckpoint will save, before it is set up; it may not exist yet."""
+    if callback.dirpath is not None:
+        return os.fspath(callback.dirpath)
+    parts = [trainer.default_root_dir]
+    if trainer.loggers:
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        parts = [logger.save_dir or trainer.default_root_dir, str(logger.name), version]
+    return os.path.join(*parts, "checkpoints")
 
 
 def _exists(path: str, storage: StorageRouter) -> bool:

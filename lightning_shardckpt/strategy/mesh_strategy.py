@@ -6,11 +6,10 @@ of Fabric. It must not know either.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -69,26 +68,7 @@ class OneProcess(LightningEnvironment):
         """Leave the variables of the environment, which are not those of this run."""
 
 
-class KnowsItsOptions(PickleByArguments):
-    """Points whoever brings an option of another strategy to the table of counterparts."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Record the arguments.
-
-        Raises:
-            TypeError: naming the options that the strategy does not have.
-        """
-        parameters = inspect.signature(cls.__init__).parameters  # a subclass may have more
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        if unknown := [] if takes_any else [name for name in kwargs if name not in parameters]:
-            raise TypeError(
-                f"ShardedStrategy has no {', '.join(f'{name}=' for name in unknown)}: the guide \"Migrate\" of the "
-                "documentation has the counterpart of each option of Lightning's other strategies"
-            )
-        return super().__new__(cls, *args, **kwargs)
-
-
-class MeshStrategy(KnowsItsOptions):
+class MeshStrategy(PickleByArguments):
     """The common part of both strategies; the base class before Lightning's ``ParallelStrategy``."""
 
     parallel_devices: list[torch.device] | None

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _replace_dunder_methods
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -167,12 +167,6 @@ def test_a_trainer_is_given_another_directory(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     compat.set_default_root_dir(run, str(tmp_path / "other"))
     assert run.default_root_dir == run.log_dir == str(tmp_path / "other")
-
-
-def test_a_model_checkpoint_says_where_it_will_save(tmp_path: Path) -> None:
-    run = trainer(tmp_path, enable_checkpointing=True)
-    assert compat.save_directory(ModelCheckpoint(), run) == str(tmp_path / "checkpoints")
-    assert compat.save_directory(ModelCheckpoint(tmp_path / "there"), run) == str(tmp_path / "there")
 
 
 def test_a_sigterm_ends_the_run_after_the_batch(tmp_path: Path) -> None:

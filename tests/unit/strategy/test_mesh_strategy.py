@@ -71,8 +71,3 @@ def test_values_that_cannot_be_are_refused_at_once(value: type, options: dict[st
         value(**options)
 
 
-def test_an_option_of_another_strategy_points_to_its_counterpart() -> None:
-    wrong: Any = {"timeout_s": 60, "auto_wrap_policy": None, "cpu_offload": True}
-    for strategy in BOTH:
-        with pytest.raises(TypeError, match=r'^ShardedStrategy has no auto_wrap_policy=, cpu_offload=: .* "Migrate"'):
-            strategy(**wrong)
