@@ -28,7 +28,7 @@ from lightning_shardckpt.state.documents import StoredOptimizer
 from lightning_shardckpt.state.dtensor_layout import copy_slice
 from lightning_shardckpt.state.json_tree import decode_small
 from lightning_shardckpt.state.load_hooks import LoadedModules
-from lightning_shardckpt.state.model import WholeNames, is_elsewhere, named_tensors, tied_names
+from lightning_shardckpt.state.model import WholeNames, named_tensors, tied_names
 from lightning_shardckpt.state.nested_dict import NestedObjects, unwrap
 from lightning_shardckpt.state.snapshot import Leaves
 from lightning_shardckpt.state.state_dicts import (
@@ -42,7 +42,7 @@ from lightning_shardckpt.state.state_dicts import (
     replaced,
     value_at,
 )
-from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES
+from lightning_shardckpt.state.tensor_bytes import TORCH_DTYPES, is_elsewhere
 from lightning_shardckpt.storage.protocol import Storage
 from lightning_shardckpt.system.memory import gc_paused
 from lightning_shardckpt.system.text import list_some

@@ -33,7 +33,7 @@ from lightning_shardckpt.compat.torch_tensors import local_part
 from lightning_shardckpt.errors import FormatError, ShardCkptError, StateError
 from lightning_shardckpt.format.value_checks import bytes_in, check_shape, shown
 from lightning_shardckpt.state.documents import MAPPINGS, TAG, parse_document
-from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes
+from lightning_shardckpt.state.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, dtype_name, host_bytes, is_elsewhere
 
 INLINE_BYTES = 1024
 
@@ -243,7 +243,8 @@ class Encoder:
 
     def _tagged(self, tag: str, value: Any, path: str, depth: int) -> Any:
         if tag == "map" and all(type(key) is str and not key.startswith(TAG) for key in value):
-            return {k: self.encode(v, f"{path}/{k}" if path else k, depth + 1) for k, v in value.items()}
+            here = {key: item for key, item in value.items() if not is_elsewhere(item)}  # each stage adds its own
+            return {k: self.encode(v, f"{path}/{k}" if path else k, depth + 1) for k, v in here.items()}
         if isinstance(value, enum.Enum):
             kind, content = f"{type(value).__module__}.{type(value).__qualname__}", value.value
             if not isinstance(value, int | float | str):  # its value would be another one than the member
@@ -254,6 +255,7 @@ class Encoder:
         except (LookupError, ValueError):  # a dtype of no name, an integer of more than 4300 digits
             return self._refuse(value, path)
         if tag in MAPPINGS:
+            content = [(key, item) for key, item in content if not is_elsewhere(item)]
             keys = [self.encode(key, path, depth + 1) for key, _ in content]
             if not _survives(value, {TAG: tag, "v": [[key, None] for key in keys]}):
                 return self._refuse(value, path)

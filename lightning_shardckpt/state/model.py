@@ -60,11 +60,6 @@ def is_value(name: str, value: Any) -> bool:
     return is_extra_state(name) or not isinstance(value, torch.Tensor)
 
 
-def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is a placeholder for one of another pipeline stage."""
-    return getattr(type(tensor), "is_elsewhere", False)
-
-
 Named: TypeAlias = list[tuple[str, torch.Tensor]]
 
 

@@ -24,13 +24,23 @@ _ALIGN = 64  # a cache line; also a multiple of every item size
 _WINDOW_BYTES = 64 << 20  # copied from a GPU at a time; torch pins powers of two
 
 
+def is_elsewhere(value: object) -> bool:
+    """Return whether a value is a placeholder for a tensor of another pipeline stage."""
+    return getattr(type(value), "is_elsewhere", False)
+
+
 def dtype_name(tensor: torch.Tensor, name: str) -> str:
     """Return the stored name of a tensor's dtype; ``name`` names the tensor in errors.
 
     Raises:
-        StateError: for a dtype or a tensor layout that cannot be stored.
+        StateError: for a dtype or a tensor layout that cannot be stored, and a tensor of another pipeline stage.
     """
     refuse_compound(tensor, name)
+    if is_elsewhere(tensor):
+        raise StateError(
+            f"{name}: the value of this tensor is on another pipeline stage. Keep what is computed from parameters in "
+            "a dict by their names: each stage saves the entries of its own parameters."
+        )
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = f"{'nested' if tensor.is_nested else tensor.layout} tensor of {tensor.dtype}"

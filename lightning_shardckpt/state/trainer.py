@@ -21,7 +21,7 @@ from lightning_shardckpt.format.value_checks import shown
 from lightning_shardckpt.state.documents import TAG
 from lightning_shardckpt.state.dtensor_layout import local_tensor
 from lightning_shardckpt.state.json_tree import Encoder, encode_small
-from lightning_shardckpt.state.model import WholeNames, is_elsewhere, is_extra_state, model_leaves
+from lightning_shardckpt.state.model import WholeNames, is_extra_state, model_leaves
 from lightning_shardckpt.state.optimizer import optimizer_leaves
 from lightning_shardckpt.state.peft import (
     adapter_tensors,
@@ -32,7 +32,7 @@ from lightning_shardckpt.state.peft import (
 )
 from lightning_shardckpt.state.snapshot import Leaves, Snapshot
 from lightning_shardckpt.state.state_dicts import versions_of
-from lightning_shardckpt.state.tensor_bytes import dtype_name
+from lightning_shardckpt.state.tensor_bytes import dtype_name, is_elsewhere
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Keys whose unstorable values are replaced by placeholders, with a warning, since they may hold any object."""
