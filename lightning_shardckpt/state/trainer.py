@@ -61,7 +61,7 @@ def snapshot(
         pickle_objects: pickle objects that JSON cannot hold; None if the caller has no such option.
 
     Raises:
-        StateError: listing all values that cannot be stored, by path, or all callbacks whose key cannot.
+        StateError: listing all values that cannot be stored, by path.
     """
     encoder = Encoder(droppable=HYPER_PARAMETERS, pickles=pickle_objects)
     if odd := [key for key in checkpoint if not isinstance(key, str) or key == TAG]:
