@@ -197,34 +197,14 @@ def test_a_save_waits_until_the_one_before_is_complete_and_reuses_its_memory(sec
     assert run_ranks(2, one_by_one, str(tmp_path), second) == [expected] * 2
 
 
-def copied(memory: HostMemory, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    copy_all(tensors, copies := memory.empty_like(tensors))
-    return copies
-
-
-def test_copies_are_exact_whatever_the_tensors_are_and_stay_where_they_were() -> None:
-    memory = HostMemory()
-    base = torch.arange(24.0).reshape(4, 6)
-    odd = [
-        base.t(),
-        base[:, 1::2],
-        torch.tensor(3, dtype=torch.int16),
-        torch.empty(0, 5),
-        torch.tensor([True, False]),
-        torch.arange(3, dtype=torch.uint8),
-        torch.tensor([1 + 2j, 3 - 1j]).conj(),
-        base.to(torch.float8_e4m3fn),
-    ]
-    with torch.inference_mode():
-        first = copied(memory, odd)
-        expected = [tensor.clone() for tensor in odd]
-    second = copied(memory, [base])
-    assert first[0].data_ptr() == second[0].data_ptr()
-    assert torch.equal(second[0], base)
-    first = copied(memory, odd)
-    for copy, tensor in zip(first, expected, strict=True):
-        assert copy.is_contiguous() and copy.dtype == tensor.dtype and copy.shape == tensor.shape
-        assert copy.tolist() == tensor.tolist()
+def test_copies_are_exact_whatever_the_tensors_are() -> None:
+    memory, base = HostMemory(), torch.arange(24.0).reshape(4, 6)
+    conjugated, eighths = torch.tensor([1 + 2j, 3 - 1j]).conj(), base.to(torch.float8_e4m3fn)
+    odd = [base.t(), base[:, 1::2], torch.tensor(3, dtype=torch.int16), torch.empty(0, 5), conjugated, eighths]
+    for tensors in (odd, [base], odd):  # in the same memory
+        copy_all(tensors, copies := memory.empty_like(tensors))
+        for copy, tensor in zip(copies, tensors, strict=True):
+            assert copy.is_contiguous() and copy.dtype == tensor.dtype and copy.tolist() == tensor.tolist()
 
 
 def killed(folder: str) -> tuple[str, str, list[float]]:
@@ -252,8 +232,7 @@ from tests.support.storages import Gated, disk_error
 io = ShardCkptIO(use_async=True)
 io.storage = storage = Gated()
 storage.gate.clear()
-if len(sys.argv) > 2:
-    storage.faults["write", "a.ckpt"] = disk_error
+storage.faults["write", "a.ckpt"] = disk_error
 io.save_checkpoint({"state_dict": {"a": torch.ones(3)}, "global_step": 5}, sys.argv[1])
 main = threading.main_thread()
 threading.Thread(target=lambda: (main.join(), storage.gate.set())).start()
@@ -261,20 +240,11 @@ threading.Thread(target=lambda: (main.join(), storage.gate.set())).start()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [pytest.param([], id="", marks=pytest.mark.sweep), pytest.param(["fault"], id="with an error")]
-)
-def test_a_process_that_ends_without_a_teardown_finishes_its_save_or_shows_its_error(
-    fault: list[str], tmp_path: Path, request: pytest.FixtureRequest
+def test_a_process_that_ends_without_a_teardown_waits_for_its_save_and_shows_its_error(
+    tmp_path: Path, python: warm_python.Run
 ) -> None:
-    path = str(tmp_path / "a.ckpt")
-    python = warm_python.run_new if request.config.getoption("sweeps") else warm_python.run
-    done = python(["-c", EXIT, path, *fault], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=100)
-    if fault:
-        assert "Input/output error" in done.stderr and os.listdir(tmp_path) == []
-    else:
-        assert (done.returncode, done.stderr) == (0, "")
-        assert load_full(path)["global_step"] == 5
+    done = python(["-c", EXIT, str(tmp_path / "a.ckpt")], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert "Input/output error" in done.stderr and os.listdir(tmp_path) == []
 
 
 # --- with a Trainer ---
@@ -330,15 +300,9 @@ def twins(strategy: Any, directory: str) -> list[bool]:
     return [*found, *(tiny.differences(results[0]["state"], r["state"]) == [] for r in (results[1], resumed))]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [({}, 2), pytest.param({"pipeline_parallel_size": 2}, 2, marks=pytest.mark.sweep), ("auto", 1)],
-    ids=["fsdp2", "pp2", "stock"],
-)
-def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(
-    strategy: Any, world: int, tmp_path: Path
-) -> None:
-    assert run_ranks(world, twins, strategy, str(tmp_path)) == [[True] * 5] * world
+@pytest.mark.parametrize("strategy", [{}, "ddp"], ids=["fsdp2", "stock"])
+def test_asynchronous_checkpoints_equal_synchronous_ones_and_resume_alike(strategy: Any, tmp_path: Path) -> None:
+    assert run_ranks(2, twins, strategy, str(tmp_path)) == [[True] * 5] * 2
 
 
 def keep_one(strategy: Any, directory: str, timed: bool = False) -> dict[str, Any]:
@@ -463,58 +427,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    """What each rank saw of each case, one after another in the same processes."""
-    return run_ranks(2, all_fail_in_training, str(tmp_path_factory.mktemp("failed")))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_fit_that_fails_finishes_its_saves_and_a_second_one_is_clean(
-    case: str, failed: list[dict[str, list[Any]]]
-) -> None:
-    assert [rank[case] for rank in failed] == [[CASES[case], 2, {"second.ckpt"}]] * 2
-
-
-def terminated(directory: str) -> int:
-    io = gated_io()
-
-    def end(trainer: pl.Trainer) -> None:
-        if trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    callbacks: list[pl.Callback] = [
-        tiny.SaveAt(2, f"{directory}/pending.ckpt"),
-        At(3, end),
-        OnExceptionCheckpoint(directory, "ended"),
-    ]
-    options = {"limit_val_batches": 0, "callbacks": callbacks, "plugins": [io], "enable_checkpointing": True}
-    run = tiny.trainer({}, max_steps=100_000, **options)  # ranks agree on signals after some time, not each step
-    pl.seed_everything(1)
-    with pytest.raises(SystemExit), io.storage.opened_by("save_after_exception"):
-        run.fit(tiny.TinyLM(), tiny.loader())
-    assert complete(directory) == {"pending.ckpt", "ended.ckpt"}
-    return run.global_step
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_run_with_all_saves_complete(tmp_path: Path) -> None:
-    one, other = run_ranks(2, terminated, str(tmp_path))
-    assert one == other == load_full(str(tmp_path / "ended.ckpt"))["global_step"] > 2
-
-
-def under_ddp(directory: str) -> list[Any]:
-    io = gated_io()
-    saves = [tiny.SaveAt(step, f"{directory}/{step}.ckpt") for step in (1, 2)]
-    found = tiny.fit("ddp", 3, callbacks=saves, plugins=[io])
-    plain = tiny.fit("ddp", 2, save=f"{directory}/plain.ckpt")
-    dist.barrier()
-    run = tiny.trainer("ddp", plugins=[io])
-    run.validate(tiny.TinyLM(), _held_out(), ckpt_path=f"{directory}/2.ckpt", verbose=False)
-    states = [load_full(f"{directory}/{name}.ckpt")["state_dict"] for name in ("2", "plain")]
-    return [found["step"], plain["step"], same(*states)]
-
-
-@pytest.mark.slow
-def test_under_ddp_rank_zero_writes_while_all_train(tmp_path: Path) -> None:
-    assert run_ranks(2, under_ddp, str(tmp_path)) == [[3, 2, True]] * 2
+def test_a_fit_that_fails_finishes_its_saves_and_a_second_one_is_clean(tmp_path: Path) -> None:
+    for found in run_ranks(2, all_fail_in_training, str(tmp_path)):
+        assert found == {case: [names, 2, {"second.ckpt"}] for case, names in CASES.items()}
