@@ -1,6 +1,7 @@
 """No damaged byte loads: whatever is changed in whichever file, a load refuses it and ``verify`` names the file.
 
 The oracle is the change itself. Each is made in a copy of a checkpoint of 2 ranks and undone again.
+``python -m tests.sweeps.faults`` flips a bit of every byte.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_shardckpt.cli import main
 from lightning_shardckpt.errors import CheckpointNotFoundError, CorruptionError, FormatError, ShardCkptError
+from lightning_shardckpt.storage.posix import EXCHANGE, rename_with_flag
 from lightning_shardckpt.tools.verify import verify
 from tests.support import small
 from tests.support.pool import run_ranks
 from tests.support.small import ROOT
 
-# `python -m tests.sweeps.faults` flips a bit of every byte.
 UNREAD = {"trainer-state-dist-00001.json"}  # of rank 1, which a load in one process has no use for
 
 
@@ -62,27 +62,20 @@ def check_found(path: Path, name: str, *, quick: bool = False) -> None:
     assert error is None or name in str(error), error
     if error is not None and "corrupted data" in str(error):
         assert rank and f"written by rank {int(rank[1])}" in str(error)
-        assert any(repr(tensor) in str(error) for tensor in _tensors(name)), error
+        tensors = {"o": [f"0/{n}/exp_avg" for n in small.SHAPES], "m": list(small.SHAPES), "t": ["callbacks/EMA/mean"]}
+        assert any(repr(tensor) in str(error) for tensor in tensors[name[0]]), error
         assert any(": corrupted data, bytes" in line and "'" in line for line in lines)
 
 
-def _tensors(name: str) -> list[str]:
-    kind = name.partition("-")[0]
-    return {
-        "model": list(small.SHAPES),
-        "optimizer": [f"0/{n}/exp_avg" for n in small.SHAPES],
-        "trainer": ["callbacks/EMA/mean"],
-    }[kind]
-
-
-def with_content(path: Path, name: str, content: bytes, **how: Any) -> None:
-    """Check that a file with other content is found; then it has its own again."""
+def with_content(path: Path, name: str, content: bytes, *, quick: bool = False) -> bool:
+    """Check that a file with other content is found; then it has its own again. False: it is the same content."""
     before = (path / name).read_bytes()
     if content == before:
-        return
+        return False
     (path / name).write_bytes(content)
-    check_found(path, name, **how)
+    check_found(path, name, quick=quick)
     (path / name).write_bytes(before)
+    return True
 
 
 def flipped(content: bytes, at: int, bit: int) -> bytes:
@@ -91,50 +84,32 @@ def flipped(content: bytes, at: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-def with_flips(path: Path, first: int, step: int, **how: Any) -> int:
-    """One bit of every ``step``-th byte of every file; returns how many."""
+def damaged(number: int, content: bytes) -> Iterator[bytes]:
+    """Flipped bits and ranges of zeros."""
+    for at in range(number % 111, len(content), 111):
+        yield flipped(content, at, (at * 5 + number) % 8)
+    for at in range(0, len(content), 1024):
+        yield content[:at] + bytes(len(content[at : at + 1024])) + content[at + 1024 :]
+
+
+def test_flipped_bits_and_zeroed_ranges_of_any_file_are_found(copy: Path) -> None:
     count = 0
-    for number, name in enumerate(names(path)):
-        content = (path / name).read_bytes()
-        for at in range((number + first) % step, len(content), step):
-            with_content(path, name, flipped(content, at, (at * 5 + number) % 8), **how)
-            count += 1
-    return count
-
-
-def with_cuts(path: Path, first: int, step: int) -> int:
-    """Every ``step``-th length that is too short, and lengths that stand for something; returns how many.
-
-    Of the root index, that is; it knows the sizes of the others, of which every fourth of those will do.
-    """
-    count = 0
-    for number, name in enumerate(names(path)):
-        content, each = (path / name).read_bytes(), step if name == ROOT else 4 * step
-        for length in {0, 1, 7, 8, 9, len(content) - 1, *range((number + first) % each, len(content), each)}:
-            with_content(path, name, content[:length], quick=True)
-            count += 1
-    return count
-
-
-def test_a_flipped_bit_in_any_file_is_found(copy: Path) -> None:
-    assert with_flips(copy, 0, 111) > 66
+    for number, name in enumerate(names(copy)):
+        for content in damaged(number, (copy / name).read_bytes()):
+            count += with_content(copy, name, content)
+    assert count > 90
     assert refusal(copy) is None and not verify(copy).findings
 
 
-def test_zeroed_ranges_are_found(copy: Path) -> None:
-    length = 1024
-    for name in names(copy):
-        content = (copy / name).read_bytes()
-        for at in range(0, len(content), length):
-            end = min(at + length, len(content))
-            with_content(copy, name, content[:at] + bytes(end - at) + content[end:])
-
-
 def test_truncated_files_are_found_even_quickly(copy: Path) -> None:
-    assert with_cuts(copy, 0, 19) > 150
+    """The root index tells the sizes of the others, so that a few of theirs will do."""
+    for number, name in enumerate(names(copy)):
+        content, step = (copy / name).read_bytes(), 19 if name == ROOT else 191
+        for length in {0, 1, 7, 8, 9, len(content) - 1, *range(number, len(content), step)}:
+            with_content(copy, name, content[:length], quick=True)
 
 
-@pytest.mark.parametrize("extra", [b"\0", b"}", b"\n", b" " * 8, bytes(4096)], ids=repr)
+@pytest.mark.parametrize("extra", [b"\0", b"}", b"\n", bytes(4096)], ids=repr)
 def test_appended_bytes_are_found_even_quickly(copy: Path, extra: bytes) -> None:
     for name in names(copy):
         with_content(copy, name, (copy / name).read_bytes() + extra, quick=True)
@@ -155,16 +130,10 @@ def test_files_of_two_ranks_cannot_change_places(copy: Path) -> None:
 
 
 def test_a_file_of_another_save_of_the_same_state_is_found(saved: Path, copy: Path) -> None:
-    other, count = saved.with_name("b.ckpt"), 0
-    for name in set(names(copy)) - {ROOT}:
-        assert (other / name).stat().st_size == (copy / name).stat().st_size
-        count += (other / name).read_bytes() != (copy / name).read_bytes()
-        with_content(copy, name, (other / name).read_bytes(), quick=True)
-    assert count >= 10  # documents are the same bytes in both saves
-
-
-def test_the_root_index_of_another_save_is_found(saved: Path, copy: Path) -> None:
-    shutil.copy(saved.with_name("b.ckpt") / ROOT, copy / ROOT)
+    other = saved.with_name("b.ckpt")
+    found = [with_content(copy, n, (other / n).read_bytes(), quick=True) for n in names(copy) if n != ROOT]
+    assert sum(found) >= 10  # documents are the same bytes in both saves
+    shutil.copy(other / ROOT, copy / ROOT)
     assert "of another save" in str(refusal(copy))
     assert {f.file for f in verify(copy, quick=True).findings} == {n for n in names(copy) if "-meta-" in n}
 
@@ -185,20 +154,33 @@ def test_a_missing_file_is_named_even_quickly(copy: Path) -> None:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def damaged(path: Path) -> Iterator[str]:
-    for name in (small.SHARD, small.OTHER_SHARD, "optimizer-dist-00001-shard-00001.safetensors"):
-        content = (path / name).read_bytes()
-        (path / name).write_bytes(flipped(content, len(content) - 1, 3))
-        yield name
-
-
 def test_verify_prints_a_line_for_each_finding_and_ends_with_status_1(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = list(damaged(copy))
+    for quick in ([], ["--quick"]):
+        assert main(["verify", str(copy), *quick]) == 0
+        assert f"is {'complete' if quick else 'whole'}: {len(names(copy))} files" in capsys.readouterr().out
+    damaged = [small.SHARD, small.OTHER_SHARD, "optimizer-dist-00001-shard-00001.safetensors"]
+    for name in damaged:
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(flipped(content, len(content) - 1, 3))
     (copy / "a\nname\x1b[2J").write_text("not ours")
     assert main(["verify", str(copy)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[0] for line in lines[:-1]] == expected
+    assert [line.partition(" ")[0] for line in lines[:-1]] == damaged
     assert lines[-1].startswith(r"a\nname\x1b[2J: extra")  # one line, and nothing that a terminal would obey
     assert last.startswith("4 problems in ")
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_to_its_end(saved: Path, copy: Path) -> None:
+    """The other one waits beside it, to be exchanged with it when the first file has been read."""
+    other = Path(shutil.copytree(saved.with_name("b.ckpt"), copy.with_name("b.ckpt")))
+    replaced: list[int] = []
+
+    def replace(nbytes: int) -> None:
+        if not replaced:
+            assert rename_with_flag(str(copy), str(other), EXCHANGE)
+        replaced.append(nbytes)
+
+    assert verify(copy, advance=replace).findings == () and len(replaced) > 4
+    assert verify(copy).findings == verify(other).findings == ()
