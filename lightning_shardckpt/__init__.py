@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_shardckpt.lazy import load_keys, metadata
     from lightning_shardckpt.lazy import open as open  # not in __all__: import * would hide Python's own
     from lightning_shardckpt.lightning_cli import ShardedCLI
+    from lightning_shardckpt.merging import merge
     from lightning_shardckpt.parallel.pipeline.build import Pipeline
     from lightning_shardckpt.parallel.sharding.fsdp import FSDP
     from lightning_shardckpt.parallel.tensors.values import full_state_dict
@@ -39,6 +40,7 @@ __all__ = [
     "metadata",
     "full_state_dict",
     "export_adapters",
+    "merge",
     "unify_lightning",
 ]
 
@@ -54,6 +56,7 @@ _HOMES = {
     **dict.fromkeys(("save", "save_async", "load", "wait"), "api"),
     "full_state_dict": "parallel.tensors.values",
     "export_adapters": "consolidate",
+    "merge": "merging",
     "unify_lightning": "compat.pytorch_lightning",
 }
 register_strategies()

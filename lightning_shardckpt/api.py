@@ -25,13 +25,12 @@ from lightning_shardckpt.checkpoint.load_job import LoadOptions
 from lightning_shardckpt.checkpoint.nested_load import NestedLoad
 from lightning_shardckpt.checkpoint.save_job import Replicas, SaveOptions
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.sources.key_mapping import KeyMappingLike
 from lightning_shardckpt.state.nested_dict import NestedObjects
 from lightning_shardckpt.state.snapshot import Snapshot
 from lightning_shardckpt.state.state_dicts import states_of_checkpoint
 from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, is_url
+from lightning_shardckpt.storage.router import StorageRouter, check_writable, file_path, refuse_existing
 from lightning_shardckpt.system.threads import drain_all
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, SaveGroup] = WeakKeyDictionary()
@@ -163,21 +162,11 @@ def _prepare(
     def look() -> list[str]:
         check_writable(path)
         if not overwrite and group.ranks.rank == 0:
-            _refuse_existing(path, storage)
+            refuse_existing(path, storage)
         return NestedObjects.of(state).keys
 
     order: list[str] = group.ranks.step(f"preparing to save {path!r}", look, itemgetter(0))
     return partial(describe_state, state, order, group, prefix)
-
-
-def _refuse_existing(path: str, storage: StorageRouter) -> None:
-    if is_url(path):
-        try:
-            storage.open(path).close()
-        except CheckpointNotFoundError:
-            return
-    if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):
-        raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
 
 
 def wait(process_group: dist.ProcessGroup | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_shardckpt.consolidate import command_parser, run_command
-from lightning_shardckpt.system.text import progress
+from lightning_shardckpt.system.text import count_text, progress
 from lightning_shardckpt.tools.command_line import PROGRAM, Command, add_storage_options, execute, run_process
 
 
@@ -86,6 +86,16 @@ def _parser() -> ArgumentParser:
     _add_path(page)
     page.add_argument("-o", "--output", type=str, required=True, help="the page to write, such as map.html")
     tools.add_subcommand("map", page, help="draw which rank has which slices")
+
+    merge = ArgumentParser(
+        description="Writes the mean of models as a checkpoint. The inputs may have any topologies and formats."
+    )
+    merge.add_argument("paths", type=str, nargs="+", help="checkpoints or URLs; with --last, the folder of a run")
+    merge.add_argument("-o", "--output", type=str, required=True, help="the new checkpoint, or its URL")
+    merge.add_argument("--weights", type=str, help="one for each path, such as 0.5,0.3,0.2; by default all the same")
+    merge.add_argument("--last", type=int | None, metavar="K", help="merge the last K checkpoints of the run")
+    merge.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+    tools.add_subcommand("merge", merge, help="average checkpoints")
 
     prove = ArgumentParser(
         description="Runs a training straight, and resumed from its middle, and names what differs at the end. "
@@ -184,6 +194,22 @@ def _map(options: Namespace) -> int:
     return 0
 
 
+def _merge(options: Namespace) -> int:
+    from lightning_shardckpt.merging import last_checkpoints, merge
+
+    kept = {name: options[name] for name in ("overwrite", "storage_options")}
+    paths, weights = options.paths, options.weights and [float(text) for text in options.weights.split(",")]
+    if options.last is not None:
+        if len(paths) != 1:
+            raise ValueError(f"--last takes the folder of one run, got {len(paths)} paths")
+        paths = last_checkpoints(paths[0], options.last, storage_options=options.storage_options)
+    with progress() as (advance, expect):
+        others = merge(paths, options.output, weights=weights, **kept, advance=advance, expect=expect)
+    taken = f"; {count_text(len(others), 'tensor')} of integers or bools as in the first" if others else ""
+    print(f"{options.output} is the mean of {', '.join(paths)}{taken}")
+    return 0
+
+
 def _prove_resume(options: Namespace) -> int:
     from lightning_shardckpt.tools.prove_resume import prove_resume
 
@@ -204,6 +230,7 @@ _TOOLS: dict[str, Callable[[Namespace], int]] = {
     "digest": _digest,
     "diff": _diff,
     "map": _map,
+    "merge": _merge,
     "prove-resume": _prove_resume,
     "consolidate": run_command,
 }

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
@@ -47,7 +47,7 @@ from lightning_shardckpt.format.index import (
     root_to_json,
 )
 from lightning_shardckpt.format.layout import REPLICATED, as_holders
-from lightning_shardckpt.format.plan import check_cover, plan_save, table_digest
+from lightning_shardckpt.format.plan import Piece, TensorBytes, check_cover, plan_save, table_digest
 from lightning_shardckpt.format.value_checks import check_json_size, checksum
 from lightning_shardckpt.state.documents import HUGGING_FACE, PEFT
 from lightning_shardckpt.state.dtensor_layout import local_tensor, this_rank, view_at
@@ -181,6 +181,7 @@ class Content:
         tensors: values of pieces, live or copied, by the piece's id.
         documents: roles and contents, by file name.
         shared: digests of tensors that other groups of ranks hold, too.
+        contents: see ``Snapshot``; of components whose tensors have no values.
     """
 
     save_id: str
@@ -188,6 +189,7 @@ class Content:
     tensors: dict[int, torch.Tensor]
     documents: dict[str, tuple[str, bytes]]
     shared: Digests
+    contents: dict[str, Callable[[str], TensorBytes]]
 
 
 class SaveJob:
@@ -312,7 +314,7 @@ class SaveJob:
                 live |= snapshot.own
             for piece in (piece for file in files for piece in file.pieces):
                 tensors[id(piece)] = view_at(local_tensor(live[piece.key]), piece.part.local)
-        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), shared)
+        return Content(agreed["save_id"], plan, tensors, dict(self._documents(agreed)), shared, snapshot.contents)
 
     def write(self, agreed: Agreement) -> WriteReport:
         """Write this rank's shard files, indexes and documents; return their sizes and checksums.
@@ -323,8 +325,13 @@ class SaveJob:
         plan, save_id = content.plan, content.save_id
         draft = self._draft or self._storage.draft(self.path, save_id)
         windows = HostWindows(content.tensors)
+
+        def stage(component: str, piece: Piece) -> TensorBytes:
+            made = content.contents.get(component)
+            return windows.bytes_of(id(piece)) if made is None else made(piece.key)
+
         indexes = {
-            name: write_component(draft, name, self._ranks.rank, save_id, files, lambda p: windows.bytes_of(id(p)))
+            name: write_component(draft, name, self._ranks.rank, save_id, files, partial(stage, name))
             for name, files in plan.files.items()
             if files
         }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from lightning_shardckpt.format.plan import TensorBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Snapshot:
             groups add keys to the trainer's state that rank 0 does not have.
         notes: sentences for the user.
         replicated: plain tensors of the trainer's state that must be equal on all ranks.
+        contents: for components whose tensors have no values yet: returns the content of a key's tensor when it is
+            written.
     """
 
     leaves: dict[str, Leaves]
@@ -42,3 +47,4 @@ class Snapshot:
     documents: dict[str, Any]
     notes: tuple[str, ...] = ()
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
+    contents: dict[str, Callable[[str], TensorBytes]] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.storage.local_storage import LocalStorage
 from lightning_shardckpt.storage.object_store import ObjectStore
 from lightning_shardckpt.storage.protocol import Draft, Reader, Storage
@@ -120,6 +121,17 @@ def check_writable(path: str) -> None:
         raise ValueError(f"{path!r} can be read, but not written: save to a path or to an object store")
 
 
+def refuse_existing(path: str, storage: StorageRouter) -> None:
+    """Raise a FileExistsError if something other than an empty directory is at the path of a new checkpoint."""
+    if is_url(path):
+        try:
+            storage.open(path).close()
+        except CheckpointNotFoundError:
+            return
+    if is_url(path) or (os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path))):
+        raise FileExistsError(f"{path!r} exists already; pass overwrite=True to replace a checkpoint")
+
+
 def check_local(path: str) -> None:
     """Check that an export can be written to a path.
 
@@ -134,4 +146,3 @@ def check_local(path: str) -> None:
 def _check_not_mangled(path: str) -> None:
     if _MANGLED_URL.match(os.fspath(path)):
         raise ValueError(f"{path!r} was a URL before it became a Path, which drops a slash: pass it as a str")
-

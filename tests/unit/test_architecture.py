@@ -27,7 +27,7 @@ ROWS = [
     {"state"},
     {"sources"},
     {"checkpoint", "export", "tools"},
-    {"api", "lazy", "consolidate", "checkpoint_io"},
+    {"api", "lazy", "consolidate", "merging", "checkpoint_io"},
     {"from_checkpoint", "resume_proof"},
     {"strategy"},
     {"pytorch", "fabric", "cli", "lightning_cli"},
