@@ -263,7 +263,7 @@ def test_every_option_of_a_tool_is_on_its_page(capsys: pytest.CaptureFixture[str
         tool = name.strip("`")
         assert cli.main([tool, "--help"]) == 0
         options = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
-        page = DOCS / ("guide/export.md" if tool == "consolidate" else "tools.md")
+        page = DOCS / {"consolidate": "guide/export.md", "merge": "guide/merge-and-follow.md"}.get(tool, "tools.md")
         known = set(re.findall(r"--[\w-]+", page.read_text()))
         assert options and sorted(options - known) == [], tool
 

@@ -23,7 +23,7 @@ from lightning_shardckpt.errors import CorruptionError, MismatchError
 from lightning_shardckpt.tools.digest import digest
 from lightning_shardckpt.tools.verify import verify
 from tests.support import tiny
-from tests.support.limits import grown_mib
+from tests.support.faults import grown_mib
 from tests.support.pool import run_ranks
 
 WEIGHTS = [0.5, 0.25, -0.125, 2.0, 1.0]
