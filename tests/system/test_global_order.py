@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -85,8 +84,10 @@ def loader(count: int = 53, batch_size: int = 2, sampler: str = "", **more: Any)
         return CombinedLoader({"long": DataLoader(numbers, batch_size, shuffle=True), "short": short}, "max_size_cycle")
     if sampler == "pairs":
         return DataLoader(numbers, batch_sampler=Pairs(SequentialSampler(numbers), batch_size, drop_last=False))
-    if sampler in ("stream", "striped"):
-        return DataLoader(Stream() if sampler == "stream" else Striped(), batch_size)
+    if sampler == "stream":
+        return DataLoader(Stream(), batch_size)
+    if sampler == "stateful":
+        return Stateful(numbers, batch_size)
     return DataLoader(numbers, batch_size, shuffle=True, **more)
 
 
@@ -99,12 +100,13 @@ class Stream(IterableDataset[Any]):
         return (torch.full((4,), float(i)) for i in range(40))
 
 
-class Striped(IterableDataset[Any]):
-    """Gives each rank every n-th sample."""
+class Stateful(DataLoader[Any]):
+    """Has a state of its own."""
 
-    def __iter__(self) -> Iterator[Tensor]:
-        numbers = range(dist.get_rank(), 40, dist.get_world_size())
-        return (torch.full((4,), float(i)) for i in numbers)
+    def state_dict(self) -> dict[str, int]:
+        return {"given": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 Leg = tuple[int, dict[str, Any], int, dict[str, Any], dict[str, Any]]
@@ -136,7 +138,6 @@ RUNS: dict[str, list[Leg]] = {
         (2, FSDP, 8, {"batch_size": 3, "count": 50}, {}),
         (3, FSDP, 0, {"batch_size": 2, "count": 50}, ONE_EPOCH),
     ],
-    "end of an epoch": [(2, FSDP, 7, {"batch_size": 4}, {}), (1, FSDP, 0, {"batch_size": 8}, {})],
     "own generator": [
         (2, FSDP, 2, {"batch_size": 3, "sampler": "own generator"}, {}),
         (3, FSDP, 0, {"batch_size": 2, "sampler": "own generator"}, {}),
@@ -151,10 +152,8 @@ RUNS: dict[str, list[Leg]] = {
         (2, FSDP, 3, {"sampler": "stream"}, {}),
         (1, FSDP, 0, {"batch_size": 4, "sampler": "stream"}, ONE_EPOCH),
     ],
-    "striped": [
-        (2, FSDP, 3, {"batch_size": 2, "sampler": "striped"}, {}),
-        (1, FSDP, 0, {"batch_size": 4, "sampler": "striped"}, ONE_EPOCH),
-    ],
+    "stateful": [(2, FSDP, 3, {"sampler": "stateful"}, {}), (1, FSDP, 0, {"sampler": "stateful"}, ONE_EPOCH)],
+    "another kind": [(2, FSDP, 3, {"sampler": "stateful"}, {}), (2, FSDP, 0, {}, ONE_EPOCH)],
     "more samples": [(2, FSDP, 3, {}, {}), (1, FSDP, 0, {"count": 60, "batch_size": 4}, ONE_EPOCH)],
     "other order": [
         (2, FSDP, 2, {"batch_size": 4, "sampler": "subset"}, {}),
@@ -284,7 +283,6 @@ def test_ranks_without_a_sample_repeat_one_and_this_is_told(seen: dict[str, list
 # What resumes a run in the middle of an epoch: the run, ranks, data, and the global batches in the error.
 OTHER_BATCHES: list[tuple[str, int, dict[str, Any], str]] = [
     ("more samples", 2, {"batch_size": 6}, r"had 4 samples .batch_size 2 on 2 .*, and has 12 .6 on 2."),
-    ("more samples", 3, {"batch_size": 4}, r"had 4 samples .*, and has 12 .4 on 3."),
     ("stream", 2, {"batch_size": 6, "sampler": "stream"}, "had 4 samples .*, and has 12"),
 ]
 
@@ -303,12 +301,6 @@ def test_another_global_batch_in_the_middle_of_an_epoch_is_refused_with_the_reme
     for said in run_ranks(ranks, refused, f"{directory}/{run}/0.ckpt", data):
         assert re.search(f"after 3 batches of an epoch with another global batch: it {message}", said)
         assert said.endswith("or resume from a checkpoint of an epoch's end")
-
-
-def test_an_epoch_that_is_over_is_not_gone_on_with(seen: dict[str, list[GlobalLeg]]) -> None:
-    first, second = seen["end of an epoch"]
-    assert first.samples(0) == permutation(0) and second.samples(1) == permutation(1)
-    assert not first.samples(1) and not second.samples(0)
 
 
 def test_order_of_a_random_sampler_of_the_user_goes_on(seen: dict[str, list[GlobalLeg]]) -> None:
@@ -346,10 +338,12 @@ def test_what_cannot_be_continued_is_told_with_what_to_do(
     assert "Resume from the end of an epoch" in said
 
 
-def test_a_stream_whose_ranks_take_turns_goes_on_with_the_same_global_batch(seen: dict[str, list[GlobalLeg]]) -> None:
-    assert in_epoch(seen["striped"], 0) == list(range(40))
-    (said,) = seen["striped"][1].warnings  # that ranks take turns is not known
-    assert "exact if ranks take turns" in said
+def test_a_state_that_cannot_be_taken_is_told_by_the_name_of_the_loader(seen: dict[str, list[GlobalLeg]]) -> None:
+    (said,) = seen["stateful"][1].warnings
+    assert "Stateful has a state of its own" in said and "begins anew" in said
+    assert "data-parallel ranks was 2, and is 1" in said
+    (said,) = seen["another kind"][1].warnings
+    assert "another kind of loader" in said
 
 
 def test_a_sampler_that_draws_another_order_is_told(seen: dict[str, list[GlobalLeg]]) -> None:

@@ -20,15 +20,16 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
 from lightning_shardckpt import Pipeline
 from lightning_shardckpt.system.random_generators import preserve_rng
 from tests.support import tiny
-from tests.support.pool import run_each, run_ranks, selected
+from tests.support.pool import run_ranks, selected
 
 PER_EPOCH, STEPS = 4, 9  # batches
 
@@ -76,6 +77,21 @@ class OneRate(Recorded):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class PerEpoch(Recorded):
+    """With a scheduler that steps once an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)]
+
+
+class NoOptimizer(Recorded):
+    """Learns by its buffers alone."""
+
+    def configure_optimizers(self) -> Any:
+        warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
+
+
 class Estimating(Recorded):
     """Makes Lightning prepare the loaders before a checkpoint is loaded, as for OneCycleLR."""
 
@@ -121,6 +137,59 @@ class Stateful:
         self._begun = state["begun"]
 
 
+class Corpus:
+    """Reads on from where it is, in every epoch; its length is not known."""
+
+    def __init__(self) -> None:
+        self.place = {"read": 0}  # changed in place: a state of it must be copied
+
+    def __iter__(self) -> Any:
+        while True:
+            self.place["read"] += 1
+            yield (torch.full((2, 9), self.place["read"] % tiny.VOCABULARY),)
+            if self.place["read"] % PER_EPOCH == 0:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Continued(DataLoader[Any]):
+    """Counts its batches, as torchdata's StatefulDataLoader does, and skips as many after ``load_state_dict``."""
+
+    given, _skipped = 0, 0
+
+    def __iter__(self) -> Any:
+        for _ in range(1 + 2 * bool(self._skipped)):  # as torchdata, which begins with its sampler several times
+            iter(self.sampler)
+        batches: Any = super().__iter__()
+        self.given, self._skipped = self._skipped, 0
+        for _ in range(self.given):
+            next(batches)
+        return self._give(batches)
+
+    def _give(self, batches: Any) -> Any:
+        for batch in batches:
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._skipped = state["given"]
+
+
+def continued(count: int) -> Continued:
+    """A loader whose order is drawn from a generator of its sampler's, seeded by the process."""
+    generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
+    sampler = SubsetRandomSampler(range(count), generator=generator)
+    return Continued(tiny.loader(count=count).dataset, 2, sampler=sampler)
+
+
 class Stream(IterableDataset[Any]):
     """Shuffles as it goes, with the generator of the process."""
 
@@ -145,6 +214,9 @@ def data(kind: str, world: int) -> Any:
         "augmentation": lambda: {n: DataLoader(Augmented(), batch_size=2, shuffle=True) for n in ("one", "other")},
         "stateful beside": lambda: CombinedLoader({"stateful": Stateful(), "other": plain()}, "min_size"),
         "iterable": lambda: DataLoader(Stream(), batch_size=2),
+        "corpus": Corpus,
+        "continued": lambda: continued(2 * PER_EPOCH * world),
+        "both": lambda: CombinedLoader({"a": continued(2 * PER_EPOCH * world), "b": Corpus()}, "min_size"),
     }
     return kinds[kind]()
 
@@ -162,6 +234,31 @@ class Stop(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if not self._by_signal and trainer.global_step == self._step:
             trainer.should_stop = True
+
+
+class Fails(pl.Callback):
+    """Raises in a step of training, or in a batch of validation of all that there were."""
+
+    def __init__(self, number: int, *, validates: bool = False) -> None:
+        self._number, self._validates, self._validated = number, validates, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self._number and not self._validates:
+            raise OSError("a step")
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self._validated += 1
+        if self._validated == self._number + 1 and self._validates:
+            raise OSError("a validation")
+
+
+class Overflows(pl.Callback):
+    """Makes the gradient infinite in some steps, so that the scale shrinks and the step is left out."""
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for parameter in module.parameters() if trainer.fit_loop.total_batch_idx in (1, 6) else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float("inf"))
 
 
 class OutOfTime(Timer):
@@ -193,15 +290,19 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2 x tp2": (4, TP2),
     "pp2 x fsdp2": (4, PP2),
 }
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1, swa_epoch_start=2),
+    "EMAWeightAveraging": lambda: pl.callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=1),
+}
 EACH = {"limit_val_batches": 2, "val_check_interval": 2}
 
 
 class Row(NamedTuple):
     """A way to stop and to go on.
 
-    ``stop``: how, and after how many steps. "save" and "validation" are checkpoints of the run that never stops; after
-    the others somebody saves, or a ModelCheckpoint does at the end of each epoch ("epoch end"). ``first``: options of
-    the first run alone.
+    ``stop``: how, and after how many steps, or batches of validation. "save" and "validation" are checkpoints of the
+    run that never stops; others end with a save after them, by a ModelCheckpoint at the end of each epoch ("epoch
+    end"), or by an OnExceptionCheckpoint. ``first``: options of the first run alone.
     """
 
     topology: str
@@ -210,17 +311,19 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     model: dict[str, Any] = {}  # noqa: RUF012
     kind: type[Recorded] = Recorded
-    averages: bool = False
+    averages: str = ""
+    scaled: bool = False
     first: dict[str, Any] = {}  # noqa: RUF012
 
     def __str__(self) -> str:
         kind = [] if self.kind is Recorded else [self.kind.__name__]
-        return ", ".join([self.topology, self.data, self.stop, *self.options, *self.model, *kind])
+        more = [self.averages] * bool(self.averages) + ["scaled"] * self.scaled
+        return ", ".join([self.topology, self.data, self.stop, *self.options, *self.model, *kind, *more])
 
     @property
     def same(self) -> str:
         """What rows have in common that share the run which never stops."""
-        return repr((self.topology, self.data, self.options, self.model, self.kind, self.averages))
+        return repr(self._replace(stop="", first={}))
 
 
 LATE, MOMENTUM = {"build_late": True}, {"optimizer": "momentum"}
@@ -232,7 +335,15 @@ ROWS = [
     Row("one process", "shuffled", "save@3", model=MOMENTUM),
     Row("one process", "shuffled", "should_stop@3, epoch end", EACH),
     Row("one process", "shuffled", "validation@4", OF_VALIDATIONS),
-    Row("one process", "shuffled", "save@6", {"max_epochs": 4}, kind=OneRate, averages=True),
+    Row("one process", "shuffled", "save@6", {"max_epochs": 4}, kind=OneRate, averages="StochasticWeightAveraging"),
+    Row("one process", "shuffled", "save@6", kind=PerEpoch),
+    Row("one process", "shuffled", "save@8", kind=PerEpoch),
+    Row("one process", "shuffled", "save@6", scaled=True),
+    Row("one process", "shuffled", "save@6", kind=NoOptimizer),
+    Row("one process", "shuffled", "error@3, on exception", EACH),
+    Row("one process", "shuffled", "error@7, on exception", {**EACH, "max_epochs": 2}),
+    Row("one process", "shuffled", "validation error@2, on exception", {"limit_val_batches": 2}),
+    Row("one process", "shuffled", "validation error@4, on exception", EACH),
     Row("one process", "two workers", "max_steps@5, epoch end"),
     *(
         Row("one process", kind, "save@6")
@@ -244,10 +355,19 @@ ROWS = [
     Row("fsdp2", "shuffled", "save@6"),
     Row("fsdp2", "shuffled", "SIGTERM@4, after", EACH),
     Row("fsdp2", "shuffled", "max_time@5, epoch end"),
+    Row("fsdp2", "shuffled", "validation error@6, on exception", EACH),
+    Row("one process", "corpus", "save@6"),
+    Row("one process", "corpus", "error@5, on exception"),
+    Row("one process", "continued", "save@3"),
+    Row("one process", "continued", "max_steps@4, after"),
+    Row("fsdp2", "both", "save@3"),
+    Row("fsdp2", "both", "error@6, on exception"),
     Row("pp2, 1f1b", "shuffled", "save@2"),
     Row("fsdp2 x tp2", "shuffled", "save@2", model=LATE),
     Row("pp2 x fsdp2", "shuffled", "save@6", model=MOMENTUM),
 ]
+if hasattr(pl.callbacks, "EMAWeightAveraging"):  # since Lightning 2.6
+    ROWS += [Row("one process", "shuffled", f"save@{n}", kind=OneRate, averages="EMAWeightAveraging") for n in (4, 6)]
 NAMED = {str(row): row for row in ROWS}
 
 
@@ -255,24 +375,31 @@ def fit(row: Row, directory: str, *, resume: str | None = None, callbacks: Any =
     world, strategy = TOPOLOGIES[row.topology]
     pl.seed_everything(9 if resume else 1)
     module, logger, own = row.kind(**row.model), Told(), list[pl.Callback]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     if row.averages:
-        own.append(StochasticWeightAveraging(0.1, swa_epoch_start=2))
-    if row.stop.startswith("validation"):
+        own.append(AVERAGES[row.averages]())
+        warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides")
+    if row.scaled:
+        own.append(Overflows())
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler), tiny.ShardCkptIO()]
+    if row.stop.startswith("validation@"):
         own.append(ModelCheckpoint(directory, monitor="val_loss", save_top_k=-1, filename="{step}"))
     options = {"max_steps": -1, "max_epochs": 9, "limit_val_batches": 0, **row.options, **options}
     if world == 1:
         options["use_distributed_sampler"] = False
     run = tiny.trainer(strategy, logger=logger, callbacks=[*own, *callbacks], **options)
     held_out = tiny.loader(count=8, shuffle=False) if options["limit_val_batches"] else None
-    with suppress(SystemExit):
+    with suppress(SystemExit, OSError):
         run.fit(module, data(row.data, run.world_size), held_out, ckpt_path=resume)
     run.fit_loop.teardown()  # which Lightning does not do after an exception
+    averages = [c._average_model for c in own if getattr(c, "_average_model", None) is not None]
+    state = {f"average/{n}": tiny.whole(t) for average in averages for n, t in average.state_dict().items()}
     return {
         "run": run,
         "steps": module.steps,
         "begun": module.begun,
         "logged": logger.rows,
-        "state": tiny.full_state(module, run.optimizers),
+        "state": tiny.full_state(module, run.optimizers) | state | {"scale": scaler.get_scale()},
         "counted": (run.global_step, run.current_epoch),
         "lr": [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups],
     }
@@ -284,10 +411,16 @@ def stopped(row: Row, directory: str) -> dict[str, Any]:
     name, _, number = how.partition("@")
     step = int(number)
     limits = {name: step} if name.startswith("max_") and name != "max_time" else {}
-    ends = {"max_time": OutOfTime, "should_stop": Stop, "SIGTERM": lambda step: Stop(step, by_signal=True)}
+    ends = {
+        "max_time": OutOfTime, "should_stop": Stop, "SIGTERM": lambda step: Stop(step, by_signal=True),
+        "error": Fails, "validation error": lambda number: Fails(number, validates=True),
+    }
     callbacks = [ends[name](step)] if name in ends else []  # type: ignore[operator]
     if saver == "epoch end":
         callbacks.append(ModelCheckpoint(directory, "a", save_on_train_epoch_end=True))
+        limits["enable_checkpointing"] = True  # type: ignore[assignment]
+    if saver == "on exception":
+        callbacks.append(OnExceptionCheckpoint(directory, "a"))
         limits["enable_checkpointing"] = True  # type: ignore[assignment]
     found = fit(row, directory, callbacks=callbacks, **row.first | limits)
     if saver == "after":
@@ -361,19 +494,12 @@ def test_a_run_that_stopped_goes_on_as_one_that_never_did(name: str, seen: Calla
         assert wrong(row, *rank[name]) == []
 
 
-SHORTER = [
-    Row("fsdp2", "shuffled", "max_steps@3, after", {"limit_train_batches": 2}, first={"limit_train_batches": 4}),
-    Row("fsdp2", "shuffled", "max_epochs@1, after", first={"limit_train_batches": 2}),
-]
-
-
-def test_an_epoch_that_is_over_by_the_limit_of_either_run_is_followed_by_the_next_one(tmp_path: Path) -> None:
+def test_an_epoch_that_is_over_by_a_lower_limit_is_followed_by_the_next_one(tmp_path: Path) -> None:
     """Oracle: the second epoch of the run that never stopped, whose DistributedSampler shuffles by the epoch."""
-    for below, raised in run_ranks(2, run_rows, SHORTER, str(tmp_path), 2 * PER_EPOCH):
-        for (straight, _, rest), length in ((below, 2), (raised, 4)):
-            where = [step[:3] for step in rest["steps"][:length]]
-            assert where == [step[:3] for step in straight["steps"] if step[0] == 1]
-            assert rest["begun"][0][0] == 1
+    row = Row("fsdp2", "shuffled", "max_steps@3, after", {"limit_train_batches": 2}, first={"limit_train_batches": 4})
+    for ((straight, _, rest),) in run_ranks(2, run_rows, [row], str(tmp_path), 2 * PER_EPOCH):
+        where = [step[:3] for step in rest["steps"][:2]]
+        assert where == [step[:3] for step in straight["steps"] if step[0] == 1]
 
 
 # ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -448,98 +574,56 @@ def test_added_ranks_draw_numbers_of_their_own_from_every_generator(tmp_path: Pa
         assert len({*drawn}) == (3 if saved[0] == saved[1] else 4)
 
 
-class BufferedStream(IterableDataset[Any]):
-    """Draws samples from a buffer, from the process's generators or its own; or all when it begins; or changes them."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
+class NoisyCorpus(Corpus):
     def __iter__(self) -> Any:
-        chosen = random if self._kind == "buffered" else random.Random(1)
-        left = list(range(12))
-        if self._kind == "shuffled":
-            random.shuffle(left)
-        while left:
-            sample = torch.full((9,), left.pop(chosen.randrange(min(4, len(left)))))
-            yield (noise() // 2 if self._kind == "augmented" else sample,)
+        for (sample,) in super().__iter__():
+            yield (sample // 2 + torch.randint(2, (9,)),)
 
 
-class Dropping(tiny.TinyLM):
-    """Draws from a generator from which the stream draws, too."""
+def warnings_of_noise(path: str) -> list[str]:
+    options: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 9}
+    tiny.trainer({}, max_steps=3, callbacks=[tiny.SaveAt(2, path)], **options).fit(tiny.TinyLM(), NoisyCorpus())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiny.trainer({}, max_steps=3, **options).fit(tiny.TinyLM(), NoisyCorpus(), ckpt_path=path)
+    return [str(each.message) for each in caught if "samples" in str(each.message)]
+
+
+def test_random_numbers_of_a_batch_that_was_drawn_ahead_are_drawn_anew_and_this_is_told(tmp_path: Path) -> None:
+    (((said,)),) = run_ranks(1, warnings_of_noise, str(tmp_path / "a.ckpt"))
+    assert "NoisyCorpus draws from the random generators of the training process" in said
+
+
+def warnings_of_plateau(monitor: str, path: str) -> list[str]:
+    """Save in the middle of the second epoch, resume there, and return warnings about the scheduler."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for resume in (None, path):
+            pl.seed_everything(1)
+            saving = [] if resume else [tiny.SaveAt(6, path)]
+            run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=saving)
+            run.fit(Plateau(monitor), tiny.loader(count=2 * PER_EPOCH), ckpt_path=resume)
+    return [str(each.message) for each in caught if "ReduceLROnPlateau" in str(each.message)]
+
+
+class Plateau(tiny.TinyLM):
+    """Its scheduler follows a mean of each epoch, or the loss of a step."""
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__()
+        self.monitor = monitor
 
     def training_step(self, batch: Any, index: int) -> Any:
-        random.random()
-        return super().training_step(batch, index)
+        loss = super().training_step(batch, index)
+        self.log("per_epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
 
 
-def warnings_of_buffers(directory: str) -> dict[str, list[str]]:
-    """Return the warnings of the order of data, of runs that resume in mid-epoch, by the kind of the stream."""
-    found = {}
-    for kind in ("buffered", "augmented", "own generator", "shuffled"):
-        path = f"{directory}/{kind}.ckpt"
-        for steps in (3, 5):
-            run = tiny.trainer({}, max_steps=steps, use_distributed_sampler=False, limit_val_batches=0)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                data = DataLoader(BufferedStream(kind), batch_size=2)
-                run.fit(Dropping(), data, ckpt_path=path if steps == 5 else None)
-            run.save_checkpoint(path, weights_only=False)
-        found[kind] = [str(w.message) for w in caught if "order of its data" in str(w.message)]
-    return found
-
-
-def test_a_stream_whose_samples_depend_on_the_generators_of_steps_is_told(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, warnings_of_buffers, str(tmp_path))
-    assert found["own generator"] == found["shuffled"] == []
-    for kind in ("buffered", "augmented"):
-        (warning,) = found[kind]
-        assert "BufferedStream draws from the random generators of the training process" in warning
-
-
-class Counted(IterableDataset[Any]):
-    """A stream without a length, of so many batches of two; it keeps what it gave, over all epochs."""
-
-    def __init__(self, batches: int) -> None:
-        super().__init__()
-        self._batches, self.given = batches, 0
-
-    def __iter__(self) -> Any:
-        for _ in range(2 * self._batches):
-            self.given += 1
-            yield (torch.full((9,), self.given % 37),)
-
-
-def counted(directory: str, kind: type[tiny.TinyLM], stop: int) -> list[tuple[int, int]]:
-    """How many samples a stream gave, and how many steps they made, in a run and in one that resumes."""
-    found = []
-    more: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0, "max_epochs": 9}
-    for steps in (stop, 8):
-        stream, path = Counted(4), f"{directory}/{stop}.ckpt"
-        run = tiny.trainer({}, max_steps=steps, **more)
-        run.fit(module := kind(), DataLoader(stream, batch_size=2), ckpt_path=path if steps == 8 else None)
-        if steps == stop:
-            run.save_checkpoint(path)
-        found.append((stream.given, len(module.losses)))
-    return found
-
-
-def test_no_batch_of_a_stream_is_lost_by_a_resume(tmp_path: Path) -> None:
-    """In the middle of an epoch the batches that were used are given again, and one is drawn ahead of its step."""
-    expected = {4: [(8, 4), (8, 4)], 2: [(6, 2), (16, 6)]}  # at the end of an epoch, and in the middle
-    runs = {(kind, stop): (1, counted, str(tmp_path / kind.__name__), kind, stop)
-            for kind in (tiny.TinyLM, Estimating) for stop in expected}  # fmt: skip
-    assert run_each(runs) == {(kind, stop): [expected[stop]] for kind, stop in runs}
-
-
-def batches_after_a_run_that_is_over(path: str) -> int:
-    """Return how many batches a loader has after it was given to a run that had no step to make."""
-    for resume in (None, path):
-        loader = tiny.loader()
-        run = tiny.trainer({}, max_steps=1, use_distributed_sampler=False, limit_val_batches=0)
-        run.fit(tiny.TinyLM(), loader, ckpt_path=resume)
-        run.save_checkpoint(path)
-    return len([*loader]) - len(loader)
-
-
-def test_a_run_that_is_over_leaves_its_loader_as_it_was(tmp_path: Path) -> None:
-    assert run_ranks(1, batches_after_a_run_that_is_over, str(tmp_path / "a.ckpt")) == [0]
+def test_a_scheduler_that_misses_the_update_of_an_interrupted_epoch_is_told(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, warnings_of_plateau, "per_epoch", str(tmp_path / "a.ckpt"))[0]
+    assert said.startswith("ReduceLROnPlateau will miss the update of epoch 1")
