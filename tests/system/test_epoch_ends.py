@@ -23,9 +23,7 @@ from tests.support.pool import run_ranks
 REPLICAS = {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2}
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP": (2, {}),
-    "replicas": (2, REPLICAS),
     "HSDP": (4, {"data_parallel_shard_size": 2, "data_parallel_replicate_size": 2}),
-    "TP": (4, {"tensor_parallel_size": 2, "tensor_parallel_plan": {"layers.*": "colwise_gather_output"}}),
     "pipelines": (4, {**REPLICAS, "pipeline_parallel_size": 2}),
 }
 
@@ -98,8 +96,6 @@ def train_unequally(strategy: dict[str, Any], kind: str, options: dict[str, Any]
 ENDED = "epoch 0 of the training ended after 5 batches on rank"
 ROWS = [
     *((name, "stream", {}) for name in ("FSDP", "HSDP", "pipelines")),
-    *(pytest.param(name, "stream", {}, marks=pytest.mark.sweep) for name in ("replicas", "TP")),
-    pytest.param("FSDP", "stream", {"limit_train_batches": 9}, marks=pytest.mark.sweep),
     ("FSDP", "stream", {"limit_val_batches": 0}),
     ("FSDP", "sized", {}),
     ("FSDP", "should_stop", {}),
@@ -121,7 +117,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_equally(strategy: dict[str, Any]) -> dict[str, list[str]]:
+def train_equally() -> dict[str, list[str]]:
     """Train over streams as long as each other and over loaders with a length; return what differs."""
     found = {}
     for name, options in RUNS.items():
@@ -133,16 +129,15 @@ def train_equally(strategy: dict[str, Any]) -> dict[str, list[str]]:
             data: Dataset[Any] = kind(rows)
             collate = None if kind is Stream else lambda rows: torch.stack([row for (row,) in rows])
             loader: Any = DataLoader(data, batch_size=2, collate_fn=collate)
-            run = tiny.trainer(strategy, use_distributed_sampler=False, **options)
+            run = tiny.trainer({}, use_distributed_sampler=False, **options)
             run.fit(module, loader, module.val_dataloader())
             states.append(tiny.full_state(module, run.optimizers) | {"steps": run.global_step})
         found[name] = tiny.differences(*states)
     return found
 
 
-@pytest.mark.parametrize("strategy", [{}, pytest.param(REPLICAS, marks=pytest.mark.sweep)], ids=["FSDP", "replicas"])
-def test_streams_of_equal_length_train_as_loaders_with_a_length(strategy: dict[str, Any]) -> None:
-    for differing in run_ranks(2, train_equally, strategy):
+def test_streams_of_equal_length_train_as_loaders_with_a_length() -> None:
+    for differing in run_ranks(2, train_equally):
         assert differing == {name: [] for name in RUNS}
 
 
@@ -154,16 +149,16 @@ class ClockAhead(pl.Callback):
             trainer._last_val_time = time.monotonic() - 7200
 
 
-def validate_by_time(strategy: dict[str, Any]) -> list[int]:
+def validate_by_time() -> list[int]:
     """Return the steps at which a validation comes."""
     module, found = Net("sized"), list[int]()
     module.on_validation_epoch_end = lambda: found.append(module.global_step)  # type: ignore[method-assign]
     rows: Any = torch.ones(10, 4)
-    run = tiny.trainer(strategy, max_epochs=2, val_check_interval=timedelta(hours=1), callbacks=[ClockAhead()])
+    run = tiny.trainer({}, max_epochs=2, val_check_interval=timedelta(hours=1), callbacks=[ClockAhead()])
     run.fit(module, DataLoader(rows, batch_size=2), module.val_dataloader())
     return found
 
 
 @pytest.mark.skipif("timedelta" not in str(pl.Trainer.__init__.__annotations__), reason="Lightning 2.6 has added it")
 def test_all_ranks_validate_when_the_time_is_over_on_one() -> None:
-    assert run_ranks(2, validate_by_time, {}) == [[1], [1]]
+    assert run_ranks(2, validate_by_time) == [[1], [1]]

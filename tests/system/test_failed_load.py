@@ -1,6 +1,6 @@
 """A load from a corrupted checkpoint ends on all ranks, and its objects, a mix then, are neither used nor saved.
 
-Of the Trainer, of Fabric and of the functions. A full load of another checkpoint makes them usable again.
+Of the Trainer and of the functions. A full load of another checkpoint makes them usable again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_shardckpt as ckpt
 from tests.support import tiny
-from tests.support.fabrics import fabric_of
 from tests.support.pool import run_ranks
 
 STRATEGIES: list[dict[str, Any]] = [{}, {"pipeline_parallel_size": 2}]
@@ -95,7 +94,7 @@ def test_a_module_that_is_partly_loaded_is_neither_trained_nor_saved_until_it_ha
         assert found["saved"] == ["bad.ckpt", "good.ckpt"]
 
 
-# ── functions and Fabric ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── functions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Net(nn.Module):
@@ -163,43 +162,5 @@ def load_a_corrupt_one(folder: str) -> None:
     assert tiny.differences(found, expected) == []
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_objects_of_functions_are_refused_until_all_their_tensors_are_loaded(world: int, tmp_path: Path) -> None:
-    run_ranks(world, load_a_corrupt_one, str(tmp_path))
-
-
-def load_a_corrupt_one_in_fabric(folder: str) -> None:
-    fabric = fabric_of("32-true")
-
-    def set_up(seed: int) -> dict[str, Any]:
-        net = Net(seed)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=seed / 100)
-        net, optimizer = fabric.setup(net, optimizer)
-        fabric.backward(net(torch.ones(2, 64)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        return {"model": net, "optimizer": optimizer}
-
-    stored, state = set_up(1), set_up(2)
-    for name in ("good", "bad"):
-        fabric.save(f"{folder}/{name}", stored)
-    corrupt_last_tensor(f"{folder}/bad")
-    assert "CorruptionError" in error_of(lambda: fabric.load(f"{folder}/bad", state))
-    uses: list[Callable[[], Any]] = [
-        lambda: state["model"](torch.ones(2, 64)),
-        state["optimizer"].step,
-        lambda: fabric.save(f"{folder}/mix", state),
-    ]
-    for use in uses:
-        assert "a mix of two states" in (found := error_of(use)), found
-    assert not os.path.exists(f"{folder}/mix")
-    fabric.load(f"{folder}/good", state)
-    for one in (stored, state):
-        fabric.backward(one["model"](torch.ones(2, 64)).square().sum())
-        one["optimizer"].step()
-    found, expected = (tiny.full_state(one["model"].module, [one["optimizer"].optimizer]) for one in (state, stored))
-    assert tiny.differences(found, expected) == []
-
-
-def test_objects_of_fabric_are_refused_until_all_their_tensors_are_loaded(tmp_path: Path) -> None:
-    run_ranks(2, load_a_corrupt_one_in_fabric, str(tmp_path))
+def test_objects_of_functions_are_refused_until_all_their_tensors_are_loaded(tmp_path: Path) -> None:
+    run_ranks(2, load_a_corrupt_one, str(tmp_path))

@@ -7,18 +7,25 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shardckpt import FSDP
 from tests.support.nets import TOLERANCE, Case, Trained, train_all, twins
 from tests.support.pool import run_each, run_ranks, selected
 
 # Sums of float64 in another order, through AdamW with eps 1e-3: seen up to 7e-15 after four steps.
 
 TIED = Case("tied net", late=True)
+LATE = Case(late=True, clip=0.05, accumulate=2)
 CLIPPED = Case(clip=0.05)
 ACCUMULATED = Case(clip=0.05, accumulate=2)
 LLAMA = Case("llama", late=True)
 QWEN3 = Case("qwen3", accumulate=2)
-EVERY_CASE = [TIED, CLIPPED, ACCUMULATED, LLAMA, QWEN3]
+EVERY_CASE = [TIED, LATE, CLIPPED, ACCUMULATED, LLAMA, QWEN3]
 TP = {"tensor_parallel_size": 2}
+OPTIONS = FSDP(
+    units=["net.blocks.*.attention", "Block", "net.embed"],
+    activation_checkpointing=["Attention", "net.blocks.1"],
+    cpu_offload=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +37,7 @@ WAYS: dict[str, tuple[int, dict[str, Any], list[Case]]] = {
     "one process": (1, {}, [ACCUMULATED, QWEN3]),
     "fsdp2": (2, {}, [CLIPPED, LLAMA]),
     "fsdp3 uneven": (3, {}, [TIED]),
+    "fsdp2, options": (2, {"fsdp": OPTIONS}, [LATE]),
     "replicate2": (2, {"data_parallel_replicate_size": 2}, [ACCUMULATED]),
     "tp2": (2, TP, [QWEN3]),
     "fsdp2 x tp2": (4, TP, [TIED]),

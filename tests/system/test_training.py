@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -30,9 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
-from lightning_shardckpt import FSDP
 from lightning_shardckpt.errors import TopologyError, UnsupportedCodeError
-from lightning_shardckpt.parallel.sharding.units import is_unit
 from lightning_shardckpt.pytorch import ShardedStrategy
 from tests.support.nets import (
     PLAN,
@@ -77,49 +70,6 @@ def plain_training(net: nn.Module) -> State:
 
 
 # ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"fsdp": FSDP(activation_checkpointing=["Attention", "net.blocks.1"], cpu_offload=True)},
-    {"fsdp": FSDP(units=["net.blocks.*.attention", "Block", "net.embed"])},
-]
-
-
-def train_with_options() -> list[tuple[list[str], State]]:
-    out = []
-    for options in OPTIONS:
-        pl.seed_everything(3, verbose=False)
-        module = Module(Case(late=True))
-        fit(module, ShardedStrategy(**options), accumulate_grad_batches=2, limit_train_batches=3, limit_val_batches=0)
-        out.append((list(module.state_dict()), full_state(module)))
-        assert sum(map(is_unit, module.modules())) > 3
-    return out
-
-
-@pytest.mark.slow
-def test_options_change_neither_names_nor_numbers(found: dict[Any, Any]) -> None:
-    (names, expected), *others = found[train_with_options][0]
-    for options, (got_names, got) in zip(OPTIONS[1:], others, strict=True):
-        assert got_names == names, options
-        assert_close(got, expected, 0)
-
-
-def train_in_bfloat16() -> tuple[float, set[torch.dtype], float]:
-    pl.seed_everything(3, verbose=False)
-    module = Module(Case("llama", late=True))
-    strategy = ShardedStrategy(tensor_parallel_size=dist.get_world_size())
-    trainer = fit(module, strategy, precision="bf16-mixed", gradient_clip_val=0.5)
-    values = torch.cat([v.double().flatten() for v in full_state(module).values()])
-    return float(trainer.callback_metrics["val"]), {p.dtype for p in module.parameters()}, values.norm().item()
-
-
-@pytest.mark.slow
-def test_bfloat16_trains_the_same_up_to_its_rounding(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
-    tolerance, ranks, expected = 2e-3, found[train_in_bfloat16], alone[train_in_bfloat16][0]
-    assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0][1] == {torch.float32}
-    assert ranks[0][0] == pytest.approx(expected[0], rel=tolerance)
-    assert ranks[0][2] == pytest.approx(expected[2], rel=tolerance)
 
 
 class Overflow(Module):
@@ -188,11 +138,8 @@ def run_stages() -> None:
     assert again.validate(module, verbose=False)[0]["val"] == fitted
     again.fit(module)
     assert float(again.callback_metrics["val"]) < fitted
-    assert trainer.validate(Everything(), verbose=False)[0]["val"] != fitted
     with pytest.raises(TopologyError, match=r"already sharded as .*tensor=2.*asks for .*tensor=1"):
         trainer_for(ShardedStrategy(), world).validate(module, verbose=False)
-    module.more = nn.Linear(2, 2)
-    assert trainer.validate(module, verbose=False)[0]["val"] == float(again.callback_metrics["val"])
     module.configure_model = lambda: setattr(module, "extra", nn.Linear(2, 2))  # type: ignore[method-assign]
     with pytest.raises(UnsupportedCodeError, match=r"got 2 parameters after it was sharded, the first is extra.weight"):
         trainer.validate(module, verbose=False)
@@ -304,8 +251,6 @@ class ShardsItself(Module):
     def __init__(self, how: str) -> None:
         super().__init__(Case(late=True))
         self.how, self.net = how, None  # type: ignore[assignment]
-        if how == "early":
-            self.net = Feedforward()
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -320,13 +265,13 @@ class ShardsItself(Module):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-WAYS = ["early", "late", "tensor only"]
+WAYS = ["both axes", "tensor only"]
 
 
 def train_what_shards_itself() -> list[State]:
     out = []
     for how in WAYS:
-        pl.seed_everything(9 if how == "early" and dist.get_rank() else 3, verbose=False)
+        pl.seed_everything(3, verbose=False)
         module = ShardsItself(how)
         options = {"gradient_clip_val": 0.05, "limit_train_batches": 2, "limit_val_batches": 1}
         trainer = fit(module, ShardedStrategy(tensor_parallel_size=2), **options)
@@ -335,22 +280,20 @@ def train_what_shards_itself() -> list[State]:
     return out
 
 
-def train_feedforward() -> tuple[State, State]:
-    out = []
-    for dtype in (torch.float32, torch.float64):
-        pl.seed_everything(3, verbose=False)
-        torch.set_default_dtype(dtype)
-        out.append(plain_training(Feedforward()))
-    torch.set_default_dtype(torch.float32)
-    return out[0], out[1]
+def train_feedforward() -> State:
+    pl.seed_everything(3, verbose=False)
+    torch.set_default_dtype(torch.float64)  # as Lightning does while it builds
+    try:
+        return plain_training(Feedforward())
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.slow
 def test_a_module_that_shards_itself_trains_as_plain_torch(found: dict[Any, Any], alone: dict[Any, Any]) -> None:
-    ((early, late),) = alone[train_feedforward]
     for rank in found[train_what_shards_itself]:
-        for how, got in zip(WAYS, rank, strict=True):
-            assert_close(got, early if how == "early" else late)
+        for got in rank:
+            assert_close(got, alone[train_feedforward][0])
 
 
 def sequence_parallel(root: nn.Module, mesh: Any) -> None:
@@ -389,9 +332,9 @@ def test_a_callable_plan_may_use_sequence_parallel_norms(found: dict[Any, Any], 
 
 # ── one start for all ───────────────────────────────────────────────────────────────────────────────────────────────
 
-ON_TWO = [train_with_options, train_in_bfloat16, train_with_scaler, run_stages, train_batch_norm]
+ON_TWO = [train_with_scaler, run_stages, train_batch_norm]
 ON_FOUR = [seeds_of_workers, train_with_dropout, train_what_shards_itself]
-ALONE = [train_in_bfloat16, train_feedforward, train_sequence_parallel]
+ALONE = [train_feedforward, train_sequence_parallel]
 
 
 @pytest.fixture(scope="module")
@@ -480,46 +423,3 @@ def fit_with_foreign_optimizer() -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     run_ranks(1, fit_with_foreign_optimizer)
-
-
-# ── how it is started ───────────────────────────────────────────────────────────────────────────────────────────────
-
-TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"net.up": "colwise", "net.down": "rowwise"}}
-STRATEGY = {"class_path": "lightning_shardckpt.ShardedStrategy", "init_args": TENSOR}
-CONFIG: dict[str, Any] = {
-    "trainer": {"accelerator": "cpu", "devices": 2, "max_steps": 2, "strategy": STRATEGY},
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
-}
-
-
-class FromConfig(Module):
-    """LightningCLI builds its optimizer, from parameters that are sharded later."""
-
-    def __init__(self) -> None:
-        super().__init__(Case(late=True))
-        self.net = Feedforward()
-
-    configure_optimizers = pl.LightningModule.configure_optimizers  # type: ignore[assignment]
-
-
-def run_cli() -> tuple[bool, int]:
-    sys.argv = ["train.py"]  # the CLI warns about arguments beside its own
-    os.environ["PL_GLOBAL_SEED"] = "1"  # … and about a missing seed
-    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6 uses a deprecated method
-    Path("config.yaml").write_text(yaml.safe_dump(CONFIG))
-    defaults = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    args = ["fit", "--config", "config.yaml"]
-    cli = LightningCLI(FromConfig, save_config_callback=None, trainer_defaults=defaults, args=args)
-    live = set(cli.model.parameters())
-    (optimizer,) = cli.trainer.optimizers
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return held == live, len(optimizer.state)
-
-
-def test_an_optimizer_that_lightning_cli_builds_steps_the_sharded_parameters() -> None:
-    assert run_ranks(2, run_cli) == [(True, 9)] * 2
