@@ -270,7 +270,7 @@ def test_a_run_after_all_ranks_failed_trains() -> None:
     assert run_ranks(2, run_twice, [0, 1], "fit") == [["OSError: of mine", "ok"]] * 2
 
 
-# ── the end of a script ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end of a script ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SELDOM = Tuning(rank_poll_s=0.7, rank_longest_poll_s=0.7, host_look_s=0.0)

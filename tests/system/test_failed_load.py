@@ -94,7 +94,7 @@ def test_a_module_that_is_partly_loaded_is_neither_trained_nor_saved_until_it_ha
         assert found["saved"] == ["bad.ckpt", "good.ckpt"]
 
 
-# ── functions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Net(nn.Module):

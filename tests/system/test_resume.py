@@ -592,38 +592,3 @@ def warnings_of_noise(path: str) -> list[str]:
 def test_random_numbers_of_a_batch_that_was_drawn_ahead_are_drawn_anew_and_this_is_told(tmp_path: Path) -> None:
     (((said,)),) = run_ranks(1, warnings_of_noise, str(tmp_path / "a.ckpt"))
     assert "NoisyCorpus draws from the random generators of the training process" in said
-
-
-def warnings_of_plateau(monitor: str, path: str) -> list[str]:
-    """Save in the middle of the second epoch, resume there, and return warnings about the scheduler."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for resume in (None, path):
-            pl.seed_everything(1)
-            saving = [] if resume else [tiny.SaveAt(6, path)]
-            run = tiny.trainer({}, max_epochs=3, limit_val_batches=0, callbacks=saving)
-            run.fit(Plateau(monitor), tiny.loader(count=2 * PER_EPOCH), ckpt_path=resume)
-    return [str(each.message) for each in caught if "ReduceLROnPlateau" in str(each.message)]
-
-
-class Plateau(tiny.TinyLM):
-    """Its scheduler follows a mean of each epoch, or the loss of a step."""
-
-    def __init__(self, monitor: str) -> None:
-        super().__init__()
-        self.monitor = monitor
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        loss = super().training_step(batch, index)
-        self.log("per_epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": self.monitor}}
-
-
-def test_a_scheduler_that_misses_the_update_of_an_interrupted_epoch_is_told(tmp_path: Path) -> None:
-    (said,) = run_ranks(1, warnings_of_plateau, "per_epoch", str(tmp_path / "a.ckpt"))[0]
-    assert said.startswith("ReduceLROnPlateau will miss the update of epoch 1")
