@@ -17,8 +17,18 @@ from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.storage.router import StorageRouter
 from lightning_shardckpt.storage.temporaries import output_file
 from tests.support.pool import run_ranks
-from tests.unit.storage.test_local import SAVE
-from tests.unit.storage.test_storage import ID, LOCAL, OTHER_ID, beside, content, mounted, own_mounts, put, run
+from tests.support.published import (
+    ID,
+    LOCAL,
+    OTHER_ID,
+    SAVE,
+    beside,
+    content,
+    mounted,
+    own_mounts,
+    put,
+    run,
+)
 
 WHOLE = {"a": b"1"}
 

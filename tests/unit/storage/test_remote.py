@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,22 +16,23 @@ import pytest
 import torch
 
 import lightning_shardckpt
-from lightning_shardckpt import ShardCkptIO
 from lightning_shardckpt.checkpoint import checkpoint
 from lightning_shardckpt.checkpoint.save_job import RunInfo, SaveOptions
+from lightning_shardckpt.cli import main
+from lightning_shardckpt.consolidate import consolidate
 from lightning_shardckpt.distributed.ranks import Ranks
-from lightning_shardckpt.errors import CheckpointNotFoundError, FormatError
-from lightning_shardckpt.format.index import ROOT_NAME, RootIndex, root_from_json, root_to_json
+from lightning_shardckpt.errors import CheckpointNotFoundError
+from lightning_shardckpt.format.index import ROOT_NAME
 from lightning_shardckpt.state.trainer import snapshot
 from lightning_shardckpt.storage.object_store import machine_upload_lock
 from lightning_shardckpt.storage.protocol import Draft
 from lightning_shardckpt.storage.router import StorageRouter
-from lightning_shardckpt.strategy.ckpt_path import resolve_ckpt_path
+from lightning_shardckpt.tools.diff import diff
 from lightning_shardckpt.tools.inspect import inspect
+from lightning_shardckpt.tools.map import write_map
 from lightning_shardckpt.tools.verify import verify
+from tests.support.published import ID, OTHER_ID, THIRD_ID, root_of
 from tests.support.stores import IMPATIENT, Bucket
-from tests.system.test_ckpt_path import trainer
-from tests.unit.storage.test_storage import ID, OTHER_ID, THIRD_ID, root_of
 
 OPTIMIZERS = [{"state": {}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}]
 
@@ -65,20 +67,14 @@ def draft(storage: StorageRouter, url: str, save_id: str, **files: bytes) -> Dra
     return found
 
 
-@pytest.mark.slow
 def test_of_two_saves_to_one_path_the_first_one_wins_and_the_other_is_told(storage: StorageRouter, s3: Bucket) -> None:
     url = s3.url("a.ckpt")
-    for before in (None, THIRD_ID):
-        if before is not None:
-            draft(storage, url, before).publish()
-        first, second = draft(storage, url, ID, a=b"1"), draft(storage, url, OTHER_ID, a=b"2", b=b"2")
-        first.publish()
-        with pytest.raises(FileExistsError, match=r"another process saved to .*a\.ckpt.*let each job save to paths"):
-            second.publish()
-        second.discard()
-        assert s3.listed() == [f"a.ckpt/{ID[:16]}-a", f"a.ckpt/{ROOT_NAME}"]
-        storage.remove(url)
-        assert s3.listed() == []
+    first, second = draft(storage, url, ID, a=b"1"), draft(storage, url, OTHER_ID, a=b"2", b=b"2")
+    first.publish()
+    with pytest.raises(FileExistsError, match=r"another process saved to .*a\.ckpt.*let each job save to paths"):
+        second.publish()
+    second.discard()
+    assert s3.listed() == [f"a.ckpt/{ID[:16]}-a", f"a.ckpt/{ROOT_NAME}"]
 
 
 def test_a_save_whose_files_another_one_deleted_is_not_committed(storage: StorageRouter, s3: Bucket) -> None:
@@ -93,27 +89,24 @@ def test_a_save_whose_files_another_one_deleted_is_not_committed(storage: Storag
     assert s3.listed() == []
 
 
-def test_what_a_killed_save_left_is_invisible_and_removed_by_the_next_one(storage: StorageRouter, s3: Bucket) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next_one_and_nothing_else_is(
+    storage: StorageRouter, s3: Bucket
+) -> None:
     url, dead = s3.url("runs", "a.ckpt"), THIRD_ID[:16]
     s3.put(f"runs/a.ckpt/{dead}-model-dist-00000-shard-00001.safetensors", b"x" * 2048)
-    s3.put(f"runs/b.ckpt/{dead}-of-somebody-else")
-    with pytest.raises(CheckpointNotFoundError, match=rf"it has no {ROOT_NAME}"):
-        storage.open(url)
-    notes = save(url, 1.0, storage=storage)
-    assert notes == [f"removed the leftover of an unfinished save at {url!r}: 1 file, 2.00 KiB"]
+    others = [f"runs/b.ckpt/{dead}-of-somebody-else", "runs/c.ckpt", "runs/d.ckpt/thesis.tex"]
+    for key in others:
+        s3.put(key, b"x")
+    assert save(url, 1.0, storage=storage) == [
+        f"removed the leftover of an unfinished save at {url!r}: 1 file, 2.00 KiB"
+    ]
     assert load(url, storage=storage) == 1.0
-    assert [key for key in s3.listed() if dead in key] == [f"runs/b.ckpt/{dead}-of-somebody-else"]
-
-
-@pytest.mark.parametrize("what", ["an object", "objects of somebody"])
-def test_what_is_not_ours_is_never_replaced(what: str, storage: StorageRouter, s3: Bucket) -> None:
-    key = "a.ckpt" if what == "an object" else "a.ckpt/thesis.tex"
-    s3.put(key, b"x")
-    with pytest.raises(FileExistsError, match=r"a\.ckpt.*use another path"):
-        save(s3.url("a.ckpt"), 1.0, storage=storage)
-    with pytest.raises(CheckpointNotFoundError):
-        storage.remove(s3.url("a.ckpt"))
-    assert s3.listed() == [key]
+    for name in ("c.ckpt", "d.ckpt"):
+        with pytest.raises(FileExistsError, match=rf"{name}.*use another path"):
+            save(s3.url("runs", name), 1.0, storage=storage)
+        with pytest.raises(CheckpointNotFoundError):
+            storage.remove(s3.url("runs", name))
+    assert [key for key in s3.listed() if not key.startswith("runs/a")] == others
 
 
 def test_what_lies_beside_and_below_a_checkpoint_stays(storage: StorageRouter, s3: Bucket) -> None:
@@ -129,39 +122,13 @@ def test_what_lies_beside_and_below_a_checkpoint_stays(storage: StorageRouter, s
 
 def test_a_copy_in_a_directory_is_a_checkpoint_and_so_is_one_that_was_uploaded(url: str, tmp_path: Path) -> None:
     save(url, 1.0)
-    fs = fsspec.filesystem("memory")
-    fs.get(url, str(tmp_path / "down.ckpt"), recursive=True)
-    down = str(tmp_path / "down.ckpt")
-    assert load(down) == 1.0
-    assert verify(down).findings == verify(url).findings == ()
-    assert inspect(down)["files"] == inspect(url)["files"]
-
-    save(str(tmp_path / "b.ckpt"), 2.0)
-    fs.put(str(tmp_path / "b.ckpt"), f"{url}2", recursive=True)
-    assert load(f"{url}2") == 2.0
-    save(f"{url}2", 3.0)  # replaces files that have no prefix
-    assert load(f"{url}2") == 3.0
-    assert verify(f"{url}2").findings == ()
-    save(down, 4.0)
-    assert load(down) == 4.0
-    assert not any(name.startswith("0") for name in os.listdir(down) if ROOT_NAME in name)
-
-
-def test_the_prefix_of_a_root_index_is_of_its_save_id() -> None:
-    root = RootIndex(ID, 1, {}, {}, prefix=f"{ID[:16]}-")
-    assert root_from_json(root_to_json(root), "here") == root
-    for wrong in ("../", f"{OTHER_ID[:16]}-", ID[:16], "/"):
-        with pytest.raises(FormatError, match="prefix"):
-            root_from_json(root_to_json(RootIndex(ID, 1, {}, {}, prefix=wrong)), "here")
-
-
-@pytest.mark.parametrize("name", ["a.ckpt", "hub/model.safetensors"])
-def test_what_another_program_wrote_is_refused_with_what_to_do(url: str, name: str) -> None:
-    fsspec.filesystem("memory").pipe_file(f"{url}/{name}", b"x")
-    place = f"{url}/{name}" if name == "a.ckpt" else f"{url}/hub"
-    for read in (lightning_shardckpt.load, lightning_shardckpt.metadata):
-        with pytest.raises(CheckpointNotFoundError, match="can't be read at a URL: download it first"):
-            read(place)
+    fs, down = fsspec.filesystem("memory"), str(tmp_path / "down.ckpt")
+    fs.get(url, down, recursive=True)
+    assert load(down) == 1.0 and verify(down).findings == ()
+    fs.put(down, f"{url}2", recursive=True)
+    for value, path in ((2.0, down), (3.0, f"{url}2")):
+        save(path, value)  # over files that have another prefix, or none
+        assert load(path) == value and verify(path).findings == ()
 
 
 def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
@@ -177,25 +144,6 @@ def test_a_download_is_kept_and_used_again(url: str, tmp_path: Path) -> None:
     assert load(url, storage=cached) == 2.0
     folders = list((tmp_path / "cache").iterdir())
     assert len(folders) == 2 and all(len(list(f.iterdir())) >= 2 for f in folders)
-
-
-UPLOAD = """
-import os, sys
-from lightning_shardckpt.storage.object_store import machine_upload_lock
-for i in range(50):
-    with machine_upload_lock():
-        os.mkdir("inside")
-        os.rmdir("inside")
-        open(f"{sys.argv[1]}-{i}", "x").close()
-"""
-
-
-def test_processes_of_a_machine_take_turns(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", UPLOAD]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    others = [subprocess.Popen([*command, str(number)], cwd=tmp_path, env=env) for number in range(2)]
-    assert [other.wait(60) for other in others] == [0, 0]  # mkdir would fail if two were in
-    assert len(os.listdir(tmp_path)) == 100
 
 
 def test_an_upload_waits_for_its_turn(url: str) -> None:
@@ -215,31 +163,6 @@ def test_an_upload_waits_for_its_turn(url: str) -> None:
         throttled.discard()
 
 
-def test_last_and_best_are_found_in_a_store(url: str) -> None:
-    folder = url.removesuffix("/a.ckpt")
-    for step in (9, 30, 100):
-        save(f"{folder}/epoch=0-step={step}.ckpt", 1.0, step=step)
-    fsspec.filesystem("memory").rm_file(f"{folder}/epoch=0-step=100.ckpt/{ROOT_NAME}")  # a save that was killed
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    assert resolve_ckpt_path(trainer(ModelCheckpoint(folder)), "last") == f"{folder}/epoch=0-step=30.ckpt"
-    assert resolve_ckpt_path(trainer(ModelCheckpoint(f"{folder}/none")), "last") == "last"
-
-
-def test_what_is_no_checkpoint_is_not_removed_but_told(url: str) -> None:
-    fsspec.filesystem("memory").pipe_file(f"{url}/thesis.tex", b"x")
-    with pytest.warns(UserWarning, match="not removed: .*not a complete checkpoint"):
-        ShardCkptIO().remove_checkpoint(url)
-    fsspec.filesystem("memory").pipe_file(f"{url}2", b"")
-    ShardCkptIO().remove_checkpoint(f"{url}2")  # a plain file, as Lightning would
-    assert not fsspec.filesystem("memory").exists(f"{url}2")
-
-
-def test_a_protocol_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(ValueError, match="nowhere"):
-        StorageRouter().backend("nowhere://a/b")
-
-
 WITHOUT = """
 import sys
 sys.modules["obstore"] = sys.modules["obstore.store"] = None
@@ -248,22 +171,70 @@ StorageRouter().backend("s3://bucket/a")
 """
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_a_url_that_cannot_be_used_is_an_error_that_says_why(s3: Bucket, storage: StorageRouter) -> None:
+    wrong = {f"{s3.url()}-not/a.ckpt": r"NoSuchBucket", s3.url(): "no path of a checkpoint, such as", "no://a/b": "no"}
+    for url, said in wrong.items():
+        for call in (lambda url=url: save(url, 1.0, storage=storage), lambda url=url: load(url, storage=storage)):
+            with pytest.raises((OSError, ValueError), match=said):
+                call()
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=env, capture_output=True, text=True)
     assert re.search(r"ImportError: 's3://bucket/a' can't be opened: .*obstore.*shardckpt\[s3\]", done.stderr)
 
 
-def test_a_bucket_that_is_not_there_is_an_error(s3: Bucket, storage: StorageRouter) -> None:
-    url = f"{s3.url()}-not/a.ckpt"
-    for call in (lambda: save(url, 1.0, storage=storage), lambda: load(url, storage=storage)):
-        with pytest.raises(OSError, match=rf"{url}.*NoSuchBucket"):
-            call()
+# ── tools and functions reach a store that only their options name ────────────────────────────────────────────────────
 
 
-def test_a_bucket_alone_is_no_path_and_an_error_says_so(s3: Bucket, storage: StorageRouter) -> None:
-    for url in ("s3:///a.ckpt", s3.url(), s3.url("")):
-        with pytest.raises(ValueError, match="no path of a checkpoint, such as"):
-            save(url, 1.0, storage=storage)
-        with pytest.raises(ValueError, match="no path of a checkpoint, such as"):
-            load(url, storage=storage)
+@pytest.fixture
+def saved(s3: Bucket) -> str:
+    """A checkpoint in the bucket, saved with plain functions."""
+    url = s3.url("a.ckpt")
+    state = {"model": torch.nn.Linear(4, 2), "step": 7}
+    lightning_shardckpt.save(url, state, storage_options=s3.options)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        lightning_shardckpt.save(url, state, storage_options=s3.options)
+    lightning_shardckpt.save_async(url, state, overwrite=True, storage_options=s3.options).result()
+    return url
+
+
+def test_functions_take_them(saved: str, s3: Bucket, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"storage_options": s3.options}
+    assert lightning_shardckpt.metadata(saved, **options).step == 7
+    ((_, weight),) = lightning_shardckpt.load_keys(saved, ["weight"], **options)
+    with lightning_shardckpt.open(saved, **options) as opened:
+        assert torch.equal(opened["weight"][...], weight)
+    module = torch.nn.Linear(4, 2)
+    assert lightning_shardckpt.load(saved, {"model": module}, **options) == {"step": 7}
+    assert torch.equal(module.weight, weight)
+    assert torch.equal(lightning_shardckpt.load(saved, **options)["model"]["weight"], weight)
+    assert inspect(saved, **options)["step"] == 7
+    assert verify(saved, **options).findings == ()
+    assert diff(saved, saved, **options)["tensors"]["same"] == 2
+    assert "weight" in write_map(saved, tmp_path / "map.html", **options).read_text()
+    assert torch.equal(torch.load(consolidate(saved, tmp_path / "a.pt", **options))["model"]["weight"], weight)
+
+
+def test_every_tool_takes_them(saved: str, s3: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"--storage_options.{name}={value}" for name, value in s3.options.items()]
+    given += ['--storage_options.config_kwargs={"read_timeout": 5}']  # values are YAML
+    tools = {
+        "inspect": [saved],
+        "verify": [saved],
+        "diff": [saved, saved],
+        "map": [saved, "-o", str(tmp_path / "map.html")],
+        "consolidate": [saved, "--output_file", str(tmp_path / "out.pt")],
+    }
+    for tool, arguments in tools.items():
+        assert main([tool, *arguments, *given]) == 0, capsys.readouterr().err
+    assert (tmp_path / "out.pt").is_file()
+    assert main(["inspect", saved, "--storage_options", json.dumps(s3.options)]) == 0
+    assert main(["inspect", saved, *given, "--storage_options.anon=true"]) == 1
+    assert "check the credentials" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"kye": "test"}, {"client_kwargs": {"kye": "test"}}])
+def test_an_unknown_one_is_a_type_error_that_names_it(given: dict[str, Any], s3: Bucket) -> None:
+    options = {**s3.options, **given}
+    for url in (s3.url("a.ckpt"), "gs://bucket/a.ckpt", "az://bucket/a.ckpt"):
+        with pytest.raises(TypeError, match=rf"unknown storage_options for '{url}': .*kye.*; known are .*token"):
+            lightning_shardckpt.save(url, {"step": 1}, storage_options=options)

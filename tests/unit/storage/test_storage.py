@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,71 +11,10 @@ import pytest
 
 from lightning_shardckpt.errors import CheckpointNotFoundError
 from lightning_shardckpt.format.index import ROOT_NAME
-from lightning_shardckpt.storage.local_storage import LocalStorage
-from lightning_shardckpt.storage.protocol import Storage, read_all
+from lightning_shardckpt.storage.protocol import read_all
 from lightning_shardckpt.storage.router import StorageRouter
+from tests.support.published import ID, LOCAL, OTHER_ID, beside, content, put, root_of
 from tests.support.stores import IMPATIENT, Bucket
-
-ID, OTHER_ID, THIRD_ID = "0" * 32, "1" * 32, "2" * 32
-SHARD = "model-dist-00000-shard-00001.safetensors"  # of other names, without a prefix, no file is deleted
-LOCAL = LocalStorage()
-
-
-# ── for all tests of storage ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def put(storage: Storage, path: str, save_id: str = ID, **files: bytes) -> list[str]:
-    """Publish a checkpoint of these files; return the notes."""
-    draft = storage.draft(path, save_id)
-    draft.begin()
-    for name, content in files.items():
-        draft.write(name, [content])
-    draft.write(ROOT_NAME, [root_of(save_id, draft.prefix)])
-    draft.publish()
-    return draft.notes
-
-
-def root_of(save_id: str, prefix: str = "") -> bytes:
-    """As much of a root index as a backend may look at."""
-    return f'"save_id":"{save_id}","prefix":"{prefix}"'.encode()
-
-
-def content(storage: Storage, path: str) -> dict[str, bytes]:
-    """Every file but the root index."""
-    reader = storage.open(path)
-    try:
-        return {name: read_all(reader, name) for name in reader.names() if name != ROOT_NAME}
-    finally:
-        reader.close()
-
-
-def beside(path: str) -> list[str]:
-    return sorted(name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path))
-
-
-def run(script: str, path: str, *command: str) -> None:
-    """Run a script in a process of its own, which prints that all is as it should be."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [*command, sys.executable, "-c", script, path], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "as it should be\n", done.stderr
-
-
-def own_mounts() -> list[str]:
-    """The command that runs another one with mounts of its own; skips where the system forbids it."""
-    command = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("the system allows no user namespaces; test_a_file_that_may_not_grow… covers the same path")
-    return command
-
-
-def mounted(script: str, options: str) -> str:
-    mount = f"subprocess.run(['mount', '-t', 'tmpfs', {options!r}, 'none', sys.argv[1]], check=True)"
-    return f"import subprocess, sys\n{mount}\nsys.argv[1] += '/a.ckpt'\n{script}"
-
-
-# ── every backend ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(params=["disk", "in place", "memory", "s3"])
